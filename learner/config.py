@@ -125,7 +125,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """More evaluation sets, beside the run's own (learner.tasks.eval_prompts): one section `[learner.eval_sets.NAME]`
     each, with its prompts and limits."""
     checkpoint_every: NonNegativeInt = 50
-    """Steps between two checkpoints. The last step always writes one. 0: only the last step does."""
+    """Steps between two checkpoints. The last step always writes one. 0: only the last step does. Training waits only
+    while weights and moments are copied into host memory (12 bytes per parameter); they are written while it goes on.
+    One that comes due meanwhile is put off until the writing is done."""
     keep_checkpoints: PositiveInt = 3
     """Number of recent checkpoints to keep. Older ones are deleted."""
     stall_timeout_s: PositiveFloat = 900.0

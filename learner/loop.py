@@ -1,10 +1,11 @@
 """The learner's loop: one scored batch in, one optimizer step, one weight version out.
 
     main thread   (here) asks the buffer for the batch of the next step, trains it, reports it as trained, publishes the
-                  weights and writes metrics. Every few steps it starts an evaluation or writes a checkpoint. It waits
-                  for a batch (until the buffer has enough scored tokens), for the evaluations at both ends of the run,
-                  and for the buffer's acknowledgement before a checkpoint, so that model, task stream and ledger belong
-                  to the same step.
+                  weights and writes metrics. Every few steps it starts an evaluation or copies what a checkpoint needs.
+                  It waits for a batch (until the buffer has enough scored tokens), for the evaluations at both ends of
+                  the run, and for the buffer's acknowledgement before a checkpoint, so that model, task stream and
+                  ledger belong to the same step.
+    checkpoint    (learner.checkpoints.writer) writes those copies while the next steps are under way.
     publisher     (weights.publisher) broadcasts each version while the next step is under way.
     client        (protocol.client) the connection, resending, heartbeats.
 
@@ -23,6 +24,7 @@ from typing import Final
 import msgspec
 
 from learner.batch import TrainItem, train_items
+from learner.checkpoints.writer import CheckpointWriter
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvaluationResult
@@ -34,7 +36,7 @@ from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream, in_messages
 from learner.reports.figures import RolloutFigures, WorkerFigures
 from learner.reports.metrics import MetricsWriter
-from learner.reports.progress import Progress, weight_figures
+from learner.reports.progress import weight_figures
 from learner.reports.wait_clock import WaitCause, WaitClock
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
@@ -87,7 +89,7 @@ class LearnerLoop:
         publisher: Publisher,
         metrics: MetricsWriter,
         make_eval_desk: Callable[[Callable[[EvaluationResult], None]], EvalDesk],
-        save_checkpoint: Callable[[WeightVersion, Snapshot], None],
+        checkpoints: CheckpointWriter,
         config: LearnerConfig,
         version: WeightVersion,
         parent: WeightVersion,
@@ -108,7 +110,7 @@ class LearnerLoop:
         self._publisher = publisher
         self._metrics = metrics
         self._ema = ema
-        self._save_checkpoint = save_checkpoint
+        self._checkpoints = checkpoints
         self._config = config
         self.version = version
         self._parent = parent
@@ -122,7 +124,7 @@ class LearnerLoop:
         self._worker_figures = WorkerFigures()
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
-        self.progress = Progress()
+        self.progress = checkpoints.progress
 
     @property
     def versions_published(self) -> int:
@@ -180,7 +182,7 @@ class LearnerLoop:
             )
         self._report(delivered, outcome, account)
         every = self._config.checkpoint_every
-        if every and step % every == 0 and step < self._steps:
+        if self._checkpoints.should_save(due=every > 0 and step % every == 0) and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
         if step < self._steps and (due := self._config.evaluated_at(step)):
             self._desk.start(self.version, due)
@@ -296,27 +298,16 @@ class LearnerLoop:
         for group, figures in (*result.tags.items(), *result.environments.items()):
             log.info("evaluation at step %d%s, %s: %s", result.step, name, group, describe(figures))
 
-    def _checkpoint(self, batch_id: int) -> OSError | None:
-        """Save model, optimizer, task stream and ledger of the same step. If the checkpoint cannot be written, returns
-        the error and training goes on: the next one may find room."""
+    def _checkpoint(self, batch_id: int, *, last: bool = False) -> OSError | None:
+        """Copy model, optimizer, task stream and ledger of the same step for a checkpoint, which is written in the
+        background. If that fails, training goes on: the next one may find room. The last one is waited for; returns
+        why it could not be written."""
         with self.clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
             if self._recorder is not None:
                 self._recorder.sync()
-            try:
-                self._save_checkpoint(self.version, snapshot)
-            except OSError as error:
-                self.progress.checkpoints_failed += 1
-                log.error(
-                    "the checkpoint of step %d could not be written (%d so far): %s; the newest one is %s",
-                    self.version.step,
-                    self.progress.checkpoints_failed,
-                    error,
-                    self.progress.checkpoint or "none of this process",
-                )
-                self._heartbeat()
-                return error
-        return None
+            self._checkpoints.save(self.version, snapshot)
+            return self._checkpoints.wait() if last else None
 
     def _save_before_leaving(self) -> None:
         """Save what was trained before leaving. If that fails, the learner logs why and leaves all the same."""
@@ -324,7 +315,7 @@ class LearnerLoop:
             log.info("asked to stop before the first step of this process; there is nothing new to save")
             return
         try:
-            self._checkpoint(self._last_batch_id)
+            self._checkpoint(self._last_batch_id, last=True)
         except (LearnerStalled, LinkError) as error:
             log.error("no checkpoint of step %d: %s", self.version.step, error)
 
@@ -349,7 +340,7 @@ class LearnerLoop:
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
             self._evaluate_and_wait()
-        lost = self._checkpoint(self._last_batch_id) if self._last_batch_id is not None else None
+        lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
         self._heartbeat()
         reason = f"{self.version.step} steps done"
         if lost is not None:

@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from engines.registry import find_engine
-from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, restore_rng, save_checkpoint
+from learner.checkpoints.checkpoint import load_checkpoint, restore_rng
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from learner.checkpoints.staging import stage_checkpoint
+from learner.checkpoints.writer import CheckpointWriter, Write
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
 from learner.evaluation.sets import render_eval_sets
@@ -29,7 +31,7 @@ from learner.prompts.tasks import TaskStream, load_prompts
 from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
-from learner.reports.progress import AccountFile, Progress
+from learner.reports.progress import AccountFile
 from learner.run_config import LearnerRunConfig
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
@@ -202,11 +204,24 @@ def _make_loop(
     """The loop, and a function that writes its account: after each checkpoint and evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
 
-    def save(version: WeightVersion, snapshot: Snapshot) -> None:
-        loop.progress.checkpoint = saved = _save(ctx, start, loop.progress, ema, version, snapshot)
+    def stage(version: WeightVersion, snapshot: Snapshot) -> Write:
+        return stage_checkpoint(
+            ctx.run_dir / CHECKPOINTS,
+            version,
+            start.trainer,
+            start.tokenizer,
+            keep=learner.keep_checkpoints,
+            stream=start.stream,
+            mixer=start.mixer,
+            ema=ema,
+            ledger=snapshot.ledger,
+            metrics=loop.progress.last,
+        )
+
+    def saved(version: WeightVersion) -> None:
         write_account()
         if start.trainer.adapters is not None and version.step == config.steps:
-            _export(ctx, start, saved)
+            _export(ctx, start, loop.progress.checkpoint)
 
     def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
         def make(version: WeightVersion, name: str) -> Evaluation:
@@ -236,6 +251,7 @@ def _make_loop(
     if recorder is not None:
         stack.callback(recorder.close)
     ema = _student_ema(ctx, start, client)
+    checkpoints = CheckpointWriter(stage, saved=saved, keep_waiting=start.trainer.ranks.size == 1)
     loop = LearnerLoop(
         client=client,
         trainer=start.trainer,
@@ -243,7 +259,7 @@ def _make_loop(
         publisher=stack.enter_context(_make_publisher(ctx, start, client)),
         metrics=metrics,
         make_eval_desk=make_eval_desk,
-        save_checkpoint=save,
+        checkpoints=stack.enter_context(checkpoints),
         config=learner,
         version=version,
         parent=parent,
@@ -257,46 +273,11 @@ def _make_loop(
     return loop, write_account
 
 
-def _save(
-    ctx: RoleContext[LearnerRunConfig],
-    start: Start,
-    progress: Progress,
-    ema: StudentEma | None,
-    version: WeightVersion,
-    snapshot: Snapshot,
-) -> Path:
-    """Write a checkpoint; returns its folder. Raises OSError."""
-    trainer, keep = start.trainer, ctx.config.learner.keep_checkpoints
-    state = LearnerState(
-        version=version,
-        optimizer=trainer.state_dict(),
-        value_head=trainer.critic.state_dict(),
-        tasks=start.stream.state(),
-        ledger=snapshot.ledger,
-        rng=capture_rng(),
-        metrics=dict(progress.last.as_dict()) if progress.last else {},
-        ema=ema.state_dict() if ema is not None else {},
-        offline=start.mixer.state() if start.mixer is not None else None,
-    )
-    root = ctx.run_dir / CHECKPOINTS
-    path = save_checkpoint(
-        root,
-        trainer.model,
-        start.tokenizer,
-        state,
-        keep=keep,
-        adapters=trainer.adapters,
-        tensors=trainer.tensors(),
-    )
-    log.info("checkpoint %s", path)
-    return path
-
-
-def _export(ctx: RoleContext[LearnerRunConfig], start: Start, checkpoint: Path) -> None:
+def _export(ctx: RoleContext[LearnerRunConfig], start: Start, checkpoint: Path | None) -> None:
     from learner.export import export, from_checkpoint  # load peft
 
     trainer, out = start.trainer, ctx.run_dir / EXPORT
-    assert trainer.adapters is not None
+    assert trainer.adapters is not None and checkpoint is not None
     if trainer.ranks.size > 1:  # no process has the student in full
         exported = from_checkpoint(checkpoint, out, ctx.config.models.student)
     else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -19,11 +18,13 @@ import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models import packed
 from models.description import DtypeName, LoadDtype
+from models.transfer import whole
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
 Dtype: TypeAlias = DtypeName | Literal["float64"]
@@ -96,20 +97,38 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def save_hf(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str | Path,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> None:
+def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
     """Write config, safetensors weights, generation config and tokenizer into `folder` (made if missing), so that
-    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder itself.
-    `tensors`: the weights, where `model` holds only a share of each."""
+    `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load the folder itself."""
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with _no_progress_bars():
-        model.save_pretrained(target, state_dict=None if tensors is None else dict(tensors))
+        model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def describe_hf(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write all of that but the weights; without a model, only the tokenizer."""
+    if model is not None:
+        with _no_progress_bars():
+            model.save_pretrained(folder, state_dict={})
+    tokenizer.save_pretrained(folder)
+
+
+def weights_to_save(model: PreTrainedModel, *, converted: bool = False) -> dict[str, Tensor]:
+    """The tensors that `save_pretrained` would write, by their names in the file. They are the model's own, shares of
+    them if it is sharded. If they are `converted`, they are new and whole; all ranks must ask then."""
+    kept = model.state_dict().keys() - set(model._keys_to_ignore_on_save or ())  # pyright: ignore[reportPrivateUsage]
+    own = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers()) if n in kept}
+    return revert_weight_conversion(model, {name: whole(tensor) for name, tensor in own.items()}) if converted else own
+
+
+def converted_on_saving(model: PreTrainedModel) -> bool:
+    """Whether `save_pretrained` renames or divides tensors, as of mixtures of experts."""
+    own = weights_to_save(model)
+    outlines = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
+    saved = revert_weight_conversion(model, dict(outlines))
+    return saved.keys() != own.keys() or any(saved[name] is not outline for name, outline in outlines.items())
 
 
 def resolve_device(device: str) -> str:

@@ -6,7 +6,7 @@ and `nonzero()` do. `upload` only queues a copy; `read` waits, and sleeps meanwh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,15 +36,45 @@ def share_of(tensor: Tensor) -> Tensor:
     return tensor if local is None else local()
 
 
+class Rows(NamedTuple):
+    """The place of a rank's share in a tensor: consecutive rows of it."""
+
+    first: int
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """Which rows of a sharded tensor this process holds; None for any other, which is whole here. Raises ValueError
+    for shares that are not rows."""
+    chunks_of = getattr(tensor, "__create_chunk_list__", None)  # how torch.distributed.checkpoint asks, too
+    if chunks_of is None:
+        return None
+    chunks = chunks_of()
+    shape = tuple(tensor.shape)
+    if len(chunks) != 1 or tuple(chunks[0].sizes)[1:] != shape[1:] or any(chunks[0].offsets[1:]):
+        raise ValueError(f"a tensor of shape {shape} is shared out as {chunks}; expected consecutive rows on each rank")
+    return Rows(int(chunks[0].offsets[0]), shape)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, in new memory of the host."""
+    own = share_of(tensor.detach())
+    return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+
+
 def like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Values of the parameter's shape, with its dtype, on its device; for a sharded one, this rank's share of them."""
-    if not hasattr(parameter, "to_local"):
-        return values.to(parameter)
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to load
+    """Values of the parameter's shape, in new memory of its dtype and device; for a sharded one, this rank's rows of
+    them. No others are read, so `values` may be a file in memory."""
+    rows, own = rows_of(parameter), torch.empty_like(share_of(parameter.detach()))
+    if rows is None:
+        return own.copy_(values)
+    from torch.distributed.tensor import DTensor  # takes a second to load
 
     assert isinstance(parameter, DTensor)
-    local = values.to(device=parameter.device, dtype=parameter.dtype)
-    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    own.copy_(values[rows.first : rows.first + len(own)])
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=values.shape, stride=parameter.stride())
 
 
 def read(tensor: Tensor) -> Tensor:

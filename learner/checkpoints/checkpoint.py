@@ -15,6 +15,9 @@ renamed. So whenever the process or the machine dies, each `step_*` folder is co
 untouched until the new one has its name. A folder is deleted by renaming it first, for the same reason. There is no
 pickle anywhere. learner.checkpoints.files finds and verifies checkpoints.
 
+With several ranks each writes its rows of weights and moments into the same two files, rank 0 the rest
+(learner.checkpoints.tensor_file). In a run this happens in the background (learner.checkpoints.writer).
+
 If an abandoned branch has saved the same step before (the learner resumed from an earlier checkpoint), the new one is
 saved beside it as `step_000040_epoch_1`. The newest version is the one with the highest (epoch, step).
 """
@@ -29,10 +32,10 @@ import random
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -43,12 +46,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from learner.checkpoints.files import (
+    ADAPTER_WEIGHTS,
     EMA,
     FORMAT,
     OPTIMIZER,
     TEMPORARY,
     TRAINER,
     VALUE_HEAD,
+    WEIGHTS,
     CheckpointError,
     defect,
     prune,
@@ -58,8 +63,9 @@ from learner.checkpoints.files import (
     verify,
     write_manifest,
 )
+from learner.checkpoints.tensor_file import Shares, layout_of, write_share
 from learner.step.optimizer import AdamWState
-from models.loading import save_hf
+from models.loading import converted_on_saving, describe_hf, weights_to_save
 from protocol.atomic_file import sync
 from protocol.messages import Ledger, WeightVersion
 
@@ -148,42 +154,21 @@ class _TrainerFile(msgspec.Struct, frozen=True):
     offline: dict[str, Any] | None = None
 
 
-def save_checkpoint(
-    root: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    state: LearnerState,
-    *,
-    keep: int,
-    pinned: Collection[int] = (),
-    adapters: Adapters | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write a checkpoint of `state.version` under `root`, with `adapters` instead of the model if given. Then delete
-    all but the `keep` newest and those of the `pinned` steps. Returns its folder. An existing complete checkpoint of
-    this version is kept as it is. `tensors`: `Trainer.tensors`.
+@dataclass(frozen=True)
+class Contents:
+    """What goes into a checkpoint, as of one step. Made of copies, it can be written while training goes on."""
 
-    Raises OSError (disk full, no permission); earlier checkpoints are untouched, and nothing of this one remains.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    sweep(root)
-    target = target_folder(root, state.version)
-    if target.exists():
-        if not (reason := defect(target)):
-            return target
-        _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
-    temporary = root / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        if adapters is None:
-            save_hf(model, tokenizer, temporary, tensors)
-        else:
-            adapters.save(temporary, tensors)
-            tokenizer.save_pretrained(temporary)
-        save_file(state.optimizer.tensors, temporary / OPTIMIZER)
-        if state.ema:
-            save_file(state.ema, temporary / EMA)
-        if state.value_head:
-            save_file(state.value_head, temporary / VALUE_HEAD)
+    version: WeightVersion
+    record: bytes
+    """trainer.json."""
+    weights: Shares
+    """The student's, by the names of a checkpoint, or the adapters' by peft's."""
+    moments: Shares
+    ema: Mapping[str, Tensor]
+    value_head: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, state: LearnerState, weights: Shares) -> Self:
         record = _TrainerFile(
             format=FORMAT,
             version=state.version,
@@ -195,13 +180,82 @@ def save_checkpoint(
             metrics={name: x if x is not None and math.isfinite(x) else None for name, x in state.metrics.items()},
             offline=state.offline,
         )
-        (temporary / TRAINER).write_bytes(msgspec.json.encode(record))
-        write_manifest(temporary, state.version)
-        temporary.rename(target)
+        moments = state.optimizer.shares
+        return cls(state.version, msgspec.json.encode(record), weights, moments, state.ema, state.value_head)
+
+
+def new_draft(root: Path, version: WeightVersion) -> Path:
+    """Make the temporary folder of a checkpoint of this version. Raises OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root)
+    draft = root / f"{TEMPORARY}step_{version.step:06d}-{os.getpid()}-{secrets.token_hex(4)}"
+    draft.mkdir()
+    return draft
+
+
+def save_checkpoint(
+    root: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    state: LearnerState,
+    *,
+    keep: int,
+    pinned: Collection[int] = (),
+    adapters: Adapters | None = None,
+) -> Path:
+    """Write a checkpoint of the model as it is, with `adapters` instead if given, from one process and without copies.
+    Otherwise like `write_checkpoint`."""
+    draft = new_draft(root, state.version)
+    named = weights_to_save(model, converted=converted_on_saving(model)) if adapters is None else adapters.tensors()
+    contents = Contents.of(state, Shares({name: tensor.detach() for name, tensor in named.items()}))
+    return write_checkpoint(draft, contents, model, tokenizer, keep=keep, pinned=pinned, adapters=adapters)
+
+
+def write_checkpoint(
+    draft: Path,
+    contents: Contents,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    keep: int,
+    pinned: Collection[int] = (),
+    adapters: Adapters | None = None,
+    others: Callable[[], Iterable[int]] = tuple,
+) -> Path:
+    """Write a checkpoint into `draft`, then give it its name, and delete all but the `keep` newest and those of the
+    `pinned` steps. Returns its folder. An existing complete checkpoint of this version is kept as it is. Of `model` and
+    `adapters` it reads the configuration only. `others`: waits for the other ranks, and gives the bytes that each has
+    written with `write_shares`.
+
+    Raises OSError (disk full, no permission); earlier checkpoints are untouched, and nothing of this one remains."""
+    root = draft.parent
+    try:
+        try:
+            shares = (contents.weights, contents.moments)
+            written = write_shares(draft, *shares, adapters=adapters is not None, leads=True)
+            describe_hf(model if adapters is None else None, tokenizer, draft)
+            if adapters is not None:
+                adapters.describe(draft)
+            if contents.ema:
+                save_file(dict(contents.ema), draft / EMA)
+            if contents.value_head:
+                save_file(dict(contents.value_head), draft / VALUE_HEAD)
+            (draft / TRAINER).write_bytes(contents.record)
+        finally:
+            of_others = list(others())  # whatever happened here, none of them may write any more when this returns
+        _expect_all(shares, written + sum(of_others))
+        write_manifest(draft, contents.version)
+        target = target_folder(root, contents.version)
+        if target.exists():
+            if not (reason := defect(target)):
+                shutil.rmtree(draft)
+                return target
+            _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
+        draft.rename(target)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         if (number := _system_error(error)) is not None:
-            raise OSError(number, os.strerror(number), str(temporary)) from error
+            raise OSError(number, os.strerror(number), str(draft)) from error
         raise
     sync(root)
     try:
@@ -211,12 +265,27 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path) -> LearnerState:
+def write_shares(draft: Path, weights: Shares, moments: Shares, *, adapters: bool, leads: bool) -> int:
+    """Write what this process holds of both into the files of `draft`. Returns the number of bytes. Raises OSError."""
+    written = write_share(draft / (ADAPTER_WEIGHTS if adapters else WEIGHTS), weights, leads=leads)
+    return written + write_share(draft / OPTIMIZER, moments, leads=leads)
+
+
+def _expect_all(files: Iterable[Shares], written: int) -> None:
+    """What no rank has written would read as zeros. Raises RuntimeError."""
+    expected = sum(layout_of(shares).total_bytes for shares in files)
+    if written != expected:
+        raise RuntimeError(f"the ranks have written {written} bytes of weights and moments, expected {expected}")
+
+
+def load_checkpoint(path: Path, *, verified: bool = False) -> LearnerState:
     """Verify a checkpoint and read its state. Its weights are loaded with `load_causal_lm(path, ...)`, adapters with
-    `Adapters.load(path)`.
+    `Adapters.load(path)`. The tensors are the files, mapped into memory: only what is used of them is read.
+    `verified`: another rank has done that.
 
     Raises CheckpointError: files missing, changed or of another format."""
-    verify(path)
+    if not verified:
+        verify(path)
     try:
         record = msgspec.json.decode((path / TRAINER).read_bytes(), type=_TrainerFile)
         tensors = load_file(path / OPTIMIZER)

@@ -1,7 +1,8 @@
 """Ranks above 0: they make the calls that rank 0 announces, each with its own share of the parameters.
 
-They have no link to the buffer, no clock and no files but the student's and the checkpoint's, which they read. Whatever
-fails here ends the process, and the elastic launcher then ends the others (launch.workers.ranks)."""
+They have no link to the buffer and no clock. They read the student's files and a checkpoint's, and write their shares
+of new checkpoints. Whatever fails here, but for that writing, ends the process, and the elastic launcher then ends the
+others (launch.workers.ranks)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 
 from learner.batch import BatchError
 from learner.checkpoints.checkpoint import load_checkpoint
+from learner.checkpoints.writer import ShareWriter
 from learner.ranks.group import Announced, RankGroup
 from learner.ranks.messages import Beginning, load_items
 from learner.ranks.staging import OwnShare, Stage
@@ -45,6 +47,7 @@ def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -
     """Make the announced calls."""
     share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.size)
     ranks.shares.serve(share)
+    writer = ShareWriter(ranks)
     for call, payload in announced:
         match call:
             case "step":
@@ -57,10 +60,10 @@ def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -
                     tensor_of(weight)
             case "stage":
                 share.fill(msgspec.json.decode(payload, type=Stage), trainer.named_weights())
-            case "state_dict":
-                trainer.state_dict()
-            case "tensors":
-                trainer.tensors()
+            case "checkpoint":
+                draft = Path(payload.decode())
+                staged = trainer.stage(draft)
+                writer.write(draft, staged.weights, staged.optimizer.shares, adapters=trainer.adapters is not None)
             case "logprobs":
                 trainer.logprobs(json.loads(payload))
             case "end":
@@ -83,7 +86,7 @@ def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: Ra
         head_of=teacher_heads(config),
     )
     if checkpoint is not None:
-        state = load_checkpoint(checkpoint)
+        state = load_checkpoint(checkpoint, verified=True)  # by rank 0
         trainer.load_state_dict(state.optimizer)
         trainer.critic.load_state_dict(state.value_head)
     return trainer

@@ -37,13 +37,11 @@ from learner.ranks.staging import ShareLink, StagingByRanks
 from weights.staged_weights import StagedWeights, Staging
 
 T = TypeVar("T")
-Call: TypeAlias = Literal["begin", "step", "skip", "weights", "stage", "state_dict", "tensors", "logprobs", "end"]
+Call: TypeAlias = Literal["begin", "step", "skip", "weights", "stage", "checkpoint", "logprobs", "end"]
 """What all ranks do together: methods of a trainer, its beginning and its end."""
 ERRORS: Final[dict[str, type[BatchError]]] = {
     error.__name__: error for error in (BatchError, EmptyBatchError, UnreadableScores, NonFiniteError)
 }
-_LEADER: Final = "leader"
-"""Key of the process id of rank 0."""
 LOOK_AGAIN_S: Final = (0.001, 0.01)
 """Shortest and longest time between two looks at the store. Waiting there in torch would keep Python's signals out."""
 
@@ -105,6 +103,14 @@ class Ranks:
     def add_up(self, tensors: list[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""
 
+    def tell(self, subject: str, said: bytes) -> None:
+        """On any rank but 0, once per subject: tell rank 0 some text. From any thread; nothing is waited for."""
+
+    def told(self, subject: str) -> list[bytes]:
+        """On rank 0: what each other rank tells about it, in their order. From any thread; waits as long as it takes.
+        Raises RuntimeError when the process of one of them is gone."""
+        return []
+
     @property
     def staging(self) -> Staging:
         """Makes the copies of weights that are being sent (`weights.publisher`)."""
@@ -131,8 +137,7 @@ class RankGroup(Ranks):
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        if self.rank == 0:
-            self._store.set(_LEADER, str(os.getpid()))
+        self._store.set(f"pid/{self.rank}", str(os.getpid()))
         self._device = device
         self.shares = ShareLink(self.rank, self.size, timeout_s=timeout_s)
         self._announced = 0
@@ -157,7 +162,7 @@ class RankGroup(Ranks):
         """For the other ranks: what rank 0 announces, up to and with the end. Waits as long as it takes. Raises
         RuntimeError when the store or the process of rank 0 is gone."""
         while True:
-            header = msgspec.json.decode(self._wait(), type=_Header)
+            header = msgspec.json.decode(self._wait(self._key(), 0), type=_Header)
             self._announced += 1
             data = torch.empty(header.n_bytes, dtype=torch.uint8)
             if header.n_bytes:
@@ -166,15 +171,16 @@ class RankGroup(Ranks):
             if header.call == "end":
                 return
 
-    def _wait(self) -> bytes:
+    def _wait(self, key: str, rank: int) -> bytes:
+        """What that rank has under the key. Raises RuntimeError when its process is gone."""
         pause_s, longest_s = LOOK_AGAIN_S
-        leader = int(self._store.get(_LEADER))
-        while not self._store.check([self._key()]):
-            if not psutil.pid_exists(leader):
-                raise RuntimeError("rank 0 has ended without a word")
+        process = int(self._store.get(f"pid/{rank}"))
+        while not self._store.check([key]):
+            if _has_ended(process):
+                raise RuntimeError(f"rank {rank} has ended without a word")
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, longest_s)
-        return self._store.get(self._key())
+        return self._store.get(key)
 
     def _key(self) -> str:
         return f"announced/{self._announced}"
@@ -215,6 +221,12 @@ class RankGroup(Ranks):
         for tensor in tensors:
             dist.all_reduce(tensor)
 
+    def tell(self, subject: str, said: bytes) -> None:
+        self._store.set(f"told/{subject}/{self.rank}", said.decode())
+
+    def told(self, subject: str) -> list[bytes]:
+        return [self._wait(f"told/{subject}/{rank}", rank) for rank in range(1, self.size)]
+
     @property
     def staging(self) -> Staging:
         return StagingByRanks(
@@ -224,6 +236,14 @@ class RankGroup(Ranks):
     def close(self) -> None:
         self.shares.join()
         dist.destroy_process_group()
+
+
+def _has_ended(process: int) -> bool:
+    """Also if its parent has not noticed yet."""
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _tried(make: Callable[[], Any]) -> _Said:

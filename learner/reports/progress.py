@@ -42,6 +42,8 @@ class Progress:
     """Folder of the newest checkpoint."""
     checkpoints_failed: int = 0
     """Checkpoints that could not be written."""
+    checkpoints_put_off: int = 0
+    """Checkpoints that came due while the one before was still being written."""
     steps_skipped: int = 0
     """Steps without a finite rollout to train."""
 
@@ -62,6 +64,7 @@ class Progress:
             "tokens_trained_total": self.tokens_trained,
             "tokens_trained_offline_total": self.tokens_trained_offline,
             "checkpoints_failed_total": self.checkpoints_failed,
+            "checkpoints_put_off_total": self.checkpoints_put_off,
             "steps_skipped_total": self.steps_skipped,
         }
         if self.last is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -28,11 +28,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from learner.checkpoints.files import ADAPTER_WEIGHTS
 from learner.config import LoraConfig
-from models.transfer import whole
 from weights.staged_weights import Merged
 
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 BASE: Final = "base.json"
 _ADAPTER: Final = "default"
 """Peft's name for the only adapter of a model."""
@@ -112,15 +111,19 @@ class Adapters:
                 yield name.replace(f"{_BASE_LAYER}.", "."), parameter
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of the adapters' matrices on the CPU, by peft's names. With several ranks, all must ask."""
-        tensors = get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
-        return {name: whole(t.detach()).cpu().contiguous() for name, t in tensors.items()}
+        """The adapters' matrices themselves, by peft's names; of several ranks, each has its share."""
+        return get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
 
-    def save(self, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Write the adapters in peft's format (`PeftModel.from_pretrained(base, folder)` loads them), and base.json.
-        `tensors`: from `tensors`, if that was called before."""
+    def save(self, folder: Path) -> None:
+        """Write adapters that are whole here in peft's format, and base.json.
+        `PeftModel.from_pretrained(base, folder)` loads them."""
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(self.tensors() if tensors is None else dict(tensors), folder / ADAPTER_WEIGHTS)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
+        save_file(tensors, folder / ADAPTER_WEIGHTS)
+        self.describe(folder)
+
+    def describe(self, folder: Path) -> None:
+        """Write all of that but the matrices."""
         settings = self._wrapped.peft_config[_ADAPTER]
         settings.inference_mode = True  # as in peft's own files: loading them must not start training
         settings.save_pretrained(str(folder))
@@ -140,7 +143,7 @@ class Adapters:
                 f"{folder}: its adapters belong to {base.path} with sha256 {base.sha256[:16]}; the student "
                 f"{self.base.path} has {self.base.sha256[:16]}: expected the same weights (models.student)"
             )
-        wanted = {n: t.shape for n, t in get_peft_model_state_dict(self._wrapped, save_embedding_layers=False).items()}
+        wanted = {name: tensor.shape for name, tensor in self.tensors().items()}
         got = {name: tensor.shape for name, tensor in tensors.items()}
         if wanted != got:
             differing = sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))

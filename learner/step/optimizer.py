@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from learner.checkpoints.tensor_file import Shares
 from learner.config import LearnerConfig
-from models.transfer import like, whole
+from models.transfer import Rows, like
 
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -21,8 +23,15 @@ class AdamWState:
     parameter that no forward pass has used yet (an idle expert) has none."""
 
     tensors: dict[str, Tensor]
+    """With several ranks, the rows of this one."""
     never_stepped: tuple[str, ...]
     steps_done: int
+    rows: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
+    """The places of those rows."""
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(self.tensors, self.rows)
 
 
 def learning_rate(config: LearnerConfig, step: int, total_steps: int, *, highest: float | None = None) -> float:
@@ -52,19 +61,20 @@ def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.Ada
 
 
 def dump_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, *, steps_done: int) -> AdamWState:
-    tensors: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     never_stepped: list[str] = []
     for name, parameter in _trained(model).items():
         state: dict[str, Tensor] | None = optimizer.state.get(parameter)
         if not state:
             never_stepped.append(name)
             continue
-        tensors.update({f"{key}/{name}": whole(state[key].detach()).cpu().clone() for key in _KEYS})
-    return AdamWState(tensors, tuple(never_stepped), steps_done)
+        own.update({f"{key}/{name}": state[key] for key in _KEYS})
+    copies = Shares.copied(own.items())
+    return AdamWState(dict(copies.tensors), tuple(never_stepped), steps_done, copies.rows)
 
 
 def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
-    """Replace the optimizer's state. Raises ValueError, changing nothing, for wrong names or shapes."""
+    """Replace the optimizer's state by a whole one. Raises ValueError, changing nothing, for wrong names or shapes."""
     trained = _trained(model)
     stepped = {name: p for name, p in trained.items() if name not in state.never_stepped}
     wanted = {
@@ -81,11 +91,11 @@ def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: Adam
         )
     optimizer.state.clear()
     for name, parameter in stepped.items():
-        entry = {key: state.tensors[f"{key}/{name}"].clone() for key in _KEYS}
+        step, exp_avg, exp_avg_sq = (state.tensors[f"{key}/{name}"] for key in _KEYS)
         optimizer.state[parameter] = {
-            "step": entry["step"].to(parameter.device),
-            "exp_avg": like(parameter, entry["exp_avg"]),
-            "exp_avg_sq": like(parameter, entry["exp_avg_sq"]),
+            "step": step.clone().to(parameter.device),
+            "exp_avg": like(parameter, exp_avg),
+            "exp_avg_sq": like(parameter, exp_avg_sq),
         }
 
 

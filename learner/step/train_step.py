@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from learner.batch import (
     divide,
     pack_share,
 )
+from learner.checkpoints.tensor_file import Shares
 from learner.config import LearnerConfig
 from learner.objectives.batch_terms import batch_terms
 from learner.ranks.group import Ranks
@@ -57,7 +59,7 @@ from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_a
 from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
 from learner.step.teacher_heads import HeadOf, no_heads
-from models.loading import resolve_dtype
+from models.loading import converted_on_saving, resolve_dtype, weights_to_save
 from models.logprobs import lm_head
 from models.precision import halve_frozen
 from models.transfer import read, share_of, upload, whole
@@ -77,6 +79,14 @@ class _Update(NamedTuple):
     """Sums of each part."""
     grad_norm: float
     value_grad_norm: float
+
+
+class Staged(NamedTuple):
+    """Copies for a checkpoint."""
+
+    weights: Shares
+    """Adapters if there are any, else all weights."""
+    optimizer: AdamWState
 
 
 class Trainer:
@@ -201,17 +211,16 @@ class Trainer:
         self.ranks.lead("skip")
         self.steps_done += 1
 
-    def tensors(self) -> dict[str, Tensor] | None:
-        """Copies on the CPU of what a checkpoint has of the student: adapters if there are any, else all weights. None:
-        it is whole in this process, and need not be copied."""
-        if self.ranks.size == 1:
-            return None
-        self.ranks.lead("tensors")
-        if self.adapters is not None:
-            return self.adapters.tensors()
-        kept = self.model.state_dict().keys()
-        named = [*self.model.named_parameters(), *((n, b) for n, b in self.model.named_buffers() if n in kept)]
-        return {name: whole(tensor.detach()).cpu() for name, tensor in named}
+    def stage(self, draft: Path) -> Staged:
+        """Copies in host memory of what a checkpoint has of weights and optimizer, on each rank of its share. `draft`:
+        the folder that all ranks write it into."""
+        self.ranks.lead("checkpoint", lambda: str(draft).encode())
+        if self.adapters is None:
+            converted = any(self.ranks.agreed(lambda: converted_on_saving(self.model), bool))
+            named = weights_to_save(self.model, converted=converted)
+        else:
+            named = self.adapters.tensors()
+        return Staged(Shares.copied(named.items()), self.state_dict())
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:
         """[T - 1] log-probs of the tokens after the first, on the model's device."""
@@ -228,8 +237,8 @@ class Trainer:
             self._zero_grad()
 
     def state_dict(self) -> AdamWState:
-        """Optimizer moments by parameter name, and the clock. Weights and critic are saved separately."""
-        self.ranks.lead("state_dict")
+        """Copies of the optimizer's moments by parameter name, and the clock. Weights and critic are saved separately.
+        Not announced: each rank has its share."""
         return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
 
     def load_state_dict(self, state: AdamWState) -> None:

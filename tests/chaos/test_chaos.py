@@ -30,7 +30,7 @@ class Case(NamedTuple):
 KILLED = tuple(Fault("kill", name) for name in ("buffer-0", "learner-0", "actor-1", "teacher-0"))
 """Of each role one."""
 SAVED = Fault(
-    "trap", "learner-0", others=("launcher",), point="learner.checkpoints.checkpoint:save_checkpoint", side="after"
+    "trap", "learner-0", others=("launcher",), point="learner.checkpoints.checkpoint:write_checkpoint", side="after"
 )
 """The whole run dies when a checkpoint is there."""
 TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="recording.writer:BatchRecorder.add")

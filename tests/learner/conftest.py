@@ -53,6 +53,16 @@ def tiny_student() -> Callable[..., PreTrainedModel]:
     return build_student
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """23 words, of which the second ends a text."""
+    words = {f"w{i}": i for i in range(23)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), eos_token="w1"
+    )
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    return tokenizer
+
+
 def build_item(
     rollout_id: str,
     mask: Sequence[int],

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import learner.loop
 from buffer.config import BufferConfig
+from learner.checkpoints.writer import CheckpointWriter, Write
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import Evaluation, render_eval_set
@@ -59,6 +60,12 @@ class Saved:
     steps_done: int
 
 
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Learner:
     """A loop and its parts."""
@@ -71,6 +78,8 @@ class Learner:
     saved: list[Saved] = field(default_factory=list[Saved])
     no_room_at: set[int] = field(default_factory=set[int])
     """Steps whose checkpoint finds the disk full."""
+    may_write: threading.Event = field(default_factory=_set)
+    """Cleared: the disk takes its time."""
 
 
 Learning = Callable[..., Any]
@@ -110,10 +119,17 @@ def learning(
             def evaluation(version: m.WeightVersion, name: str) -> Evaluation:
                 return Evaluation(tasks, evaluated, small_tokenizer, version=version, seed=1)
 
-            def save(version: m.WeightVersion, snapshot: m.Snapshot) -> None:
-                if version.step in made.no_room_at:
-                    raise OSError(28, "No space left on device")
-                made.saved.append(Saved(version, snapshot, stream.state(), trainer.steps_done))
+            def stage(version: m.WeightVersion, snapshot: m.Snapshot) -> Write:
+                staged = Saved(version, snapshot, stream.state(), trainer.steps_done)
+
+                def write() -> Path:
+                    made.may_write.wait(WAIT_S)
+                    if version.step in made.no_room_at:
+                        raise OSError(28, "No space left on device")
+                    made.saved.append(staged)
+                    return tmp_path / f"step_{version.step}"
+
+                return write
 
             stop = StopRequest()
             loop = LearnerLoop(
@@ -123,7 +139,7 @@ def learning(
                 publisher=publisher,
                 metrics=metrics,
                 make_eval_desk=lambda on_result: EvalDesk(evaluation, client.send, on_result),
-                save_checkpoint=save,
+                checkpoints=stack.enter_context(CheckpointWriter(stage, saved=lambda _: None)),
                 config=config,
                 version=V0,
                 parent=V0,
@@ -216,6 +232,33 @@ def test_a_checkpoint_without_room_is_counted_and_training_goes_on_to_the_next(
     assert made.loop.progress.checkpoints_failed == 2
     assert "the checkpoint of step 2 could not be written (2 so far): [Errno 28] No space left" in caplog.text
     assert gauges(tmp_path)["checkpoints_failed_total"] == 2.0
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_is_put_off_until_it_is_done(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Due after steps 2, 4 and 6; the one of step 2 is written until step 5 is under way."""
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=8, checkpoint_every=2) as made, crowd(address):
+            made.may_write.clear()
+            step = learner.loop.finite_step
+
+            def freed_in_the_fifth(*arguments: Any) -> Any:
+                if made.trainer.steps_done == 4:
+                    assert made.saved == [], "nobody waited for it"
+                    made.may_write.set()
+                    (thread,) = (one for one in threading.enumerate() if one.name == "checkpoint")
+                    thread.join(WAIT_S)
+                return step(*arguments)
+
+            monkeypatch.setattr(learner.loop, "finite_step", freed_in_the_fifth)
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    assert [saved.version.step for saved in made.saved] == [2, 5, 6, 8]
+    assert all(saved.steps_done == saved.snapshot.version.step == saved.version.step for saved in made.saved)
+    assert made.loop.progress.checkpoints_put_off == 1 == gauges(tmp_path)["checkpoints_put_off_total"]
+    assert made.loop.progress.checkpoint == tmp_path / "step_8"
+    assert "the checkpoint of step 2 is still being written" in caplog.text
 
 
 def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(

@@ -201,6 +201,17 @@ def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> Non
     assert "FAILED" not in line(Rates().figures(view(snapshot(1.0, 0, peer("learner", 0)))))
 
 
+def test_checkpoints_that_could_not_be_written_are_seen() -> None:
+    for n_failed in (0.0, 2.0):
+        learner = msgspec.structs.replace(peer("learner", 0), stats={"checkpoints_failed_total": n_failed, "step": 3.0})
+        figures = Rates().figures(view(snapshot(1.0, 0, learner)))
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(table(figures))
+        assert ("CHECKPOINTS NOT WRITTEN 2" in line(figures)) == (n_failed > 0)
+        assert ("2 could not be written" in shown.get()) == (n_failed > 0)
+
+
 def test_the_first_failure_of_each_kind_is_an_event() -> None:
     news = News({})
     assert list(news.take(snapshot(1.0, 0))) == []

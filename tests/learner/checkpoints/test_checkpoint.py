@@ -20,14 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 from launch.checks.model_files import find_model
@@ -41,6 +38,7 @@ from learner.step.train_step import Trainer
 from models.loading import load_causal_lm
 from protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
+from tests.learner.conftest import word_tokenizer
 from tests.patience import PATIENCE_S
 from tests.power_cut import PowerCut
 
@@ -56,13 +54,6 @@ def trainer(tiny_student: Student, make_item: Make) -> Trainer:
     trainer = Trainer(model, LearnerConfig(), total_steps=100)
     trainer.step([make_item("a", [0, 1, 1])])
     return trainer
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(23)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), eos_token="w1")
-    tokenizer.chat_template = "{{ messages[0]['content'] }}"
-    return tokenizer
 
 
 def _ledger() -> Ledger:
@@ -87,7 +78,7 @@ def _state(trainer: Trainer, step: int, epoch: int = 0) -> LearnerState:
 def save(trainer: Trainer, tmp_path: Path) -> Save:
     def write(step: int, *, epoch: int = 0, keep: int = 9, pinned: tuple[int, ...] = ()) -> Path:
         state = _state(trainer, step, epoch)
-        return save_checkpoint(tmp_path, trainer.model, _tokenizer(), state, keep=keep, pinned=pinned)
+        return save_checkpoint(tmp_path, trainer.model, word_tokenizer(), state, keep=keep, pinned=pinned)
 
     return write
 
@@ -120,7 +111,7 @@ def test_folder_is_a_hugging_face_model_by_itself(save: Save, trainer: Trainer) 
         assert torch.equal(a, b), name
     assert model.generation_config.eos_token_id == [1, 5]
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert tokenizer.get_vocab() == _tokenizer().get_vocab() and tokenizer.chat_template
+    assert tokenizer.get_vocab() == word_tokenizer().get_vocab() and tokenizer.chat_template
     assert not [p.name for p in path.iterdir() if p.suffix in {".pt", ".bin", ".pkl", ".pth"}]
 
 
@@ -274,7 +265,7 @@ def test_a_full_disk_is_an_os_error_and_leaves_no_trace(trainer: Trainer, tmp_pa
     with small_disk(tmp_path / "disk", size_kib << 10) as disk:
         root = disk / "checkpoints"
         with pytest.raises(OSError, match="No space left on device") as told:
-            save_checkpoint(root, trainer.model, _tokenizer(), _state(trainer, 20), keep=1)
+            save_checkpoint(root, trainer.model, word_tokenizer(), _state(trainer, 20), keep=1)
         assert told.value.errno == errno.ENOSPC
         assert not root.exists() or list(root.iterdir()) == []
 

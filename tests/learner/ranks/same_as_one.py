@@ -26,6 +26,7 @@ from learner.ranks.messages import dump_items, load_items
 from learner.step.ema import StudentEma
 from learner.step.finite_step import finite_step
 from learner.step.lora import Adapters
+from learner.step.optimizer import AdamWState
 from learner.step.train_step import Trainer
 from tests.learner.conftest import build_item, build_student
 from tests.learner.settings import learner_config
@@ -84,10 +85,24 @@ def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.f
     )
 
 
+def whole_state(trainer: Trainer) -> AdamWState:
+    """Put together from the rows of all ranks, in the order of the ranks."""
+    own = trainer.state_dict()
+    if not own.rows:
+        return own
+    of_ranks: list[AdamWState] = [own] * trainer.ranks.size
+    dist.all_gather_object(of_ranks, own)
+    tensors = {
+        name: torch.cat([one.tensors[name] for one in of_ranks]) if name in own.rows else tensor
+        for name, tensor in own.tensors.items()
+    }
+    return AdamWState(tensors, own.never_stepped, own.steps_done)
+
+
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
     """Everything that steps change."""
     found = {f"weight {name}": tensor_of(weight).clone() for name, weight in trainer.weights()}
-    found |= {f"moment {name}": tensor for name, tensor in trainer.state_dict().tensors.items()}
+    found |= {f"moment {name}": tensor for name, tensor in whole_state(trainer).tensors.items()}
     return found | {f"critic {name}": tensor for name, tensor in trainer.critic.state_dict().items()}
 
 
@@ -174,7 +189,7 @@ def of_a_resumed_optimizer(ranks: Ranks) -> dict[str, float]:
     alone, together = trainer_of(config, Ranks()), trainer_of(config, ranks)
     for trainer in (alone, together):
         trainer.step(items_of(seed=0, top_k=False))
-    alone_state, together_state = alone.state_dict(), together.state_dict()
+    alone_state, together_state = alone.state_dict(), whole_state(together)
     alone.load_state_dict(together_state)
     together.load_state_dict(alone_state)
     for trainer in (alone, together):

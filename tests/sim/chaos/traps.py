@@ -11,7 +11,7 @@ from typing import Final, Literal, TypeAlias
 Side: TypeAlias = Literal["before", "after"]
 POINTS: Final[Mapping[str, Sequence[str]]] = {
     "learner": (
-        "learner.checkpoints.checkpoint:save_checkpoint",
+        "learner.checkpoints.checkpoint:write_checkpoint",
         "learner.loop:LearnerLoop._offer_tasks",
         "learner.checkpoints.files:prune",
         "learner.checkpoints.files:write_manifest",

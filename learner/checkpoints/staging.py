@@ -1,0 +1,56 @@
+"""What a checkpoint needs of a running learner, copied between two steps, so that all of it belongs to one step."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
+from learner.checkpoints.writer import Write, written_by_others
+from learner.offline import OfflineMixer
+from learner.prompts.tasks import TaskStream
+from learner.reports.step_metrics import StepMetrics
+from learner.step.ema import StudentEma
+from learner.step.train_step import Trainer
+from protocol.messages import Ledger, WeightVersion
+
+
+def stage_checkpoint(
+    root: Path,
+    version: WeightVersion,
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    keep: int,
+    stream: TaskStream,
+    mixer: OfflineMixer | None,
+    ema: StudentEma | None,
+    ledger: Ledger,
+    metrics: StepMetrics | None,
+) -> Write:
+    """On rank 0; the others join. `metrics`: of the last step. Raises OSError."""
+    draft = new_draft(root, version)
+    staged = trainer.stage(draft)
+    state = LearnerState(
+        version=version,
+        optimizer=staged.optimizer,
+        value_head=trainer.critic.state_dict(),
+        tasks=stream.state(),
+        ledger=ledger,
+        rng=capture_rng(),
+        metrics=dict(metrics.as_dict()) if metrics is not None else {},
+        ema=ema.state_dict() if ema is not None else {},
+        offline=mixer.state() if mixer is not None else None,
+    )
+    return partial(
+        write_checkpoint,
+        draft,
+        Contents.of(state, staged.weights),
+        trainer.model,
+        tokenizer,
+        keep=keep,
+        adapters=trainer.adapters,
+        others=partial(written_by_others, trainer.ranks, draft),
+    )
