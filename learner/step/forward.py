@@ -167,7 +167,9 @@ class StepPass(NamedTuple):
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
         figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
         per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
-        return PassLeft(microbatch, figures, terms.student_N, per_token_N, self.value.error_N)
+        return PassLeft(
+            microbatch, figures, terms.student_N, per_token_N, self.value.error_N, self.student.hidden_scores
+        )
 
 
 class PassLeft(NamedTuple):
@@ -180,6 +182,8 @@ class PassLeft(NamedTuple):
     per_token_N: Tensor
     """Contribution of each token to the student's loss."""
     value_error_N: Tensor
+    hidden_scores: int
+    """Number of scores that were computed from teachers' hidden states."""
 
     def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
         """Sums from the figures read. Raises NonFiniteError naming the rollouts, and BatchError for hidden states that
@@ -192,8 +196,7 @@ class PassLeft(NamedTuple):
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
         made = StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
-        if made.hidden_error > LARGEST_HIDDEN_ERROR * made.hidden_scores:
-            mean = made.hidden_error / made.hidden_scores
+        if self.hidden_scores and (mean := made.hidden_error / self.hidden_scores) > LARGEST_HIDDEN_ERROR:
             raise BatchError(
                 f"{update}: log-probs from teachers' hidden states differ by {mean:.2f} nats on average from those "
                 f"that they sent; expected at most {LARGEST_HIDDEN_ERROR}: the learner must read the output head of "
