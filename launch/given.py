@@ -57,6 +57,11 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     if path.exists() and path.stat().st_size:
         raise ConfigError(f"{path} is there already; expected the name of a new file")
     scored = config.teacher.top_k > 0
+    if config.learner.tasks.privileged:
+        raise ConfigError(
+            "learner.tasks.privileged: got a text that only teachers read, but --from scores responses after the "
+            "prompts that the student reads; leave it empty, or let the teacher write (launch.write without --from)"
+        )
     models = replace(config.models, student=str(find_model("models.student", config.models.student)))
     if scored:
         models = replace(models, teacher=str(find_model("models.teacher", config.models.teacher)))

@@ -101,3 +101,11 @@ def test_a_replay_of_text_that_is_there_takes_cross_entropy_only(
 def test_rows_that_are_not_there_are_refused(tmp_path: Path, words: list[str]) -> None:
     assert write.main([str(tmp_path / "f"), *words]) == WRONG_CONFIG_EXIT_CODE
     assert not (tmp_path / "f").exists()
+
+
+def test_a_text_that_only_teachers_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    words = [str(tmp_path / "f"), "--from", str(tmp_path / "rows.jsonl"), "--learner.tasks.privileged=Be short. "]
+    assert write.main(words) == WRONG_CONFIG_EXIT_CODE
+    assert "learner.tasks.privileged: got a text that only teachers read" in capsys.readouterr().err
+    assert not (tmp_path / "f").exists()
