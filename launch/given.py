@@ -9,6 +9,7 @@ probability 1 for each of its tokens, so behaviour and teacher log-probs are 0.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from learner.prompts.answers import Line
 
+SAY_EVERY_S: Final = 10.0
+"""Time between two lines about the progress."""
 DATA: Final = "data"
 """Stands for a teacher where there is none."""
 
@@ -76,7 +79,8 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     stops = stop_token_ids(models.student, tokenizer)
     dropped = Counter[str]()
     order = np.random.default_rng(config.seed).permutation(len(source)) if tasks.shuffle else np.arange(len(source))
-    items = _items(_lines(source, order.tolist(), tokenizer, config, stops, dropped), _scorer(config, tokenizer))
+    lines = _lines(source, order.tolist(), tokenizer, config, stops, dropped)
+    items = _items(lines, _scorer(config, tokenizer), at_once=config.buffer.batch_rollouts)
     plain = cast(dict[str, Any], msgspec.to_builtins(config))
     header = RecordHeader(
         format=FORMAT,
@@ -87,7 +91,7 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
         config=plain,
     )
     n_rollouts = n_tokens = n_batches = 0
-    unfinished = path.with_name(f"{path.name}.part")
+    unfinished, said_s = path.with_name(f"{path.name}.part"), time.monotonic()
     with unfinished.open("wb") as stream:
         stream.write(encode_header(header))
         while batch := list(islice(items, config.buffer.batch_rollouts)):
@@ -95,6 +99,9 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
             stream.write(encode_batch(n_batches + 1, version, batch, staleness={}, tasks_done=()))
             n_batches, n_rollouts = n_batches + 1, n_rollouts + len(batch)
             n_tokens += sum(int(rollout.arrays[2].sum()) for rollout in batch)
+            if time.monotonic() - said_s >= SAY_EVERY_S:
+                said_s = time.monotonic()
+                print(f"{n_rollouts:,} sequences of up to {len(source):,} rows, {n_tokens:,} tokens", flush=True)
     reasons = "".join(f", {n:,} {reason}" for reason, n in sorted(dropped.items()))
     if not n_rollouts:
         unfinished.unlink()
@@ -144,41 +151,48 @@ def _lines(
                 yield f"given-{row}-{number}", record.tag, line
 
 
-def _items(lines: Iterator[tuple[str, str, Line]], score: Callable[[Line], Scores]) -> Iterator[Rollout]:
-    for rollout_id, tag, line in lines:
-        n = len(line.token_ids)
-        mask = np.zeros(n, np.uint8)
-        for start, end in line.answers:
-            mask[start:end] = 1
-        scores = score(line)
-        pieces = tuple(
-            TopKPiece(0, start, end, len(payload))
-            for (start, end), payload in zip(line.answers, scores.payloads, strict=bool(scores.payloads))
-        )
-        item = BatchItem(
-            rollout_id=rollout_id,
-            task_id=int(rollout_id.split("-")[1]),
-            sample_index=0,
-            group_size=1,
-            tag=tag,
-            teachers=("default",) if pieces else (DATA,),
-            end=n,
-            spans=tuple(VersionSpan(WeightVersion(0, 0), start, end) for start, end in line.answers),
-            final=True,
-            finish_reason="stop",
-            reward=None,
-            n_turns=len(line.answers),
-            top_k=pieces,
-        )
-        arrays = [line.token_ids, np.zeros(n, np.float32), mask, scores.logprobs[None]]
-        if pieces:
-            arrays.append(np.frombuffer(b"".join(scores.payloads), np.uint8))
-        yield Rollout(item, tuple(arrays))
+def _items(
+    lines: Iterator[tuple[str, str, Line]], score: Callable[[Sequence[Line]], list[Scores]], *, at_once: int
+) -> Iterator[Rollout]:
+    """`at_once`: lines to score together."""
+    while some := list(islice(lines, at_once)):
+        scored = score([line for _, _, line in some])
+        yield from (_rollout(*named, scores) for named, scores in zip(some, scored, strict=True))
 
 
-def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Line], Scores]:
+def _rollout(rollout_id: str, tag: str, line: Line, scores: Scores) -> Rollout:
+    n = len(line.token_ids)
+    mask = np.zeros(n, np.uint8)
+    for start, end in line.answers:
+        mask[start:end] = 1
+    pieces = tuple(
+        TopKPiece(0, start, end, len(payload))
+        for (start, end), payload in zip(line.answers, scores.payloads, strict=bool(scores.payloads))
+    )
+    item = BatchItem(
+        rollout_id=rollout_id,
+        task_id=int(rollout_id.split("-")[1]),
+        sample_index=0,
+        group_size=1,
+        tag=tag,
+        teachers=("default",) if pieces else (DATA,),
+        end=n,
+        spans=tuple(VersionSpan(WeightVersion(0, 0), start, end) for start, end in line.answers),
+        final=True,
+        finish_reason="stop",
+        reward=None,
+        n_turns=len(line.answers),
+        top_k=pieces,
+    )
+    arrays = [line.token_ids, np.zeros(n, np.float32), mask, scores.logprobs[None]]
+    if pieces:
+        arrays.append(np.frombuffer(b"".join(scores.payloads), np.uint8))
+    return Rollout(item, tuple(arrays))
+
+
+def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[Scores]]:
     if not config.teacher.top_k:
-        return lambda line: Scores(np.zeros(len(line.token_ids), np.float32))
+        return lambda lines: [Scores(np.zeros(len(line.token_ids), np.float32)) for line in lines]
     from engines.base import ScoreRequest
     from engines.torch.scorer import TorchScorer
     from protocol.handshake import vocab_tokens
@@ -187,14 +201,18 @@ def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Line], Scores]:
     scorer = TorchScorer.load(config.models.teacher, config.teacher)
     sets = TopKSets.of(config.teacher, vocab_tokens(tokenizer.get_vocab()), scorer.vocab_size)
 
-    def score(line: Line) -> Scores:
-        logprobs = np.zeros(len(line.token_ids), np.float32)
-        requests = [ScoreRequest(line.token_ids[:end], start) for start, end in line.answers]
-        payloads = list[bytes]()
-        for (start, end), result in zip(line.answers, scorer.score(requests, top_k=sets.asked), strict=True):
-            logprobs[start:end] = result.logprobs
-            assert result.top_ids is not None and result.top_logprobs is not None
-            payloads.append(sets.payload(result.top_ids, result.top_logprobs))
-        return Scores(logprobs, tuple(payloads))
+    def score(lines: Sequence[Line]) -> list[Scores]:
+        requests = [ScoreRequest(line.token_ids[:end], start) for line in lines for start, end in line.answers]
+        results = iter(scorer.score(requests, top_k=sets.asked))
+        scored: list[Scores] = []
+        for line in lines:
+            logprobs = np.zeros(len(line.token_ids), np.float32)
+            payloads = list[bytes]()
+            for (start, end), result in zip(line.answers, results, strict=False):
+                logprobs[start:end] = result.logprobs
+                assert result.top_ids is not None and result.top_logprobs is not None
+                payloads.append(sets.payload(result.top_ids, result.top_logprobs))
+            scored.append(Scores(logprobs, tuple(payloads)))
+        return scored
 
     return score
