@@ -189,7 +189,7 @@ def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[f
     f, h, q, k = shape.mlp, shape.hidden, shape.q_width, shape.kv_width
     layer = 8 * f + 26 * h + 4 * (q + k) if half else 4 * (4 * f + 6 * h + 2 * (q + k))
     if shape.qk_norm:
-        layer += (10 if half else 16) * (q + k)
+        layer += (10 if half else 8) * (q + k)
     if learner.lora.rank:
         layer -= 8 * h + (4 * (q + k) if shape.qk_norm and not half else 0)
     again = int(shape.layers * learner.recompute)
