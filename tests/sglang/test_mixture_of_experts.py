@@ -4,6 +4,7 @@ them one by one, and both compute the same."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ from tests.sglang.test_weight_push import (
     worst_difference,
 )
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("SGLANG_CPU_VERSION") == "0.5.17",
+    reason="SGLang 0.5.17 computes nan with a mixture of experts on a CPU, with the weights that it has loaded itself",
+)
 SHAPE: dict[str, Any] = {
     **{"num_hidden_layers": 2, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2},
     **{"norm_topk_prob": True, "tie_word_embeddings": False},
