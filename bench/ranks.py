@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from launch.config.run import RunConfig
 from launch.config.tree import build
 from learner.ranks.group import RankGroup, Ranks
 from learner.step.make_trainer import make_trainer
+from protocol.addresses import free_port
 
 SEQUENCE = 256
 PACK_TOKENS = 1024
@@ -77,10 +77,8 @@ def train(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace, size: int) -> list[dict[str, object]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, "WORLD_SIZE": str(size), **address}
     command = [sys.executable, __file__, given.model, "--tokens", str(given.tokens), "--steps", str(given.steps)]
     command += ["--dtype", given.dtype, "--as-rank"]
     started = [

@@ -37,7 +37,7 @@ from models.loading import load_causal_lm
 from protocol.messages import BatchItem
 
 VOCAB = 297
-"""Of the random weights."""
+"""Size of the vocabulary of random weights."""
 SIZES = {"student 64/192": (64, 192), "teacher 160/480": (160, 480)}
 PROMPT_TOKENS = 10
 

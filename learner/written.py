@@ -11,36 +11,25 @@ own prompt, as in a run where it only scores. Whoever trains on the recording co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from engines.base import Int32s
-from learner.prompts.config import TaskConfig
 from learner.prompts.rendering import NONE
 from learner.prompts.sample_book import Account, Trained
-from learner.prompts.tasks import Prompts, TaskOffer, TaskStream
-from protocol.messages import BatchItem, Settled, TopIdsWanted
+from learner.prompts.tasks import TaskOffer, TaskStream
+from protocol.messages import BatchItem, Settled
 from recording.format import Array, Rollout
 
 
 class WrittenStream(TaskStream):
     """Tasks whose student reads the teachers' prompt. Its state is that of a TaskStream."""
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Prompts,
-        *,
-        seed: int,
-        top_ids: TopIdsWanted | None = None,
-    ) -> None:
-        """As TaskStream."""
-        super().__init__(config, tokenizer, prompts, seed=seed, top_ids=top_ids)
-        self._latest: dict[int, TaskOffer | None] = {}
+    _latest: Mapping[int, TaskOffer | None] = MappingProxyType({})
+    """The tasks of the latest step; replaced as a whole by each."""
 
     def next(self, n: int) -> list[TaskOffer]:
         """As `TaskStream.next`."""

@@ -9,8 +9,15 @@ from typing import Final, Literal, TypeAlias, cast
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 LoadDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
-"""auto: bfloat16 on a GPU, float32 elsewhere (`models.loading.resolve_dtype`)."""
+"""auto: bfloat16 on a GPU, float32 elsewhere (`resolve_dtype`)."""
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def resolve_dtype(dtype: LoadDtype, device: str) -> DtypeName:
+    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def vocabulary_size(model_path: str | Path) -> int:

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from models import packed
-from models.description import DtypeName, LoadDtype
+from models.description import DtypeName
 from models.transfer import whole
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
@@ -136,13 +136,6 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def resolve_dtype(dtype: LoadDtype, device: str) -> DtypeName:
-    """ "auto" -> bfloat16 on CUDA, float32 elsewhere; anything else as it is."""
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def resolve_path(path: str | Path) -> str:

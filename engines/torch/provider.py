@@ -19,7 +19,7 @@ from engines.provider import (
     WithStudent,
     WithTeacher,
 )
-from models.description import BYTES
+from models.description import BYTES, resolve_dtype
 from protocol.context import RoleContext
 from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig
@@ -95,7 +95,7 @@ class TorchProvider(EngineProvider):
             own = width * shape.parameters
             return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
         teacher = cast(ScorerSettings, settings)
-        width = BYTES.get(teacher.dtype) or (4 if teacher.device == "cpu" else 2)
+        width = BYTES[resolve_dtype(teacher.dtype, "cpu" if teacher.device == "cpu" else "cuda")]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
         if teacher.prefix_cache_mb:  # by default it takes of what is left

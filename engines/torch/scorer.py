@@ -28,7 +28,8 @@ from transformers import PreTrainedModel
 from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
 from engines.config import ScorerSettings
 from engines.torch.prefix_cache import PrefixCache
-from models.loading import load_causal_lm, resolve_device, resolve_dtype
+from models.description import resolve_dtype
+from models.loading import load_causal_lm, resolve_device
 from models.logprobs import TokenScores, lm_head, token_scores
 from models.packed import PackingError, context_window, packed_hidden, probe_past
 from models.packed_layout import first_fit_decreasing

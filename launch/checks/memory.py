@@ -51,7 +51,7 @@ from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, RANK
 from launch.machine.machine import Machine
 from launch.servers.plan import launched_groups
-from models.description import BYTES, vocabulary_size
+from models.description import BYTES, resolve_dtype, vocabulary_size
 from weights.config import sent_dtype, staged_in
 
 GIB: Final = 2**30
@@ -150,7 +150,7 @@ def learner_need(
     """What one rank needs on its device, `cuda` or `cpu`."""
     learner, ranks = config.learner, config.learner.ranks
     p, e, h, v = shape.parameters, shape.rest, shape.hidden, shape.vocabulary
-    half = learner.dtype == "bfloat16" or (learner.dtype == "auto" and device == "cuda")
+    half = resolve_dtype(learner.dtype, device) == "bfloat16"
     adapters = learner.lora.rank > 0
     trained = not learner.frozen and not adapters
     members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)

@@ -22,7 +22,8 @@ from launch.config.run import RunConfig
 from launch.local_actor import LocalActor, local_ticket
 from learner.evaluation.evaluation import Evaluation, EvaluationResult
 from learner.prompts.tasks import TaskOffer
-from models.loading import resolve_device, resolve_dtype
+from models.description import resolve_dtype
+from models.loading import resolve_device
 from models.tokenizer import load_tokenizer
 from protocol.branches import path_to
 from protocol.messages import (

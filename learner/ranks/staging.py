@@ -49,7 +49,7 @@ FOREVER: Final = timedelta(days=3650)
 """A question may be long in coming: the buffer may have no batch."""
 _STOP: Final = -1
 _IN_ORDER: Final = Members(kind="servers")
-"""Shares lie one behind the other, wide dtypes first."""
+"""ShareLayouts lie one behind the other, wide dtypes first."""
 
 
 class RanksLost(RuntimeError):
@@ -77,13 +77,13 @@ class Move(NamedTuple):
     n_bytes: int
 
 
-def rows_of(n_rows: int, rank: int, size: int) -> tuple[int, int]:
+def row_range(n_rows: int, rank: int, size: int) -> tuple[int, int]:
     """First row and end of a rank's share, as torch.chunk divides."""
     each = -(-n_rows // size)
     return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
 
 
-class Shares:
+class ShareLayouts:
     """Where each rank has its share of a set of tensors."""
 
     def __init__(self, manifest: Manifest, size: int) -> None:
@@ -97,7 +97,7 @@ class Shares:
             tuple(
                 TensorSpec(spec.name, spec.dtype, (high - low, *spec.shape[1:]))
                 for spec in self.manifest.tensors
-                for low, high in [rows_of(spec.shape[0], rank, self.size)]
+                for low, high in [row_range(spec.shape[0], rank, self.size)]
             )
         )
 
@@ -108,7 +108,7 @@ class Shares:
             spec = self.manifest.tensors[i]
             row_bytes = math.prod(spec.shape[1:]) * spec.item_bytes
             for rank, moves in enumerate(found):
-                first, last = (at + row * row_bytes for row in rows_of(spec.shape[0], rank, self.size))
+                first, last = (at + row * row_bytes for row in row_range(spec.shape[0], rank, self.size))
                 low, high = max(start, first), min(end, last)
                 if low >= high:
                     continue
@@ -160,7 +160,7 @@ class OwnShare:
     def _rows(self, name: str, tensor: Tensor) -> Tensor:
         """Raises ValueError."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else None  # pyright: ignore
-        low, high = rows_of(tensor.shape[0], self._rank, self._size) if tensor.dim() else (0, 0)
+        low, high = row_range(tensor.shape[0], self._rank, self._size) if tensor.dim() else (0, 0)
         if not isinstance(local, Tensor) or local.shape != (high - low, *tensor.shape[1:]):
             held = "is not divided" if local is None else f"has {tuple(local.shape)} here"
             raise ValueError(
@@ -289,7 +289,7 @@ class StagedByRanks(Staged):
         self._members = members
         self._ranks = ranks
         self._stage = Stage(slot, 0, dtype, place)
-        self._shares: Shares | None = None
+        self._shares: ShareLayouts | None = None
         self._run: BucketLayout | None = None
         """Where tensors lie that servers know as several (`Members.pieces`). The run of bytes is the same."""
         self._bucket_b = torch.empty(0, dtype=torch.uint8)
@@ -310,7 +310,7 @@ class StagedByRanks(Staged):
         self._stage = self._ranks.announce(self._stage)
         manifest = sent_manifest(weights, self._stage.dtype)
         if self._shares is None or self._shares.manifest != manifest:
-            self._shares = Shares(manifest, self._ranks.size)
+            self._shares = ShareLayouts(manifest, self._ranks.size)
             self._run = PackedLayout(manifest, CPU_BUCKET_BYTES) if self._members.pieces else None
         self._ranks.share.fill(self._stage, weights)
         self.version = version

@@ -29,13 +29,13 @@ class StepSums:
     """`learner.objectives.advantages.value_loss`, without its coefficient; 0 without a value function."""
     hidden_error: float
     """|q computed from hidden states - q sent|, nats."""
-    hidden_scores: float
+    hidden_scores: int
     """Number of its terms, one per token and teacher; 0 without hidden states."""
     ratio_max: float
 
     @classmethod
     def zero(cls) -> StepSums:
-        return cls(tokens=0, **dict.fromkeys(SUMS, 0.0))
+        return cls(tokens=0, hidden_scores=0, **dict.fromkeys(SUMS, 0.0))
 
     def plus(self, other: StepSums) -> StepSums:
         summed: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -43,8 +43,10 @@ class StepSums:
         return StepSums(**summed)
 
 
-SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name != "tokens")
-"""Names of the sums other than `tokens`, in the order in which a step reads them from the device."""
+COUNTS: Final = ("tokens", "hidden_scores")
+"""Sums that the host knows."""
+SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name not in COUNTS)
+"""Names of the other sums, in the order in which a step reads them from the device."""
 
 
 @dataclass(frozen=True)

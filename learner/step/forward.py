@@ -161,7 +161,6 @@ class StepPass(NamedTuple):
             "advantage": terms.advantage_N.double().sum(),
             "value_error": self.value.error_N.double().sum(),
             "hidden_error": self.student.hidden_error.double(),
-            "hidden_scores": self.student.hidden_error.new_full((), self.student.hidden_scores),
             "ratio_max": ratio_N.max(),
         }
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
@@ -195,8 +194,9 @@ class PassLeft(NamedTuple):
             self._refuse(self.per_token_N, items, update, "loss")
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
-        made = StepSums(tokens=len(self.student_N), **dict(zip(SUMS, sums, strict=True)))
-        if self.hidden_scores and (mean := made.hidden_error / self.hidden_scores) > LARGEST_HIDDEN_ERROR:
+        named = dict(zip(SUMS, sums, strict=True))
+        made = StepSums(tokens=len(self.student_N), hidden_scores=self.hidden_scores, **named)
+        if made.hidden_scores and (mean := made.hidden_error / made.hidden_scores) > LARGEST_HIDDEN_ERROR:
             raise BatchError(
                 f"{update}: log-probs from teachers' hidden states differ by {mean:.2f} nats on average from those "
                 f"that they sent; expected at most {LARGEST_HIDDEN_ERROR}: the learner must read the output head of "

@@ -18,7 +18,8 @@ from learner.ranks.group import Ranks
 from learner.reports.step_metrics import StepMetrics, StepSums
 from learner.step.teacher_heads import HeadOf, no_heads
 from learner.step.train_step import Trainer
-from models.loading import load_causal_lm, resolve_device, resolve_dtype
+from models.description import resolve_dtype
+from models.loading import load_causal_lm, resolve_device
 from models.precision import turn_tf32_off
 
 

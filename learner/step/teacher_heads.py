@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from learner.run_config import LearnerRunConfig
-from models.description import DtypeName
+from models.description import DtypeName, resolve_dtype
 from models.head_file import load_head
-from models.loading import resolve_device, resolve_dtype
+from models.loading import resolve_device
 from models.logprobs import LmHead
 
 HeadOf: TypeAlias = Callable[[str], LmHead]

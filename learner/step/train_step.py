@@ -59,7 +59,8 @@ from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_a
 from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
 from learner.step.teacher_heads import HeadOf, no_heads
-from models.loading import converted_on_saving, resolve_dtype, weights_to_save
+from models.description import resolve_dtype
+from models.loading import converted_on_saving, weights_to_save
 from models.logprobs import lm_head
 from models.precision import halve_frozen
 from models.transfer import read, share_of, upload, whole

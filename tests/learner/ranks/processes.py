@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from protocol.addresses import free_port
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -16,10 +16,8 @@ ROOT = Path(__file__).parents[3]
 def run_ranks(n_ranks: int, module: str, *args: str) -> list[subprocess.CompletedProcess[str]]:
     """Run `main(args)` of the module on each rank, over gloo, to its end. Not with -m: what it starts by a fork server
     would import it again."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common = {**os.environ, "WORLD_SIZE": str(n_ranks), **address}
     common |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(

@@ -27,7 +27,7 @@ from protocol.hidden_codec import encode_hidden
 from protocol.messages import TopKPiece
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
-from tests.learner.step.test_top_k_step import with_sets
+from tests.learner.step.test_top_k_step import edges_of, with_sets
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -71,11 +71,9 @@ def dense_q(train_item: TrainItem, pool: str) -> Tensor:
 def with_states(train_item: TrainItem, *, cut: int | None = None, shift: int = 0) -> TrainItem:
     """As the buffer hands it on: a payload per teacher and segment (cut in two at `cut`), beside the log-probs of the
     sampled tokens. `shift`: the fault of sending the states of so many positions later."""
-    trained = np.flatnonzero(train_item.train_mask_L)
-    if not len(trained) or not train_item.item.teachers:
+    edges = edges_of(train_item, cut)
+    if not edges or not train_item.item.teachers:
         return train_item
-    first, last = int(trained[0]), int(trained[-1]) + 1
-    edges = [first, last] if cut is None or not first < cut < last else [first, cut, last]
     pieces: list[TopKPiece] = []
     payloads: list[bytes] = []
     for start, end in itertools.pairwise(edges):

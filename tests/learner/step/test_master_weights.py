@@ -18,7 +18,8 @@ from learner.batch import TrainItem
 from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig
 from learner.step.train_step import Trainer
-from models.loading import load_causal_lm, resolve_dtype
+from models.description import resolve_dtype
+from models.loading import load_causal_lm
 from protocol.messages import WeightVersion
 from weights.staged_weights import StagedWeights
 

@@ -52,14 +52,21 @@ def _teacher(train_item: TrainItem, name: str) -> Floats:
     return logits_LV - np.logaddexp.reduce(logits_LV, axis=1, keepdims=True)
 
 
+def edges_of(train_item: TrainItem, cut: int | None) -> list[int]:
+    """Borders of the payloads: the range with tokens to train, cut in two at `cut`. Empty without such tokens."""
+    trained = np.flatnonzero(train_item.train_mask_L)
+    if not len(trained):
+        return []
+    first, last = int(trained[0]), int(trained[-1]) + 1
+    return [first, last] if cut is None or not first < cut < last else [first, cut, last]
+
+
 def with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) -> TrainItem:
     """As the buffer hands it on: a payload per teacher and segment (cut in two at `cut`), for the range with tokens to
     train; masked tokens inside of the range have sets too."""
-    trained = np.flatnonzero(train_item.train_mask_L)
-    if not len(trained):
+    edges = edges_of(train_item, cut)
+    if not edges:
         return train_item
-    first, last = int(trained[0]), int(trained[-1]) + 1
-    edges = [first, last] if cut is None or not first < cut < last else [first, cut, last]
     pieces: list[TopKPiece] = []
     payloads: list[bytes] = []
     for start, end in itertools.pairwise(edges):
