@@ -10,7 +10,8 @@ right, where a causal mask already hides the padding from real tokens, so that t
 apply on every device. Sequences are sorted by length first, so that each bucket is one slice of T.
 
 A sequence may continue a past (`models.past`), whose keys and values an earlier forward kept. Only its new tokens are
-in the row; in attention it is a bucket of its own.
+in the row; in attention it is a bucket of its own. Or each process of a group has a part of every sequence
+(`models.divided`).
 
 Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest, P tokens of a past,
 M tokens attended to (P + L), H hidden size, N query heads, G key/value heads, D head size.
@@ -28,10 +29,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from models.attention import attend
+from models.divided import DividedLayout, attend_divided
 from models.logprobs import lm_head
 from models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
 from models.past import Around, Cells, Past, Piece
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+from models.transfer import upload
 
 IMPLEMENTATION = "stillhouse_packed"
 
@@ -65,9 +68,18 @@ def packed_hidden(
     sorted_around = [around[i] for i in order] if around else ()
     layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around)
     if order == list(range(len(sizes))):
-        return _forward(model, ids_T, layout)
+        return _forward(model, ids_T, layout.positions_T, layout)
     to_sorted_T, to_given_T = permutation(sizes, order, ids_T.device)
-    return cast(Tensor, Gather.apply(_forward(model, ids_T[to_sorted_T], layout), to_given_T, to_sorted_T, True))
+    sorted_TH = _forward(model, ids_T[to_sorted_T], layout.positions_T, layout)
+    return cast(Tensor, Gather.apply(sorted_TH, to_given_T, to_sorted_T, True))
+
+
+def divided_hidden(model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout) -> Tensor:
+    """Hidden states of this process's tokens of a row that is divided among processes, [P, H]. All must call it at the
+    same time. Raises ValueError for sequences that exceed the context."""
+    if layout.longest > (limit := context_window(model.config)):
+        raise ValueError(f"a sequence of {layout.longest} tokens; the context window of this model is {limit}")
+    return _forward(model, ids_P, upload(layout.positions, ids_P.device), layout)
 
 
 def context_window(config: PreTrainedConfig) -> int:
@@ -90,6 +102,25 @@ def refuse_unpackable(config: PreTrainedConfig) -> None:
     if getattr(text, "is_causal", True) is False:
         raise PackingError(
             f"model_type {config.model_type!r} is configured as bidirectional; expected causal attention"
+        )
+
+
+def refuse_undividable(config: PreTrainedConfig) -> None:
+    """Raise PackingError for architectures that, by their config.json, have layers that cannot be computed by processes
+    which have a part of each sequence (`models.divided`)."""
+    text: Any = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None):
+        kinds = {"sliding_attention"}  # Mistral says it so
+    reason = f"layers of type {sorted(kinds)}" if kinds else ""
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        reason = reason or "a cap on attention scores (attn_logit_softcapping)"
+    if kind := moving_rope(config):
+        reason = reason or f"rotary frequencies that depend on the longest position of a process ({kind})"
+    if reason:
+        raise PackingError(
+            f"model_type {config.model_type!r} has {reason}; sequences that are divided among ranks have full "
+            "attention and fixed frequencies only: expected learner.context_parallel = 1"
         )
 
 
@@ -174,7 +205,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    packed_layout: Layout | None = None,
+    packed_layout: Layout | DividedLayout | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls in each layer. query [1, N, T, D], key and value [1, G, T, D];
@@ -191,6 +222,17 @@ def packed_attention(
         )
     if reason := unseen_window(module, sliding_window, packed_layout.longest):
         raise PackingError(reason)
+    if isinstance(packed_layout, DividedLayout):
+        if (
+            softcap is not None
+            or s_aux is not None
+            or (sliding_window or packed_layout.longest) < packed_layout.longest
+        ):
+            raise PackingError(
+                f"{type(module).__name__} has a sliding window of {sliding_window} tokens, a cap {softcap} or sinks; "
+                "sequences that are divided among ranks have none of these: expected learner.context_parallel = 1"
+            )
+        return attend_divided(query, key, value, packed_layout, scaling or query.shape[-1] ** -0.5), None
     layer = _layer_index(module) if packed_layout.with_cells else -1
     for kept in packed_layout.kept:
         kept.cells.fill(layer, key[0, :, kept.start : kept.end], value[0, :, kept.start : kept.end])
@@ -291,10 +333,10 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
 # ------------------------------------------------------------------------------------------------- plumbing
 
 
-def _forward(model: PreTrainedModel, ids_T: Tensor, layout: Layout) -> Tensor:
+def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: Layout | DividedLayout) -> Tensor:
     output = model.base_model(
         input_ids=ids_T[None],
-        position_ids=layout.positions_T[None],
+        position_ids=positions_T[None],
         use_cache=False,
         packed_layout=layout,
     )

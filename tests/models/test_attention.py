@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from models import attention
-from models.attention import attend, computed_in, repeats_heads
+from models.attention import attend, attend_last, computed_in, repeats_heads
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -75,3 +77,33 @@ def test_the_dtype_that_counts_is_the_one_of_the_products() -> None:
         assert computed_in(tensor) == BFLOAT16
         assert computed_in(tensor.double()) == torch.float64
     assert computed_in(torch.zeros(1, device="meta")) == FLOAT32
+
+
+def _explicit(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Attention of each query by itself, head by head."""
+    n_heads, n_queries = query.shape[1:3]
+    n_seen, groups = key.shape[2], n_heads // key.shape[1]
+    rows: list[Tensor] = []
+    for head in range(n_heads):
+        for i in range(n_queries):
+            seen = n_seen - n_queries + i + 1
+            keys, values = key[0, head // groups, :seen], value[0, head // groups, :seen]
+            rows.append(torch.softmax(keys @ query[0, head, i] * scaling, dim=0) @ values)
+    return torch.stack(rows).view(1, n_heads, n_queries, -1)
+
+
+@pytest.mark.parametrize("way", [attend_last, attention._attend_aligned])  # pyright: ignore[reportPrivateUsage]
+@pytest.mark.parametrize(
+    ("n_queries", "n_seen", "sizes"), [(5, 12, (8, 8)), (1, 9, (8, 8)), (7, 7, (8, 8)), (6, 7, (8, 8)), (3, 8, (8, 4))]
+)
+def test_last_queries_see_themselves_and_all_before_them(
+    n_queries: int, n_seen: int, sizes: tuple[int, int], way: Callable[..., Tensor]
+) -> None:
+    random = torch.Generator().manual_seed(n_seen)
+    shapes = ((1, 6, n_queries, sizes[0]), (1, 2, n_seen, sizes[0]), (1, 2, n_seen, sizes[1]))
+    inputs = [torch.randn(*shape, generator=random, dtype=torch.float64).requires_grad_() for shape in shapes]
+    weights = torch.randn(1, 6, n_queries, sizes[1], generator=random, dtype=torch.float64)
+    ways = (_explicit(inputs[0], inputs[1], inputs[2], 0.3), way(*inputs, scaling=0.3))
+    found = [[rows.detach(), *torch.autograd.grad((rows * weights).sum(), inputs)] for rows in ways]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,62 @@
+"""How the tokens of a packed row are divided among processes. What they compute with it is in tests/learner/ranks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+
+from models.divided import DividedLayout, Group, Part, chunks_of
+from models.packed import PackingError, packed_attention, refuse_undividable
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.integers(1, 6))
+def test_each_token_is_in_one_part_and_parts_are_of_like_size(lengths: list[int], size: int) -> None:
+    rows = [(i, position) for i, length in enumerate(lengths) for position in range(length)]
+    parts = [Part.of(lengths, size, rank) for rank in range(size)]
+    seen: list[tuple[int, int]] = []
+    for part, chunks in zip(parts, chunks_of(lengths, size), strict=True):
+        own = [(i, position) for i, start, end in chunks for position in range(start, end)]
+        seen += own
+        assert [rows[t] for t in part.tokens] == (own or [(0, 0)]), "one without tokens runs the first"
+    assert sorted(seen) == rows
+    for i, length in enumerate(lengths):
+        sizes = [sum(end - start for j, start, end in chunks if j == i) for chunks in chunks_of(lengths, size)]
+        assert max(sizes) <= length // size + 2, "of each sequence"
+
+
+def test_parts_of_a_long_sequence_have_the_same_number_of_pairs() -> None:
+    pairs = [sum(end * (end + 1) - start * (start + 1) for _, start, end in own) for own in chunks_of([6400], 4)]
+    assert max(pairs) / min(pairs) < 1.001
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (MistralConfig(), "sliding_attention"),
+        (Gemma2Config(), "sliding_attention"),
+        (GptOssConfig(), "sliding_attention"),
+        (Gemma2Config(layer_types=["full_attention"] * 26), "attn_logit_softcapping"),
+        (LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+    ],
+)
+def test_architectures_that_cannot_be_divided_are_refused_by_name(config: PreTrainedConfig, named: str) -> None:
+    with pytest.raises(PackingError, match=named):
+        refuse_undividable(config)
+
+
+def test_architectures_with_full_attention_can_be_divided() -> None:
+    for config in (LlamaConfig(), Qwen3Config(), MistralConfig(sliding_window=None)):
+        refuse_undividable(config)
+
+
+@pytest.mark.parametrize("form", [{"softcap": 5.0}, {"sliding_window": 8}, {"s_aux": torch.zeros(2)}])
+def test_attention_of_another_form_is_refused_in_a_divided_row(form: dict[str, Any]) -> None:
+    layout = DividedLayout(Part.of([9], 2, 0), Group(cast(Any, None), 0, 2))
+    rows = torch.zeros(1, 2, 5, 4)
+    with pytest.raises(PackingError, match=r"context_parallel = 1"):
+        packed_attention(torch.nn.Identity(), rows, rows, rows, None, packed_layout=layout, **form)
