@@ -325,6 +325,8 @@ class EngineProvider:
         """Empty when its scorer can send hidden states (engines.base.GivesHiddenStates), otherwise the reason."""
         return "its scorer has log-probs only"
 
-    def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
-        """Memory of one worker on its GPU, where it holds the model."""
+    def memory(
+        self, role: EngineRole, settings: WorkerSettings, shape: ModelShape, device: Literal["cpu", "cuda"]
+    ) -> MemoryNeed:
+        """Memory of one worker on the `device` that it got, where it holds the model."""
         return MemoryNeed({}, {})

@@ -18,10 +18,11 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm
+from torch.nn.functional import embedding, rms_norm
 from transformers import PreTrainedModel
 
 from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
+from engines.torch.products import Product
 from engines.torch.step import Prefill, Step, plan_step
 from models.attention import attend
 from models.packed import AttentionForm, moving_rope, refuse_unpackable
@@ -133,32 +134,18 @@ def _refuse_moving_rope(model: PreTrainedModel) -> None:
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
-class _Projection:
-    """A linear layer whose result is added to the residual stream in the same product."""
-
-    def __init__(self, module: torch.nn.Linear) -> None:
-        self._weight_t = module.weight.detach().t()
-        self._bias = cast(Tensor | None, module.bias)
-
-    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        out = torch.addmm(residual, x, self._weight_t)
-        return out if self._bias is None else out.add_(self._bias)
-
-
 @dataclass(slots=True)
 class _Layer:
     input_norm: Tensor
-    qkv: Tensor
-    """[(N + 2G) * D, H]"""
-    qkv_bias: Tensor | None
+    qkv: Product
+    """weight [(N + 2G) * D, H]"""
     qk_norm: Tensor | None
     """[N + G, D]; query and key norms side by side (Qwen3)."""
-    output: _Projection
+    output: Product
     mlp_norm: Tensor
-    gate_up: Tensor
-    """[2I, H]"""
-    gate_up_bias: Tensor | None
-    down: _Projection
+    gate_up: Product
+    """weight [2I, H]"""
+    down: Product
     activation: Callable[[Tensor], Tensor]
 
 
@@ -170,7 +157,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 class FusedDecoder:
     """Joins projections that read the same input into one product. The model's parameters become views into the joined
-    weights, so that a weight swap (an in-place copy) reaches both, and nothing is held twice."""
+    weights, so that a weight swap (an in-place copy) reaches both. Only packed weights are held twice (`Product`)."""
 
     def __init__(self, model: PreTrainedModel, max_context: int) -> None:
         body: Any = model.model
@@ -181,16 +168,23 @@ class FusedDecoder:
         self._norm = _RmsNorm(float(config.rms_norm_eps), body.norm.weight)
         self._embedding_VH = cast(Tensor, body.embed_tokens.weight)
         self._final_norm = cast(Tensor, body.norm.weight)
-        self._head = cast(torch.nn.Linear, model.lm_head)
+        self._head = Product(model.lm_head.weight, model.lm_head.bias)
         self._form = AttentionForm(float(body.layers[0].self_attn.scaling))
         self._modules = list(body.layers)
         with torch.no_grad():
             self._cos_CD, self._sin_CD = _rotary_tables(body, max_context)
             self._layers = [self._join(layer) for layer in self._modules]
-        self.refresh()
+            self._repeat_head_norms()
 
     def refresh(self) -> None:
-        """Repeat the head norms over the heads: they are the only copies that a swap does not reach by itself."""
+        """Renew the copies that a swap does not reach by itself."""
+        self._head.refresh()
+        for layer in self._layers:
+            for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                product.refresh()
+        self._repeat_head_norms()
+
+    def _repeat_head_norms(self) -> None:
         for layer, module in zip(self._layers, self._modules, strict=True):
             if layer.qk_norm is not None:
                 layer.qk_norm[: self._n_heads] = module.self_attn.q_norm.weight.detach()
@@ -207,10 +201,10 @@ class FusedDecoder:
             if index == last:  # nothing reads the last hidden state of prefilled tokens
                 hidden_TH = hidden_TH[: step.n_rows]
             hidden_TH = layer.output.added_to(hidden_TH, mixed)
-            gate_up = linear(self._norm(hidden_TH, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
+            gate_up = layer.gate_up(self._norm(hidden_TH, layer.mlp_norm))
             gate, up = gate_up.chunk(2, dim=-1)
             hidden_TH = layer.down.added_to(hidden_TH, layer.activation(gate).mul_(up))
-        return linear(self._norm(hidden_TH, self._final_norm), self._head.weight)
+        return self._head(self._norm(hidden_TH, self._final_norm))
 
     def _attention(
         self,
@@ -225,7 +219,7 @@ class FusedDecoder:
     ) -> Tensor:
         """[T, N * D], or [R, N * D] with `rows_only`."""
         n_heads, n_both, size, step = self._n_heads, self._n_heads + self._n_groups, self._head_size, cache.step
-        qkv = linear(self._norm(hidden_TH, layer.input_norm), layer.qkv, layer.qkv_bias).view(len(hidden_TH), -1, size)
+        qkv = layer.qkv(self._norm(hidden_TH, layer.input_norm)).view(len(hidden_TH), -1, size)
         qk, value_TGD = qkv[:, :n_both], qkv[:, n_both:]
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm)
@@ -259,14 +253,12 @@ class FusedDecoder:
             qk_norm = attention.q_norm.weight.new_empty(self._n_heads + self._n_groups, self._head_size)
         return _Layer(
             input_norm=layer.input_layernorm.weight,
-            qkv=_joined([p.weight for p in projections]),
-            qkv_bias=_joined([p.bias for p in projections]) if projections[0].bias is not None else None,
+            qkv=_joined(projections),
             qk_norm=qk_norm,
-            output=_Projection(attention.o_proj),
+            output=Product(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=_joined([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            gate_up_bias=_joined([mlp.gate_proj.bias, mlp.up_proj.bias]) if mlp.gate_proj.bias is not None else None,
-            down=_Projection(mlp.down_proj),
+            gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+            down=Product(mlp.down_proj.weight, mlp.down_proj.bias),
             activation=mlp.act_fn,
         )
 
@@ -288,7 +280,16 @@ class _RmsNorm:
         return (x * scale).mul_(weight)
 
 
-def _joined(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+def _joined(modules: Sequence[torch.nn.Linear]) -> Product:
+    """One product for linear layers that read the same input."""
+    has_bias = cast(Tensor | None, modules[0].bias) is not None
+    return Product(
+        _side_by_side([module.weight for module in modules]),
+        _side_by_side([module.bias for module in modules]) if has_bias else None,
+    )
+
+
+def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     """Lay parameters one after another along dim 0 and make each a view of its part."""
     whole = torch.cat([parameter.detach() for parameter in parameters])
     for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 from engines.config import EngineConfig, ScorerSettings, WorkerSettings
 from engines.provider import (
@@ -86,16 +86,19 @@ class TorchProvider(EngineProvider):
     def why_no_hidden_states(self) -> str:
         return ""
 
-    def memory(self, role: EngineRole, settings: WorkerSettings, shape: ModelShape) -> MemoryNeed:
+    def memory(
+        self, role: EngineRole, settings: WorkerSettings, shape: ModelShape, device: Literal["cpu", "cuda"]
+    ) -> MemoryNeed:
         """Formulas: launch.checks.memory."""
         if role == "actor":
             engine = settings.section(self.name, EngineConfig)
             width = BYTES[engine.dtype]
             cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
             own = width * shape.parameters
-            return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
+            packed = {"packed weights": own} if device == "cpu" and engine.fused else {}
+            return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own, **packed})
         teacher = cast(ScorerSettings, settings)
-        width = BYTES[resolve_dtype(teacher.dtype, "cpu" if teacher.device == "cpu" else "cuda")]
+        width = BYTES[resolve_dtype(teacher.dtype, device)]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
         if teacher.prefix_cache_mb:  # by default it takes of what is left

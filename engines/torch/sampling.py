@@ -3,7 +3,7 @@
 Order, as in transformers: temperature, then top-k, then top-p over what top-k kept; the kept tokens are renormalised. A
 row's token depends only on its own logits, settings and uniform number, never on other rows.
 
-Legend: B rows (requests), V vocabulary.
+Legend: B rows (requests), V vocabulary, N blocks of K tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _PHILOX_BLOCK = 4
 """Doubles that one step of numpy's Philox counter yields."""
 _LARGEST_UNIFORM = 1.0 - 2.0**-50
 """Keeps u * total strictly under total after rounding, so that the inverse CDF never runs past the last token."""
+_BLOCK = 256
+"""Tokens per block of a large vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,7 @@ def draw_uniforms(seed: int, offset: int, n: int) -> npt.NDArray[np.float64]:
 def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """Returns ids_B (int64) and logprobs_B (float32). `uniforms_B` is float64 in [0, 1).
 
-    Inverse CDF over the vocabulary in id order. The running sum is float64: over a large vocabulary a float32 one
-    would be off by more than the probability of most tokens. NaN logits give a NaN log-prob.
+    Inverse CDF over the vocabulary in id order. NaN logits give a NaN log-prob.
     """
     logits_BV = logits_BV.float()
     if rows.inverse_temperature_B is not None:
@@ -71,14 +72,38 @@ def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Te
     probs_BV = torch.softmax(logits_BV, dim=-1)
     if rows.top_k_B is not None and rows.top_p_B is not None:
         probs_BV = _truncate(probs_BV, rows.top_k_B, rows.top_p_B)
-    cdf_BV = torch.cumsum(probs_BV, dim=-1, dtype=torch.float64)
-    total_B1 = cdf_BV[:, -1:]
-    ids_B1 = torch.searchsorted(cdf_BV, uniforms_B[:, None] * total_B1, right=True)
+    ids_B1, total_B1 = _invert(probs_BV, uniforms_B[:, None])
     if rows.greedy_B is not None:
         ids_B1 = torch.where(rows.greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids_B1)
     ids_B1 = ids_B1.clamp_max_(logits_BV.shape[1] - 1)  # only NaN rows reach past the end
     logprobs_B1 = (probs_BV.gather(1, ids_B1) / total_B1).log_()
     return ids_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+
+
+def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """ids_B1 of the first tokens whose running sum of probabilities is above u * total, and total_B1 (float64).
+
+    Running sums are float64: over a large vocabulary a float32 one would be off by more than the probability of most
+    tokens. They cost more than the softmax there, so they go over blocks of tokens first, and then over the tokens of
+    the block that was found. The sum of one block may be float32: like the softmax itself, it changes no token's share
+    by more than a few parts in 10^7."""
+    n_ids = probs_BV.shape[1]
+    if n_ids <= 8 * _BLOCK:
+        cdf_BV = torch.cumsum(probs_BV, dim=-1, dtype=torch.float64)
+        total_B1 = cdf_BV[:, -1:]
+        return torch.searchsorted(cdf_BV, uniforms_B1 * total_B1, right=True), total_B1
+    blocks_BNK = torch.nn.functional.pad(probs_BV, (0, -n_ids % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    sums_BN = blocks_BNK.sum(dim=-1).double()
+    cdf_BN = torch.cumsum(sums_BN, dim=-1)
+    total_B1 = cdf_BN[:, -1:]
+    targets_B1 = uniforms_B1 * total_B1
+    block_B1 = torch.searchsorted(cdf_BN, targets_B1, right=True).clamp_max_(cdf_BN.shape[1] - 1)
+    sum_B1 = sums_BN.gather(1, block_B1)
+    share_B1 = (targets_B1 - (cdf_BN.gather(1, block_B1) - sum_B1)) / sum_B1
+    inside_BK = blocks_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1)
+    cdf_BK = torch.cumsum(inside_BK, dim=-1, dtype=torch.float64)
+    inside_B1 = share_B1.clamp(0.0, _LARGEST_UNIFORM) * cdf_BK[:, -1:]
+    return block_B1 * _BLOCK + torch.searchsorted(cdf_BK, inside_B1, right=True), total_B1
 
 
 def top_of(logits_BV: Tensor, rows: RowSampling, k: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R. Froz
                 logits: 2 * 4 C V; and the head's gradient, 2 * 4 V H, unless it is frozen
                 teachers' heads: that of each model whose teachers send hidden states, V * (its H) * (2 or 4)
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
-                max_concurrent * max_context * L * 2 * K * b
+                max_concurrent * max_context * L * 2 * K * b; on the host P * b for packed weights (actor.torch.fused)
 embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
 teacher         512 MiB in float32: 1.3 GiB with what is computed from them
 server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
@@ -72,6 +72,7 @@ ADVICE: Final[Mapping[tuple[str, str], str]] = {
     ("learner", "logits"): "a smaller learner.logprob_chunk_tokens",
     ("actor", "weights"): "fewer roles there, or servers with a larger tp",
     ("actor", "next weights"): "fewer roles there, or servers with a larger tp",
+    ("actor", "packed weights"): "actor.torch.fused = false",
     ("actor", "KV cache"): "a smaller actor.torch.max_concurrent or actor.torch.max_context",
     ("teacher", "weights"): "fewer roles there, or servers with a larger tp",
     ("teacher", "activations"): "a smaller teacher.max_batch_tokens",
@@ -206,7 +207,8 @@ def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
 
 def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0) -> Need:
     """`place`: a GPU, or HOST."""
-    sure, likely = group.engine.memory(group.role, group.settings, shape)
+    device = "cpu" if place == HOST else "cuda"
+    sure, likely = group.engine.memory(group.role, group.settings, shape, device)
     return _need(who, sure, likely, HOST_GIB if place == HOST else PROCESS_GIB)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
 from protocol.messages import Sampling
@@ -80,14 +81,49 @@ def test_the_last_random_number_does_not_fall_on_an_impossible_token() -> None:
     assert ids.tolist() == [17] and logprobs.tolist() == [0.0]
 
 
-def test_rare_tokens_of_a_large_vocabulary_keep_their_share() -> None:
-    """In a float32 running sum 10^5 tokens of probability 10^-8 each, beside a likely one, blur into a few steps."""
-    logits = torch.zeros(1, 100_000)
-    logits[0, 0] = np.log(1e8)
-    share = 1e5 / (1e8 + 1e5)
-    wanted = torch.tensor([501, 30_002, 50_003, 70_004, 99_005])
-    ids, _ = sample(logits.expand(5, -1), rows(5), 1 - share + share * (wanted.double() - 0.5) / 1e5)
-    assert int((ids - wanted).abs().max()) <= 1
+def kept_by_transformers(logits_BV: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """Probabilities [B, V] in float64, 0 where the token is cut off."""
+    unused: Any = None
+    scores: Any = logits_BV
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(unused, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(unused, scores)
+    return scores.double().softmax(dim=-1)
+
+
+@pytest.mark.parametrize("likely", [0, 40_003, 99_999])
+def test_rare_tokens_of_a_large_vocabulary_keep_their_share(likely: int) -> None:
+    """In a float32 running sum 10^5 tokens of probability 10^-8 each, beside a likely one, blur into a few steps.
+    Uniform numbers that are one share apart must find one token after the other."""
+    n_ids, n = 100_000, 100
+    logits = torch.zeros(1, n_ids)
+    logits[0, likely] = np.log(1e8)
+    share = 1 / (1e8 + n_ids - 1)
+    for first in (501, 30_002, 50_003, 70_004, 99_005):
+        wanted = torch.arange(first, first + n)
+        uniforms = share * (wanted.double() + 0.5) + (wanted > likely) * share * (1e8 - 1)
+        ids, _ = sample(logits.expand(n, -1), rows(n), uniforms)
+        assert int((ids - wanted).abs().max()) <= 12  # of 10^5: where a likely token's own rounding moves all others
+        assert int((ids.diff() - 1).abs().max()) <= 1
+        assert len(ids.unique()) >= n - 2
+
+
+@pytest.mark.parametrize("n_ids", [2048, 2049, 5000, 49_152])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 30}, {"top_p": 0.6}])
+def test_a_large_vocabulary_is_inverted_as_one_running_sum(n_ids: int, settings: dict[str, Any]) -> None:
+    torch.manual_seed(n_ids)
+    n = 50
+    logits, uniforms = torch.randn(n, n_ids) * 4, torch.from_numpy(draw_uniforms(n_ids, 0, n))
+    ids, logprobs = sample(logits, rows(n, **settings), uniforms)
+    torch.testing.assert_close(logprobs, logprobs_of(logits, ids, Sampling(**settings)), atol=1e-4, rtol=0)
+    probs = kept_by_transformers(logits, **settings)
+    n_different = 0
+    for row in range(n):
+        running = np.cumsum(probs[row].numpy())
+        n_different += int(np.sum(running <= float(uniforms[row]) * running[-1])) != int(ids[row])
+        assert probs[row, ids[row]] > 0
+    assert n_different <= 1  # uniform numbers that fall on an edge
 
 
 def test_nan_logits_give_a_nan_logprob_for_their_row_only() -> None:

@@ -1,0 +1,77 @@
+"""Packed weights: the same products as with plain ones, before and after the weights change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.torch import products
+from engines.torch.engine import TorchEngine
+from engines.torch.products import Product, packs
+from protocol.messages import WeightVersion
+from tests.engines.torch.generation import assert_true, make_engine, make_model, make_requests, run
+
+torch.set_num_threads(1)
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture
+def everything_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PACKED_FROM_ELEMENTS", 1)
+
+
+def slow_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Element by element, in float64."""
+    rows = [[float((row.double() * line.double()).sum()) for line in weight] for row in x]
+    return torch.tensor(rows, dtype=torch.float64) + (0.0 if bias is None else bias.double())
+
+
+@pytest.mark.usefixtures("everything_packed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_packed_weight_multiplies_as_a_plain_one(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    torch.manual_seed(rows)
+    weight, bias = torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype) if with_bias else None
+    x, residual = torch.randn(rows, 40).to(dtype), torch.randn(rows, 24).to(dtype)
+    assert packs(weight)
+    product = Product(weight, bias)
+    for _ in range(2):
+        expected = slow_product(weight, bias, x)
+        allowed = TOLERANCE[dtype] * float(expected.abs().max())
+        torch.testing.assert_close(product(x).double(), expected, atol=allowed, rtol=0)
+        torch.testing.assert_close(
+            product.added_to(residual, x).double(), expected + residual.double(), atol=2 * allowed, rtol=0
+        )
+        weight.copy_(torch.randn(24, 40))
+        product.refresh()
+
+
+@pytest.mark.usefixtures("everything_packed")
+def test_the_inputs_of_a_packed_product_stay_as_they_are() -> None:
+    weight, x, residual = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 8)
+    x_before, residual_before = x.clone(), residual.clone()
+    Product(weight).added_to(residual, x)
+    assert torch.equal(x, x_before)
+    assert torch.equal(residual, residual_before)
+
+
+def test_small_and_wide_weights_are_not_packed() -> None:
+    assert not packs(torch.zeros(16, 16))
+    assert packs(torch.zeros(512, 512))
+    assert not packs(torch.zeros(512, 512, dtype=torch.float64))
+    assert not packs(torch.zeros(512, 512, device="meta"))
+
+
+@pytest.mark.usefixtures("everything_packed")
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_an_engine_with_packed_weights_follows_a_swap(kind: str) -> None:
+    """Log-probs are those of the plain forward of the weights that are in force, old and new."""
+    engine: TorchEngine = make_engine(kind, fused=True, update_mode="retract")
+    requests = make_requests(6, new_tokens=12)
+    assert_true(make_model(kind, 0), requests, run(engine, requests))
+    new = make_model(kind, 1)
+    engine.stage_weights(WeightVersion(0, 1), [(name, p.detach()) for name, p in new.named_parameters()])
+    assert_true(new, requests, run(engine, requests))
