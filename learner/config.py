@@ -96,6 +96,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     ranks: PositiveInt = 1
     """Processes that train together, each with its share of parameters, gradients and optimizer state (FSDP2), on this
     machine. On GPUs each needs one of its own."""
+    replicas: PositiveInt = 1
+    """Copies of the student that the ranks hold: each parameter is divided over ranks / replicas of them. More copies
+    need more memory, and ranks of different copies exchange nothing but gradients."""
     rank_timeout_s: PositiveFloat = 300.0
     """Seconds that ranks wait for one that does not come to a common operation. Then all start again from the newest
     checkpoint."""
@@ -142,6 +145,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             raise ValueError("device is empty; expected auto, cpu, cuda or cuda:<n>")
         if self.ranks > 1 and self.frozen:
             raise ValueError(f"ranks is {self.ranks} with frozen: nothing is trained; expected 1")
+        if self.ranks % self.replicas:
+            raise ValueError(f"replicas is {self.replicas} with {self.ranks} ranks; expected a divisor of their number")
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()
 

@@ -2,7 +2,8 @@
 No torch.
 
 With P parameters, L layers, hidden size H, MLP size F, Q and K the widths of all query and of all key heads, V rows of
-the vocabulary, E parameters of embedding and head, T = pack_tokens, C = logprob_chunk_tokens, R ranks, in bytes:
+the vocabulary, E parameters of embedding and head, T = pack_tokens, C = logprob_chunk_tokens, R the shares into which a
+parameter is divided (learner.ranks / learner.replicas), in bytes:
 
 learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R. Frozen: only weights. With adapters and
                 bfloat16 products 2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need,
@@ -149,7 +150,7 @@ def learner_need(
     config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"], rank: int = 0, device: str = "cuda"
 ) -> Need:
     """What one rank needs on its device, `cuda` or `cpu`."""
-    learner, ranks = config.learner, config.learner.ranks
+    learner, shares = config.learner, config.learner.ranks // config.learner.replicas
     p, e, h, v = shape.parameters, shape.rest, shape.hidden, shape.vocabulary
     half = resolve_dtype(learner.dtype, device) == "bfloat16"
     adapters = learner.lora.rank > 0
@@ -160,21 +161,21 @@ def learner_need(
     of_layer = (p - e) / shape.layers
     in_half = adapters and half
     sure = {
-        "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / ranks,
-        "gradient": 4 * p / ranks if trained else 0.0,
-        "AdamW": 8 * p / ranks if trained else 0.0,
+        "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / shares,
+        "gradient": 4 * p / shares if trained else 0.0,
+        "AdamW": 8 * p / shares if trained else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else HOST_GIB
-    staging = 2 * sent * p / ranks if staged_here else 0.0
+    staging = 2 * sent * p / shares if staged_here else 0.0
     if learner.frozen:
         return _need(LEARNER, sure, {"staging": staging}, process_gib)
     width = 2 if half else 4
     copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
-    gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if ranks > 1 else 0.0
+    gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if learner.ranks > 1 else 0.0
     kept, once = _activations(config, shape, half=half)
     logits = 2 * 4 * learner.logprob_chunk_tokens * v + (2 * 4 * v * h if trained else 0)
     likely = {
-        "bfloat16 copies": copies if ranks == 1 else 0.0,
+        "bfloat16 copies": copies if learner.ranks == 1 else 0.0,
         "gathered": gathered,
         "staging": staging,
         "activations": kept + max(0.0, once - logits),

@@ -89,8 +89,9 @@ def _joined(ctx: RoleContext[RunConfig]) -> int:
     from learner.worker import main as learner_main
     from models.loading import resolve_device
 
-    device = torch.device(resolve_device(ctx.config.learner.device))
-    ranks = RankGroup(device=device, timeout_s=ctx.config.learner.rank_timeout_s)
+    learner = ctx.config.learner
+    device = torch.device(resolve_device(learner.device))
+    ranks = RankGroup(device=device, timeout_s=learner.rank_timeout_s, replicas=learner.replicas)
     if ranks.rank:
         code = follow.main(ctx, ranks)
     else:

@@ -33,6 +33,7 @@ def stage_checkpoint(
     """On rank 0; the others join. `metrics`: of the last step. Raises OSError."""
     draft = new_draft(root, version)
     staged = trainer.stage(draft)
+    assert staged is not None, "rank 0 writes"
     state = LearnerState(
         version=version,
         optimizer=staged.optimizer,

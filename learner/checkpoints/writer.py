@@ -8,7 +8,8 @@ finds the writer idle, and counted. The last one of a run waits for the one befo
 was asked to leave. The training thread takes note of the outcome at the end of a step: a failure is counted and logged,
 training goes on, and the checkpoint before is untouched.
 
-With several ranks, each has a thread that writes its rows. Rank 0 waits for all of them before it gives the checkpoint
+With several ranks, each has a thread that writes its rows, unless another one with the same rows does
+(learner.ranks.mesh). Rank 0 waits for all of them before it gives the checkpoint
 its name (`Ranks.told`). No collective is involved, so the training threads can use theirs.
 """
 
@@ -152,7 +153,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class ShareWriter:
-    """The writer of any other rank."""
+    """The writer of any other rank that writes."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -181,7 +182,7 @@ class ShareWriter:
 
 
 def written_by_others(ranks: Ranks, draft: Path) -> list[int]:
-    """On rank 0: the bytes that each other rank has written; waits for them. Raises OSError or RuntimeError if one of
+    """On rank 0: the bytes of each other rank that writes; waits for them. Raises OSError or RuntimeError if one of
     them has failed."""
     answers = [msgspec.json.decode(one, type=_Said) for one in ranks.told(draft.name)]
     for rank, said in enumerate(answers, start=1):

@@ -45,7 +45,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
 
 def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -> None:
     """Make the announced calls."""
-    share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.size)
+    share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.mesh)
     ranks.shares.serve(share)
     writer = ShareWriter(ranks)
     for call, payload in announced:
@@ -63,7 +63,8 @@ def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -
             case "checkpoint":
                 draft = Path(payload.decode())
                 staged = trainer.stage(draft)
-                writer.write(draft, staged.weights, staged.optimizer.shares, adapters=trainer.adapters is not None)
+                if staged is not None:
+                    writer.write(draft, staged.weights, staged.optimizer.shares, adapters=trainer.adapters is not None)
             case "logprobs":
                 trainer.logprobs(json.loads(payload))
             case "end":

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from transformers import PreTrainedModel
 
 from learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
+from learner.ranks.mesh import Mesh
 from learner.ranks.staging import ShareLink, StagingByRanks
 from weights.staged_weights import StagedWeights, Staging
 
@@ -72,7 +73,16 @@ class Ranks:
     """One process, which is all ranks: nothing is announced, gathered or added up."""
 
     rank = 0
-    size = 1
+    mesh = Mesh()
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank sends and writes its share of the parameters."""
+        return self.mesh.speaks(self.rank)
 
     @property
     def device(self) -> torch.device | None:
@@ -104,11 +114,12 @@ class Ranks:
         """Replace each tensor by its sum over the ranks."""
 
     def tell(self, subject: str, said: bytes) -> None:
-        """On any rank but 0, once per subject: tell rank 0 some text. From any thread; nothing is waited for."""
+        """On any rank that speaks but 0, once per subject: tell rank 0 some text. From any thread; nothing is waited
+        for."""
 
     def told(self, subject: str) -> list[bytes]:
-        """On rank 0: what each other rank tells about it, in their order. From any thread; waits as long as it takes.
-        Raises RuntimeError when the process of one of them is gone."""
+        """On rank 0: what each other rank that speaks tells about it, in their order. From any thread; waits as long as
+        it takes. Raises RuntimeError when the process of one of them is gone."""
         return []
 
     @property
@@ -122,13 +133,14 @@ class Ranks:
 class RankGroup(Ranks):
     """A rank of several. The process group is torch's default one, which this makes."""
 
-    def __init__(self, *, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, *, device: torch.device, timeout_s: float, replicas: int = 1) -> None:
         """For a process that torch's elastic launcher started: rank and size come from its environment. `timeout_s`:
-        of each collective."""
+        of each collective. Raises ValueError for a number of ranks that is no multiple of `replicas`."""
         timeout = timedelta(seconds=timeout_s)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._store, self.rank, self.size = next(rendezvous("env://", timeout=timeout))
+        self._store, self.rank, size = next(rendezvous("env://", timeout=timeout))
         self._store.set_timeout(timeout)
+        self.mesh = Mesh.of(size, replicas)
         dist.init_process_group(
             backend,
             store=PrefixStore("learner", self._store),
@@ -139,7 +151,7 @@ class RankGroup(Ranks):
         )
         self._store.set(f"pid/{self.rank}", str(os.getpid()))
         self._device = device
-        self.shares = ShareLink(self.rank, self.size, timeout_s=timeout_s)
+        self.shares = ShareLink(self.rank, self.mesh, timeout_s=timeout_s)
         self._announced = 0
         self._root: Any = None
 
@@ -188,7 +200,7 @@ class RankGroup(Ranks):
     def shard(self, model: PreTrainedModel, *, bfloat16: bool) -> None:
         from learner.ranks.shards import sharded  # loads torch's FSDP
 
-        self._root = sharded(model, self.device, self.size, bfloat16=bfloat16)
+        self._root = sharded(model, self.device, self.mesh, bfloat16=bfloat16)
 
     def together(self, forward: Callable[[], T]) -> T:
         return cast(T, self._root(forward))
@@ -225,12 +237,12 @@ class RankGroup(Ranks):
         self._store.set(f"told/{subject}/{self.rank}", said.decode())
 
     def told(self, subject: str) -> list[bytes]:
-        return [self._wait(f"told/{subject}/{rank}", rank) for rank in range(1, self.size)]
+        return [self._wait(f"told/{subject}/{rank}", rank) for rank in range(1, self.size) if self.mesh.speaks(rank)]
 
     @property
     def staging(self) -> Staging:
         return StagingByRanks(
-            self.shares, self.size, lambda stage: self.lead("stage", lambda: msgspec.json.encode(stage))
+            self.shares, self.mesh, lambda stage: self.lead("stage", lambda: msgspec.json.encode(stage))
         )
 
     def close(self) -> None:

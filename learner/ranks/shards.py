@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from learner.ranks.mesh import Mesh
 from models.layers import layers
 from models.transfer import like
 
@@ -28,7 +28,7 @@ class _Root(nn.Module):
         return run()
 
 
-def sharded(model: PreTrainedModel, device: torch.device, size: int, *, bfloat16: bool = False) -> nn.Module:
+def sharded(model: PreTrainedModel, device: torch.device, ranks: Mesh, *, bfloat16: bool = False) -> nn.Module:
     """Shard the parameters of `model` in place, a group per layer and one for the rest. Returns the module whose call
     runs a function with all of them at hand. Gradients are sums over the ranks: the loss is divided by the whole
     batch's tokens already.
@@ -39,7 +39,7 @@ def sharded(model: PreTrainedModel, device: torch.device, size: int, *, bfloat16
     `bfloat16`: products are in it, by autocast. Layers are then gathered in bfloat16, half the bytes, and autocast has
     nothing to round or to keep. Their gradients are added up in float32. The embedding, and with it the states between
     layers, stay in float32, as with one rank."""
-    mesh = init_device_mesh(device.type, (size,))
+    mesh = ranks.of_devices(device.type)
     root = _Root(model)
     values = [tensor.detach() for tensor in _tensors(model)]
     policy = MixedPrecisionPolicy(

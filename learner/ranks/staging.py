@@ -11,8 +11,9 @@ Nobody asks for the next bucket before the last one is here, so a publisher that
 no question behind. If a rank is gone, or does not answer within `learner.rank_timeout_s`, the publisher fails, and with
 it the learner.
 
-FSDP2 divides a tensor by its rows (torch.chunk): rank r has rows [r c, (r + 1) c) of d, c = ceil(d / ranks); the last
-ranks may have fewer, or none. Rows of a contiguous tensor are contiguous bytes, so a share is one range of its bytes.
+FSDP2 divides a tensor by its rows (torch.chunk): share s has rows [s c, (s + 1) c) of d, c = ceil(d / shares); the last
+ones may have fewer, or none. Rows of a contiguous tensor are contiguous bytes, so a share is one range of its bytes.
+Where several ranks hold the same share (learner.ranks.mesh), only one of them copies it and is asked.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.ranks.mesh import Mesh
 from protocol.messages import WeightVersion
 from weights.buckets import BucketLayout, Content, PackedLayout
 from weights.config import CPU_BUCKET_BYTES, SentDtype
@@ -41,6 +43,7 @@ from weights.staged_weights import (
     Weight,
     WeightStreams,
     sent_manifest,
+    tensor_of,
 )
 
 log = logging.getLogger(__name__)
@@ -77,38 +80,38 @@ class Move(NamedTuple):
     n_bytes: int
 
 
-def row_range(n_rows: int, rank: int, size: int) -> tuple[int, int]:
-    """First row and end of a rank's share, as torch.chunk divides."""
-    each = -(-n_rows // size)
-    return min(rank * each, n_rows), min((rank + 1) * each, n_rows)
+def row_range(n_rows: int, share: int, shares: int) -> tuple[int, int]:
+    """First row and end of a share, as torch.chunk divides."""
+    each = -(-n_rows // shares)
+    return min(share * each, n_rows), min((share + 1) * each, n_rows)
 
 
 class ShareLayouts:
-    """Where each rank has its share of a set of tensors."""
+    """Where each rank that is asked has its share of a set of tensors. Their ranks count the shares."""
 
-    def __init__(self, manifest: Manifest, size: int) -> None:
+    def __init__(self, manifest: Manifest, shares: int) -> None:
         """`manifest`: the whole tensors, in the dtype in which they are sent."""
         self.manifest = manifest
-        self.size = size
-        self.layouts = [PackedLayout(self.of_rank(rank), CPU_BUCKET_BYTES) for rank in range(size)]
+        self.shares = shares
+        self.layouts = [PackedLayout(self.of_rank(rank), CPU_BUCKET_BYTES) for rank in range(shares)]
 
     def of_rank(self, rank: int) -> Manifest:
         return Manifest(
             tuple(
                 TensorSpec(spec.name, spec.dtype, (high - low, *spec.shape[1:]))
                 for spec in self.manifest.tensors
-                for low, high in [row_range(spec.shape[0], rank, self.size)]
+                for low, high in [row_range(spec.shape[0], rank, self.shares)]
             )
         )
 
     def moves(self, layout: BucketLayout, start: int, end: int) -> list[list[Move]]:
         """For each rank, what of its share is in bytes [start, end) of the run; neighbours are joined."""
-        found: list[list[Move]] = [[] for _ in range(self.size)]
+        found: list[list[Move]] = [[] for _ in range(self.shares)]
         for i, at in layout.tensors_in(start, end):
             spec = self.manifest.tensors[i]
             row_bytes = math.prod(spec.shape[1:]) * spec.item_bytes
             for rank, moves in enumerate(found):
-                first, last = (at + row * row_bytes for row in row_range(spec.shape[0], rank, self.size))
+                first, last = (at + row * row_bytes for row in row_range(spec.shape[0], rank, self.shares))
                 low, high = max(start, first), min(end, last)
                 if low >= high:
                     continue
@@ -124,16 +127,21 @@ class ShareLayouts:
 class OwnShare:
     """A rank's copies of its share, one set per slot. One thread fills them, another reads."""
 
-    def __init__(self, streams: WeightStreams, rank: int, size: int) -> None:
+    def __init__(self, streams: WeightStreams, rank: int, mesh: Mesh) -> None:
         self.streams = streams
-        self._rank, self._size = rank, size
+        self._speaks, self._share, self._shares = mesh.speaks(rank), mesh.share(rank), mesh.shares
         self._staged: dict[int, StagedWeights] = {}
         self._numbers: dict[int, int] = {}
         self._changed = threading.Condition()
 
     def fill(self, stage: Stage, named: Iterable[tuple[str, Weight]]) -> None:
-        """Copy this rank's share of the weights. All ranks call it at the same time: adapters are merged by all
-        together. Raises ValueError for weights that are not divided by rows."""
+        """Copy this rank's share of the weights, if it is to be asked for it. All ranks call it at the same time:
+        adapters are merged by all together. Raises ValueError for weights that are not divided by rows."""
+        if not self._speaks:
+            for name, weight in named:
+                if isinstance(weight, Merged):
+                    tensor_of(self._share_of(name, weight))
+            return
         if stage.slot not in self._staged:
             self._staged[stage.slot] = StagedWeights(
                 _IN_ORDER, dtype=stage.dtype, place=stage.place, streams=self.streams
@@ -160,30 +168,30 @@ class OwnShare:
     def _rows(self, name: str, tensor: Tensor) -> Tensor:
         """Raises ValueError."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else None  # pyright: ignore
-        low, high = row_range(tensor.shape[0], self._rank, self._size) if tensor.dim() else (0, 0)
+        low, high = row_range(tensor.shape[0], self._share, self._shares) if tensor.dim() else (0, 0)
         if not isinstance(local, Tensor) or local.shape != (high - low, *tensor.shape[1:]):
             held = "is not divided" if local is None else f"has {tuple(local.shape)} here"
             raise ValueError(
-                f"{name} of shape {tuple(tensor.shape)} {held}, expected rows {low} to {high} on rank {self._rank} of "
-                f"{self._size}, as torch's fully_shard divides parameters"
+                f"{name} of shape {tuple(tensor.shape)} {held}, expected rows {low} to {high} as share "
+                f"{self._share} of {self._shares}, as torch's fully_shard divides parameters"
             )
         return local
 
 
 def _by_rows(tensor: Tensor) -> Any:
-    """The DTensor, divided by rows: a product may come out otherwise."""
-    from torch.distributed.tensor import DTensor, Shard  # takes a second to load
+    """The DTensor, divided by rows and copied over the replicas: a product may come out otherwise."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to load
 
     assert isinstance(tensor, DTensor)
-    return tensor.redistribute(placements=[Shard(0)])
+    return tensor.redistribute(placements=[*[Replicate()] * (tensor.device_mesh.ndim - 1), Shard(0)])
 
 
 class ShareLink:
     """The connection between the ranks for this. All make it at the same time."""
 
-    def __init__(self, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, mesh: Mesh, *, timeout_s: float) -> None:
         """`timeout_s`: for an answer."""
-        self._rank, self._size = rank, size
+        self._rank, self._mesh = rank, mesh
         self._timeout_s = timeout_s
         self._group: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         self._asking = threading.Lock()
@@ -220,7 +228,7 @@ class ShareLink:
         """End the other ranks' threads."""
         if not self._asking.acquire(timeout=self._timeout_s):
             return
-        for rank in range(1, self._size):
+        for rank in range(1, self._mesh.shares):
             try:
                 for sending, _ in self._sent(rank, torch.tensor([_STOP, 0, 0])):
                     sending.wait(timedelta(seconds=self._timeout_s))
@@ -242,7 +250,9 @@ class ShareLink:
     # ------------------------------------------------------------------------------------------ other ranks
 
     def serve(self, share: OwnShare) -> None:
-        """Answer questions in a thread, until `stop`."""
+        """Answer questions in a thread, until `stop`; a rank that is never asked has none."""
+        if not self._mesh.speaks(self._rank):
+            return
         self._thread = threading.Thread(target=self._serve, args=(share,), name="weight-share", daemon=True)
         self._thread.start()
 
@@ -310,7 +320,7 @@ class StagedByRanks(Staged):
         self._stage = self._ranks.announce(self._stage)
         manifest = sent_manifest(weights, self._stage.dtype)
         if self._shares is None or self._shares.manifest != manifest:
-            self._shares = ShareLayouts(manifest, self._ranks.size)
+            self._shares = ShareLayouts(manifest, self._ranks.mesh.shares)
             self._run = PackedLayout(manifest, CPU_BUCKET_BYTES) if self._members.pieces else None
         self._ranks.share.fill(self._stage, weights)
         self.version = version
@@ -344,10 +354,10 @@ class StagedByRanks(Staged):
 class StagingByRanks:
     """Makes the copies of a publisher (`weights.publisher`, `staging`) on rank 0 of several."""
 
-    def __init__(self, link: ShareLink, size: int, lead: Callable[[Stage], None]) -> None:
+    def __init__(self, link: ShareLink, mesh: Mesh, lead: Callable[[Stage], None]) -> None:
         """`lead` has the other ranks fill their shares."""
         self.link = link
-        self.size = size
+        self.mesh = mesh
         self._lead = lead
         self._share: OwnShare | None = None
         self._slots = self._announced = 0
@@ -363,7 +373,7 @@ class StagingByRanks:
     ) -> StagedByRanks:
         """Arguments as of `StagedWeights`. `bucket_bytes` decides nothing here: a share has a layout of its
         own."""
-        self._share = self._share or OwnShare(streams, 0, self.size)
+        self._share = self._share or OwnShare(streams, 0, self.mesh)
         self._slots += 1
         return StagedByRanks(self, self._slots - 1, members, dtype, place)
 

@@ -212,15 +212,15 @@ class Trainer:
         self.ranks.lead("skip")
         self.steps_done += 1
 
-    def stage(self, draft: Path) -> Staged:
-        """Copies in host memory of what a checkpoint has of weights and optimizer, on each rank of its share. `draft`:
-        the folder that all ranks write it into."""
+    def stage(self, draft: Path) -> Staged | None:
+        """Copies in host memory of what a checkpoint has of weights and optimizer, on each rank of its share; None on a
+        rank whose share another one writes. `draft`: the folder that all ranks write it into."""
         self.ranks.lead("checkpoint", lambda: str(draft).encode())
-        if self.adapters is None:
-            converted = any(self.ranks.agreed(lambda: converted_on_saving(self.model), bool))
-            named = weights_to_save(self.model, converted=converted)
-        else:
-            named = self.adapters.tensors()
+        all_weights = self.adapters is None
+        converted = all_weights and any(self.ranks.agreed(lambda: converted_on_saving(self.model), bool))
+        if not self.ranks.speaks:
+            return None
+        named = weights_to_save(self.model, converted=converted) if self.adapters is None else self.adapters.tensors()
         return Staged(Shares.copied(named.items()), self.state_dict())
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:
@@ -269,13 +269,14 @@ class Trainer:
     def _packed(self, items: Sequence[TrainItem], loss: StepLoss) -> tuple[Sequence[TrainItem], PackedBatch]:
         """The items, with the payloads read of those that this rank trains, and its microbatches. Raises
         EmptyBatchError and UnreadableScores."""
-        divided = divide(items, self.config.pack_tokens, self.ranks.size)
-        mine = sorted(i for members in divided[self.ranks.rank] for i in members)
+        divided = divide(items, self.config.pack_tokens, self.ranks.mesh.parts)
+        part = self.ranks.mesh.part(self.ranks.rank)
+        mine = sorted(i for members in divided[part] for i in members)
         ready = list(items)
         read_ones = self.ranks.succeeded(lambda: loss.read([items[i] for i in mine], self.steps_done))
         for i, train_item in zip(mine, read_ones, strict=True):
             ready[i] = train_item
-        return ready, pack_share(ready, divided, self.ranks.rank)
+        return ready, pack_share(ready, divided, part)
 
     def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
         """The updates that were made. Raises NonFiniteError if the first is not finite."""

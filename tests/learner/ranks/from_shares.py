@@ -33,6 +33,7 @@ from learner.step.lora import Adapters
 from learner.step.train_step import Trainer
 from models import packed
 from protocol.messages import WeightVersion
+from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import PLAIN, items_of
 from tests.learner.settings import learner_config
 from tests.patience import PATIENCE_S
@@ -322,7 +323,7 @@ def die_when_asked() -> None:
 def main(names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dies = list(names) == ["dead rank"]
-    ranks = RankGroup(device=torch.device("cpu"), timeout_s=RANK_TIMEOUT_S)
+    ranks = group_of(RANK_TIMEOUT_S)
     announced = ranks.announcements()
     if dies and ranks.rank == ranks.size - 1:
         die_when_asked()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from learner.batch import TrainItem
 from learner.config import EmaConfig, LearnerConfig, LoraConfig
-from learner.ranks.group import RankGroup, Ranks
+from learner.ranks.group import Ranks
 from learner.ranks.messages import dump_items, load_items
 from learner.step.ema import StudentEma
 from learner.step.finite_step import finite_step
@@ -29,6 +29,7 @@ from learner.step.lora import Adapters
 from learner.step.optimizer import AdamWState
 from learner.step.train_step import Trainer
 from tests.learner.conftest import build_item, build_student
+from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, with_states
 from tests.learner.step.test_peak_memory import expected_and_measured
@@ -92,8 +93,12 @@ def whole_state(trainer: Trainer) -> AdamWState:
         return own
     of_ranks: list[AdamWState] = [own] * trainer.ranks.size
     dist.all_gather_object(of_ranks, own)
+    n_shares = trainer.ranks.size // trainer.ranks.mesh.replicas
+    for i, one in enumerate(of_ranks):
+        same = [torch.equal(tensor, of_ranks[i % n_shares].tensors[name]) for name, tensor in one.tensors.items()]
+        assert all(same) and one.rows == of_ranks[i % n_shares].rows, "replicas have different values"
     tensors = {
-        name: torch.cat([one.tensors[name] for one in of_ranks]) if name in own.rows else tensor
+        name: torch.cat([one.tensors[name] for one in of_ranks[:n_shares]]) if name in own.rows else tensor
         for name, tensor in own.tensors.items()
     }
     return AdamWState(tensors, own.never_stepped, own.steps_done)
@@ -230,7 +235,8 @@ def gathered_bytes() -> Generator[list[int]]:
 
 def of_gathered_bytes(ranks: Ranks) -> dict[str, float]:
     """With bfloat16 products layers are gathered in bfloat16, the rest in float32. One forward and one backward pass
-    gather each parameter twice."""
+    gather each parameter twice, unless every rank has all of them."""
+    passes = 2 if ranks.mesh.shares > 1 else 0
     expected: dict[str, float] = {}
     for dtype, width in (("float32", 4), ("bfloat16", 2)):
         trainer = trainer_of(learner_config(**PLAIN, dtype=dtype), ranks, torch.float32)
@@ -238,7 +244,7 @@ def of_gathered_bytes(ranks: Ranks) -> dict[str, float]:
         rest = sum(p.numel() for p in trainer.model.parameters()) - of_layers
         with gathered_bytes() as sizes:
             trainer.gradient(items_of(seed=0, top_k=False)[:1])
-        expected[dtype] = abs(sum(sizes) - 2 * width * of_layers - 2 * 4 * rest) / (4 * of_layers)
+        expected[dtype] = abs(sum(sizes) - passes * (width * of_layers + 4 * rest)) / (4 * of_layers)
     return expected
 
 
@@ -249,7 +255,7 @@ def of_peak_memory(ranks: Ranks) -> dict[str, float]:
 
 
 def main(names: Sequence[str]) -> None:
-    ranks = RankGroup(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    ranks = group_of(TIMEOUT_S)
     further: dict[str, Callable[[Ranks], dict[str, float]]] = {
         "bad rollouts": of_bad_rollouts,
         "gradient not finite": of_gradient_that_is_not_finite,

@@ -19,9 +19,9 @@ from tests.learner.ranks.processes import run_ranks
 TOLERANCE = 1e-9
 
 
-def results_of(n_ranks: int, *arguments: str, dead: Collection[int] = ()) -> list[Any]:
+def results_of(n_ranks: int, *arguments: str, dead: Collection[int] = (), replicas: int = 1) -> list[Any]:
     """What each rank prints. Each must end well, but for the `dead`, which print nothing."""
-    ended = run_ranks(n_ranks, "tests.learner.ranks.checkpointed", *arguments)
+    ended = run_ranks(n_ranks, "tests.learner.ranks.checkpointed", *arguments, replicas=replicas)
     for rank, one in enumerate(ended):
         assert (rank in dead) == (one.returncode != 0), one.stderr[-3000:]
     return [None if rank in dead else json.loads(one.stdout.splitlines()[-1]) for rank, one in enumerate(ended)]
@@ -43,21 +43,30 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "numbers", [(1, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=lambda numbers: str(max(numbers))
+    "meshes",
+    [
+        [(1, 1), (2, 1)],
+        pytest.param([(1, 1), (2, 1), (4, 1)], marks=pytest.mark.slow),
+        pytest.param([(1, 1), (2, 2), (4, 2)], marks=pytest.mark.slow),
+    ],
+    ids=lambda meshes: "{} ranks {} replicas".format(*meshes[-1]),
 )
-def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(tmp_path: Path, numbers: tuple[int, ...]) -> None:
+def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
+    tmp_path: Path, meshes: list[tuple[int, int]]
+) -> None:
+    """Each mesh: ranks, replicas."""
     sums: dict[str, dict[str, float]] = {}
     layouts: dict[str, Any] = {}
-    for n_written in numbers:
-        folder = tmp_path / str(n_written)
-        assert results_of(n_written, "write", str(folder))[0] == dict.fromkeys(CASES, "step_000002")
+    for n_written, replicas in meshes:
+        folder = tmp_path / f"{n_written}-{replicas}"
+        assert results_of(n_written, "write", str(folder), replicas=replicas)[0] == dict.fromkeys(CASES, "step_000002")
         for case in CASES:
             checkpoint = folder / case / "step_000002"
             assert is_whole(checkpoint)
             found = {file.name: layout(file) for file in checkpoint.glob("*.safetensors")}
             assert layouts.setdefault(case, found) == found, "the files do not tell how many ranks there were"
-        for n_read in numbers:
-            for of_rank in results_of(n_read, "read", str(folder)):
+        for n_read, replicas in meshes:
+            for of_rank in results_of(n_read, "read", str(folder), replicas=replicas):
                 assert of_rank.keys() == CASES.keys()
                 for case, seen in of_rank.items():
                     assert seen["wrong"] == [] and seen["steps"] == 3

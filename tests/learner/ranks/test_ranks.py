@@ -4,6 +4,7 @@ also where rollouts are left out. Each rank is a process (`same_as_one`), over g
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
@@ -25,9 +26,13 @@ ALLOWED = {
 }
 
 
-def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
+IN_REPLICAS = ("k1", "value head", "adapters", "gradient not finite", "gathered", "peak memory")
+"""Cases that copies of the parameters could change."""
+
+
+def results_of(n_ranks: int, *cases: str, replicas: int = 1) -> list[dict[str, dict[str, float]]]:
     """What each rank found, by case."""
-    ended = run_ranks(n_ranks, "tests.learner.ranks.same_as_one")
+    ended = run_ranks(n_ranks, "tests.learner.ranks.same_as_one", *cases, replicas=replicas)
     for one in ended:
         assert one.returncode == 0, one.stderr[-3000:]
     return [json.loads(one.stdout.splitlines()[-1]) for one in ended]
@@ -35,8 +40,21 @@ def results_of(n_ranks: int) -> list[dict[str, dict[str, float]]]:
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_do_together_what_one_does_alone(n_ranks: int) -> None:
-    for found in results_of(n_ranks):
-        assert set(found) >= CASES.keys() | ALLOWED.keys(), "every case ran"
+    expect_the_same(results_of(n_ranks), CASES.keys() | ALLOWED.keys())
+
+
+def test_copies_of_the_parameters_do_not_change_what_ranks_do() -> None:
+    expect_the_same(results_of(2, *IN_REPLICAS, replicas=2), IN_REPLICAS)
+
+
+@pytest.mark.slow
+def test_replicas_of_several_ranks_do_what_one_does_alone() -> None:
+    expect_the_same(results_of(4, replicas=2), CASES.keys() | ALLOWED.keys())
+
+
+def expect_the_same(of_ranks: Sequence[dict[str, dict[str, float]]], cases: Collection[str]) -> None:
+    for found in of_ranks:
+        assert set(found) >= set(cases), "every case ran"
         for case, differences in found.items():
             allowed = ALLOWED.get(case, FLOAT64)
             wrong = {name: value for name, value in differences.items() if not value <= allowed}

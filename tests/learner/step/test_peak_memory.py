@@ -88,7 +88,10 @@ def peak_of(run: Any) -> int:
 def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
     """MiB of the second step of one rank: weights, moments, and what the step allocates."""
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
-    config = build(RunConfig, {"models": models, "learner": PACK | settings | {"ranks": ranks.size}})
+    config = build(
+        RunConfig,
+        {"models": models, "learner": PACK | settings | {"ranks": ranks.size, "replicas": ranks.mesh.replicas}},
+    )
     model = built(kind)
     told, parameters = model.config.to_dict(), sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
@@ -99,7 +102,7 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     items = [build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(2 * ranks.size * per_pack)]
     trainer.step(items)  # makes AdamW's moments
     weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
-    moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values()) / ranks.size
+    moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values())
     measured = weights + moments + peak_of(lambda: trainer.step(items))
     need = learner_need(config, shape_of(told, parameters, told["vocab_size"]), "gloo", device="cpu")
     parts = {**need.sure, **need.likely}
