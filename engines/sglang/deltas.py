@@ -35,6 +35,7 @@ class PendingDelta:
             tuple(self.tokens.spans),
             self.finish_reason,
             self.error,
+            tuple(self.tokens.top_ids) or None,
         )
 
 

@@ -238,7 +238,12 @@ class SGLangEngine:
         for backoff_s in backoffs():
             await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
             await self._gate.wait()
-            stream = TokenStream(incremental=self.features.incremental_stream, floor=self._version, labels=self.labels)
+            stream = TokenStream(
+                incremental=self.features.incremental_stream,
+                floor=self._version,
+                labels=self.labels,
+                top_ids=live.request.sampling.top_ids,
+            )
             try:
                 return await self._read(live, stream)
             except ServerUnavailable:

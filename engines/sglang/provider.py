@@ -38,6 +38,9 @@ class SGLangProvider(EngineProvider):
         engine = ("engines.sglang.engine", "engines.sglang.weights") if role == "actor" else ("engines.sglang.scorer",)
         return (*engine, "models.tokenizer_file")
 
+    def knows_top_ids(self, role: EngineRole) -> bool:
+        return True
+
     def why_no_hidden_states(self) -> str:
         return "servers return hidden states as decimal numbers in JSON, 6 times the bytes (docs/teachers.md)"
 

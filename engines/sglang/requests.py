@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from engines.base import EngineStats, GenerationRequest, check_prompt
+from engines.base import EngineStats, GenerationRequest, check_prompt, check_top_ids_wanted
 from engines.sglang.config import SGLangConfig
 from engines.sglang.features import Features
 from engines.sglang.http import ServerLink
@@ -30,6 +30,11 @@ def check_request(request: GenerationRequest, features: Features, vocab_size: in
     if outside:
         raise ValueError(f"request {name!r}: stop token {outside[0]} is outside the vocabulary [0, {vocab_size})")
     _check_sampling(f"request {name!r}", request.sampling, features)
+    check_top_ids_wanted(request.sampling)
+    if request.sampling.top_ids is not None and request.sampling.top_ids.k > vocab_size:
+        raise ValueError(
+            f"request {name!r}: the likeliest {request.sampling.top_ids.k} of {vocab_size} ids are asked for"
+        )
 
 
 def _check_sampling(what: str, sampling: Sampling, features: Features) -> None:
@@ -70,13 +75,16 @@ def generate_body(
     }
     if features.stream_interval:
         sampling["stream_interval"] = stream_tokens
-    return {
+    body: dict[str, Any] = {
         "rid": rid,
         "input_ids": [*np.asarray(request.prompt_ids).tolist(), *answered],
         "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
     }
+    if request.sampling.top_ids is not None:
+        body["top_logprobs_num"] = request.sampling.top_ids.k
+    return body
 
 
 def bucket_update(bucket: Bucket, group_name: str, *, flush: bool) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 A growing rollout returns with a longer prefix each time. Log-probs are requested from `start - 1` on, so that the
 server's prefix cache serves everything before, and the reply has only new values.
+
+A server scores one list of given tokens at all positions of a request. Where each position has its own (`top_ids`),
+the request is divided into pieces of a few positions, and each piece asks for all ids that occur in it. A piece is
+sent when the one before has been answered, because the server then has its prefix.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -16,7 +21,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from engines.base import ScoreRequest, ScoreResult, check_scoring
+from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
 from engines.sglang.config import ServerLinkConfig
 from engines.sglang.features import Features, detect_features
 from engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
@@ -30,6 +35,7 @@ _Entry: TypeAlias = tuple[float | None, int, Any]
 class _Meta(msgspec.Struct, frozen=True):
     input_token_logprobs: list[_Entry]
     input_top_logprobs: list[list[_Entry] | None] | None = None
+    input_token_ids_logprobs: list[list[_Entry] | None] | None = None
     cached_tokens: int = 0
 
 
@@ -38,6 +44,8 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 _DECODER: Final = msgspec.json.Decoder(_Reply)
+_PIECE: Final = 32
+"""Positions per request where each has its own ids. All values of a reply are those of up to 32 k ids per position."""
 
 
 class SGLangScorer:
@@ -118,9 +126,11 @@ class SGLangScorer:
 
         async def score_in_turn(request: ScoreRequest) -> ScoreResult:
             if request.start == len(request.token_ids):
-                return ScoreResult.empty(top_k)
+                return ScoreResult.empty(top_k if request.top_ids is None else request.top_ids.shape[1])
             async with slots:
-                return await self._score_one(request, top_k)
+                if request.top_ids is None:
+                    return await self._score_one(request, top_k)
+                return joined([await self._score_one(piece, 0) for piece in pieces(request)])
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -138,6 +148,9 @@ class SGLangScorer:
         }
         if top_k:
             body["top_logprobs_num"] = top_k
+        given_U = None if request.top_ids is None else np.unique(request.top_ids)
+        if given_U is not None:
+            body["token_ids_logprob"] = given_U.tolist()
         deadline_s = time.monotonic() + self._config.start_timeout_s
         text = await self.server.post_again(
             "/generate", body, timeout_s=self._config.stall_timeout_s, deadline_s=deadline_s
@@ -145,7 +158,49 @@ class SGLangScorer:
         self._answered_s = time.monotonic()
         meta = _DECODER.decode(text).meta_info
         self._cached_tokens += meta.cached_tokens
-        return read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
+        scores = read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
+        if given_U is None or request.top_ids is None:
+            return scores
+        of_given_NK = read_given(request.top_ids, given_U, meta.input_token_ids_logprobs)
+        return ScoreResult(scores.logprobs, request.top_ids, of_given_NK)
+
+
+def pieces(request: ScoreRequest) -> list[ScoreRequest]:
+    """The request in pieces of at most `_PIECE` positions, in order."""
+    assert request.top_ids is not None
+    cuts = [*range(request.start, len(request.token_ids), _PIECE), len(request.token_ids)]
+    return [
+        ScoreRequest(
+            request.token_ids[:end], start, top_ids=request.top_ids[start - request.start : end - request.start]
+        )
+        for start, end in itertools.pairwise(cuts)
+    ]
+
+
+def joined(results: Sequence[ScoreResult]) -> ScoreResult:
+    """One result from those of the pieces of a request with `top_ids`."""
+    ids = [result.top_ids for result in results if result.top_ids is not None]
+    logprobs = [result.top_logprobs for result in results if result.top_logprobs is not None]
+    return ScoreResult(
+        np.concatenate([result.logprobs for result in results]), np.concatenate(ids), np.concatenate(logprobs)
+    )
+
+
+def read_given(
+    wanted_NK: Int32s, given_U: Int32s, rows: Sequence[list[_Entry] | None] | None
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Log-probs [N, K] of `wanted_NK` out of a reply about the U ids `given_U` (ascending) at each position. The first
+    row is of `start - 1` and is skipped. Raises StreamError for rows of other ids, or not finite ones."""
+    kept = [row for row in (rows or ())[1:] if row is not None and len(row) == len(given_U)]
+    if len(kept) != len(wanted_NK):
+        raise StreamError(
+            f"asked for {len(given_U)} given tokens at {len(wanted_NK)} positions, got {len(kept)} such rows"
+        )
+    got_NU = np.array([[entry[1] for entry in row] for row in kept], np.int32)
+    if not (got_NU == given_U).all():
+        raise StreamError("got log-probs of other tokens than the given ones, or in another order")
+    logprobs_NU = _finite([entry[0] for row in kept for entry in row]).reshape(got_NU.shape)
+    return np.take_along_axis(logprobs_NU, np.searchsorted(given_U, wanted_NK), axis=1)
 
 
 def decode_scores(reply: bytes, request: ScoreRequest, *, vocab_size: int) -> ScoreResult:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 
-from protocol.messages import VersionSpan, WeightVersion
+from engines.base import Int32s, likeliest
+from protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
 
 START_LABEL: Final = "default"
 """A server's default label for the weights that it was started with."""
@@ -78,6 +81,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, Any]] = msgspec.field(
         default_factory=list[tuple[float | None, int, Any]]
     )
+    output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] = msgspec.field(
+        default_factory=list[list[tuple[float | None, int, Any]] | None]
+    )
     weight_versions: list[SpanSaid] | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -108,12 +114,15 @@ class NewTokens:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    top_ids: list[Int32s] = field(default_factory=list[Int32s])
+    """One set per token if the request asks for them (`Sampling.top_ids`), else none."""
 
     def extend(self, other: NewTokens) -> None:
         """Append, merging adjacent spans of one version."""
         offset = len(self.ids)
         self.ids += other.ids
         self.logprobs += other.logprobs
+        self.top_ids += other.top_ids
         for span in other.spans:
             start = offset + span.start
             if self.spans and self.spans[-1].version == span.version:
@@ -127,12 +136,16 @@ FinishReason: TypeAlias = Literal["stop", "length", "aborted", "error"]
 class TokenStream:
     """Reads the chunks of one request, in order."""
 
-    def __init__(self, *, incremental: bool, floor: WeightVersion, labels: Labels) -> None:
+    def __init__(
+        self, *, incremental: bool, floor: WeightVersion, labels: Labels, top_ids: TopIdsWanted | None = None
+    ) -> None:
         self._incremental = incremental
         self._floor = floor
         self._labels = labels
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._wanted = top_ids
+        self._top_ids: list[Int32s] = []
         self._n_given = 0
         self._holding = False
         self.finish: FinishSaid | None = None
@@ -162,11 +175,12 @@ class TokenStream:
         return NewTokens()
 
     def _append(self, chunk: Chunk) -> None:
-        ids, entries = chunk.output_ids, chunk.meta_info.output_token_logprobs
+        ids, entries, top = chunk.output_ids, chunk.meta_info.output_token_logprobs, chunk.meta_info.output_top_logprobs
         if not self._incremental:
             if ids[: len(self._ids)] != self._ids:
                 raise StreamError(f"a cumulative stream changed its first {len(self._ids)} tokens")
-            ids, entries = ids[len(self._ids) :], entries[len(self._ids) :]
+            known = len(self._ids)
+            ids, entries, top = ids[known:], entries[known:], top[known:]
         if chunk.meta_info.finish_reason is not None and chunk.meta_info.finish_reason.type == "abort":
             ids = ids[: len(entries)]  # a refused request is answered with a placeholder token
         if len(ids) != len(entries) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
@@ -175,6 +189,8 @@ class TokenStream:
             if entry[0] is None or not math.isfinite(entry[0]):
                 raise StreamError(f"the log-prob of token {entry[1]} is {entry[0]}; expected a finite number")
             self._logprobs.append(entry[0])
+        if self._wanted is not None and ids:
+            self._top_ids += sets_of(top, len(ids), self._wanted)
         self._ids += ids
 
     def _settle(self, said: list[SpanSaid]) -> NewTokens:
@@ -205,4 +221,18 @@ class TokenStream:
     def _give(self, spans: list[VersionSpan]) -> NewTokens:
         first, self._n_given = self._n_given, len(self._ids)
         relative = [VersionSpan(span.version, span.start - first, span.end - first) for span in spans]
-        return NewTokens(self._ids[first:], self._logprobs[first:], relative)
+        return NewTokens(self._ids[first:], self._logprobs[first:], relative, self._top_ids[first:])
+
+
+def sets_of(
+    rows: Sequence[list[tuple[float | None, int, Any]] | None], n_tokens: int, wanted: TopIdsWanted
+) -> list[Int32s]:
+    """The sets of `n_tokens` tokens, from the server's likeliest `wanted.k` at each. Raises StreamError."""
+    complete = [row for row in rows if row is not None and len(row) == wanted.k]
+    if len(complete) != n_tokens or len(rows) != n_tokens:
+        raise StreamError(f"asked for the likeliest {wanted.k} of {n_tokens} tokens, got {len(complete)} such rows")
+    ids_RK = np.array([[entry[1] for entry in row] for row in complete], np.int32)
+    logprobs_RK = np.array([[np.nan if entry[0] is None else entry[0] for entry in row] for row in complete])
+    if np.isnan(logprobs_RK).any() or (np.diff(logprobs_RK) > 0).any():
+        raise StreamError("the log-probs of the likeliest tokens are not numbers in falling order")
+    return likeliest(ids_RK, np.exp(logprobs_RK).astype(np.float32), wanted)

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import msgspec
 
 from engines.config import ServerConfig
-from engines.provider import EngineRole, Wish
+from engines.provider import Wish
 from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
@@ -232,8 +232,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
     why: dict[str, str] = {}
     actor = config.actor
     if actor.engine == AUTO:
-        unfit = _lacking_sets(config, "actor")
-        engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, unfit, machine, interpreters)
+        engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, "", machine, interpreters)
         actor = replace(actor, engine=engine)
     average = config.learner.ema.pool if config.learner.ema.decay else None
     pools = dict(config.pools)
@@ -242,7 +241,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
         own = pool.config.teacher
         if own.engine != AUTO:
             continue
-        unfit = "it scores with the student's average" if pool.name == average else _lacking_sets(config, "teacher")
+        unfit = "it scores with the student's average" if pool.name == average else ""
         engine, why[pool.key] = _choose(own.server, own.urls, unfit, machine, interpreters)
         if config.pools:
             pools[pool.name] = replace(pools[pool.name], engine=engine)
@@ -251,13 +250,6 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
     if teacher.engine == AUTO:  # unused: all pools have their own engine, or there is no teacher
         teacher = replace(teacher, engine=EMBEDDED)
     return Engines(replace(config, actor=actor, teacher=teacher, pools=pools), why)
-
-
-def _lacking_sets(config: RunConfig, role: EngineRole) -> str:
-    """Why servers will not do where teachers score the student's likeliest tokens; empty: they will."""
-    if config.top_ids is None or all(find_engine(name).knows_top_ids(role) for name in AUTO_ORDER):
-        return ""
-    return "it reports its likeliest tokens" if role == "actor" else "it scores the student's likeliest tokens"
 
 
 def _choose(

@@ -17,7 +17,7 @@ from engines.sglang.engine import SGLangEngine
 from engines.sglang.features import ServerMismatch
 from models.description import vocabulary_size
 from models.loading import load_causal_lm
-from protocol.messages import Sampling, VersionSpan
+from protocol.messages import Sampling, TopIdsWanted, VersionSpan
 from sglang_server.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit
 
@@ -82,14 +82,21 @@ class Answer:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
+    top_ids: list[list[int]] = field(default_factory=list[list[int]])
     finish_reason: str | None = None
     error: str | None = None
 
 
 def request(
-    name: str, prompt: Sequence[int], n: int = 16, *, temperature: float = 1.0, stops: tuple[int, ...] = ()
+    name: str,
+    prompt: Sequence[int],
+    n: int = 16,
+    *,
+    temperature: float = 1.0,
+    stops: tuple[int, ...] = (),
+    top_ids: TopIdsWanted | None = None,
 ) -> GenerationRequest:
-    sampling = Sampling(temperature=temperature, max_new_tokens=n)
+    sampling = Sampling(temperature=temperature, max_new_tokens=n, top_ids=top_ids)
     return GenerationRequest(name, np.array(prompt, np.int32), sampling, n, stops)
 
 
@@ -110,6 +117,7 @@ def take(engine: SGLangEngine, answers: dict[str, Answer], timeout_s: float) -> 
         answer.ids += delta.token_ids.tolist()
         answer.logprobs += delta.logprobs.tolist()
         answer.spans += [VersionSpan(s.version, s.start + offset, s.end + offset) for s in delta.spans]
+        answer.top_ids += [ids.tolist() for ids in delta.top_ids or ()]
         answer.finish_reason, answer.error = delta.finish_reason, delta.error
 
 

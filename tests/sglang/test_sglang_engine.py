@@ -18,7 +18,7 @@ from engines.sglang.config import SGLangConfig
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.features import ServerMismatch
 from engines.sglang.http import ServerLost, ServerUnavailable
-from protocol.messages import Sampling, VersionSpan, WeightVersion
+from protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
 from sglang_server.servers import SERVER_ARGS, Server, Servers
 from tests.engines.sglang.test_features import TRIED
 from tests.patience import PATIENCE_S
@@ -45,6 +45,32 @@ def test_greedy_answers_are_those_of_transformers(engine: SGLangEngine, student_
     assert answer.ids == student_reference.greedy(PROMPT, len(answer.ids))
     assert answer.logprobs == pytest.approx(student_reference.of_tokens([*PROMPT, *answer.ids], 4), abs=TOLERANCE)
     assert answer.spans and answer.spans[0].start == 0 and answer.spans[-1].end == len(answer.ids)
+
+
+@pytest.mark.parametrize(("temperature", "mass"), [(1.0, 1.0), (1.0, 0.8), (0.6, 0.95)])
+def test_the_likeliest_tokens_at_each_place_are_those_of_transformers(
+    engine: SGLangEngine, student_reference: Reference, temperature: float, mass: float
+) -> None:
+    wanted = TopIdsWanted(6, mass)
+    prompts = {f"r{i}": [65 + i, 66, 67 + 2 * i] for i in range(6)}
+    answers = generate(
+        engine, [request(name, p, 20, temperature=temperature, top_ids=wanted) for name, p in prompts.items()]
+    )
+    n_sets = n_different = 0
+    for name, prompt in prompts.items():
+        answer = answers[name]
+        assert len(answer.top_ids) == len(answer.ids) > 0
+        rows = student_reference.logprobs([*prompt, *answer.ids], len(prompt), temperature)
+        for row, ids in zip(rows, answer.top_ids, strict=True):
+            order = row.argsort(descending=True).tolist()
+            slow: list[int] = []
+            covered = 0.0
+            while covered < mass and len(slow) < wanted.k:
+                slow.append(order[len(slow)])
+                covered += float(row[slow[-1]].exp())
+            n_sets += 1
+            n_different += ids != slow
+    assert n_different <= 0.02 * n_sets  # equals may change places, and a sum may fall on the mass
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])

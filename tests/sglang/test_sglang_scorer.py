@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from engines.base import ScoreRequest
 from engines.sglang.config import SGLangConfig
@@ -48,6 +49,23 @@ def test_the_likeliest_tokens_are_those_of_transformers(scorer: SGLangScorer, te
     assert result.top_ids is not None and result.top_logprobs is not None
     assert result.top_logprobs == pytest.approx(expected.values.numpy(), abs=TOLERANCE)
     assert (result.top_ids == expected.indices.numpy()).mean() > 0.98  # equals may change places
+
+
+def test_given_tokens_are_graded_at_their_own_places(scorer: SGLangScorer, teacher_reference: Reference) -> None:
+    rng = np.random.default_rng(4)
+    asked = [
+        ScoreRequest(ids, start, top_ids=rng.integers(0, VOCAB, (len(ids) - start, 7)).astype(np.int32))
+        for ids, start in ((random_ids(200, 1), 3), (random_ids(70, 2), 6), (random_ids(12, 3), 11))
+    ]
+    asked.append(ScoreRequest(random_ids(9), 9, top_ids=np.zeros((0, 7), np.int32)))
+    for request, result in zip(asked, scorer.score(asked), strict=True):
+        rows = teacher_reference.logprobs(request.token_ids.tolist(), request.start)
+        assert request.top_ids is not None and result.top_logprobs is not None
+        expected = rows.gather(1, torch.from_numpy(request.top_ids).long()).numpy()
+        np.testing.assert_array_equal(result.top_ids, request.top_ids)
+        np.testing.assert_allclose(result.top_logprobs, expected, atol=TOLERANCE)
+        tokens = teacher_reference.of_tokens(request.token_ids.tolist(), request.start)
+        np.testing.assert_allclose(result.logprobs, tokens, atol=TOLERANCE)
 
 
 def test_a_growing_rollout_is_graded_from_where_it_grew(scorer: SGLangScorer, teacher_reference: Reference) -> None:

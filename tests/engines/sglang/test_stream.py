@@ -9,7 +9,7 @@ import pytest
 
 from engines.sglang.features import chunks_are_increments
 from engines.sglang.stream import Chunk, Labels, NewTokens, StreamError, TokenStream
-from protocol.messages import VersionSpan, WeightVersion
+from protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
 
@@ -46,6 +46,32 @@ def test_of_cumulative_chunks_only_what_is_new() -> None:
 
     assert [new.ids for new in got] == [[5], [6, 7], [], [8]]
     assert got[1].logprobs == [-6.0, -7.0]
+
+
+def top(*rows: dict[int, float]) -> dict[str, Any]:
+    return {"output_top_logprobs": [[[value, token, None] for token, value in row.items()] for row in rows]}
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_each_token_comes_with_its_set_also_after_a_wait_for_the_spans(incremental: bool) -> None:
+    stream = TokenStream(incremental=incremental, floor=START, labels=Labels(""), top_ids=TopIdsWanted(2, 0.9))
+    sure, torn = {5: -0.05, 6: -3.0}, {6: -0.7, 9: -0.7}
+    first = stream.take(chunk([5], **top(sure)))
+    held = stream.take(chunk([6] if incremental else [5, 6], "0.1", **(top(torn) if incremental else top(sure, torn))))
+    spans = [{"version": "0.0", "start": 0, "end": 1}, {"version": "0.1", "start": 1, "end": 3}]
+    rest = ([7], top(sure)) if incremental else ([5, 6, 7], top(sure, torn, sure))
+    last = stream.take(chunk(rest[0], "0.1", weight_versions=spans, **LENGTH, **rest[1]))
+
+    assert [ids.tolist() for ids in first.top_ids] == [[5]]  # 0.95 of the mass
+    assert held.ids == [] and held.top_ids == []
+    assert [ids.tolist() for ids in last.top_ids] == [[6, 9], [5]]
+
+
+@pytest.mark.parametrize("rows", [[], [{5: -0.1}], [{5: -3.0, 6: -0.1}], [{5: -0.1, 6: -3.0}] * 2])
+def test_sets_that_do_not_belong_to_the_tokens_are_refused(rows: list[dict[int, float]]) -> None:
+    stream = TokenStream(incremental=True, floor=START, labels=Labels(""), top_ids=TopIdsWanted(2, 1.0))
+    with pytest.raises(StreamError, match="likeliest"):
+        stream.take(chunk([5], **top(*rows)))
 
 
 def test_a_cumulative_stream_that_changes_its_mind_is_refused() -> None:

@@ -312,12 +312,12 @@ def test_the_students_sets_need_engines_that_report_and_score_them() -> None:
     plain: dict[str, Any] = {"learner": learner, "teacher": STUDENTS | {"engine": "unaware"}}
     (told,) = mistakes_with_engine(plain)
     assert told == (
-        "teacher.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch', which scores given tokens; "
-        "or teacher.top_k_of = teacher"
+        "teacher.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch' or 'sglang', which scores "
+        "given tokens; or teacher.top_k_of = teacher"
     )
     plain = {"learner": learner, "teacher": STUDENTS, "actor": {"engine": "unaware"}}
     (told,) = mistakes_with_engine(plain)
-    assert told.startswith("actor.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch'")
+    assert told.startswith("actor.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch' or 'sglang'")
     assert mistakes_with_engine(plain | {"teacher": {"top_k": 16}}) == []
 
 
