@@ -47,6 +47,10 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
         "weights": {"dtype": "bfloat16", "staging": "host"},
         "learner": {"recompute": 1.0},
     },
+    "and `learner.moments = host`": {
+        "weights": {"dtype": "bfloat16", "staging": "host"},
+        "learner": {"recompute": 1.0, "moments": "host"},
+    },
     "and adapters of rank 16": {
         "weights": {"dtype": "bfloat16", "staging": "host"},
         "learner": {"recompute": 1.0, "lora": {"rank": 16}},

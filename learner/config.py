@@ -93,6 +93,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Number format of matrix products and attention. auto: bfloat16 on a GPU, float32 on a CPU. Parameters, gradients
     and optimizer state are always float32 (16 bytes per parameter; bfloat16 adds 2 for a copy). float32 on a GPU is
     full float32 without TF32, several times slower; use it for comparisons."""
+    moments: Literal["device", "host"] = "device"
+    """Where AdamW's moments are, 8 bytes per parameter. host: in pinned host memory; each update passes them through
+    the device piece by piece, with the same results. It takes the time to move 16 bytes per parameter and update,
+    divided by ranks. On a CPU it saves nothing."""
     ranks: PositiveInt = 1
     """Processes that train together, each with its share of parameters, gradients and optimizer state (FSDP2), on this
     machine. On GPUs each needs one of its own."""

@@ -63,16 +63,21 @@ def host_copy(tensor: Tensor) -> Tensor:
     return torch.empty(own.shape, dtype=own.dtype).copy_(own)
 
 
+def own_rows(parameter: Tensor, values: Tensor) -> Tensor:
+    """A view of those values of a whole tensor that this process holds of a parameter of its shape."""
+    rows = rows_of(parameter)
+    return values if rows is None else values[rows.first : rows.first + len(share_of(parameter.detach()))]
+
+
 def like(parameter: Tensor, values: Tensor) -> Tensor:
     """Values of the parameter's shape, in new memory of its dtype and device; for a sharded one, this rank's rows of
     them. No others are read, so `values` may be a file in memory."""
-    rows, own = rows_of(parameter), torch.empty_like(share_of(parameter.detach()))
-    if rows is None:
-        return own.copy_(values)
+    own = torch.empty_like(share_of(parameter.detach())).copy_(own_rows(parameter, values))
+    if rows_of(parameter) is None:
+        return own
     from torch.distributed.tensor import DTensor  # takes a second to load
 
     assert isinstance(parameter, DTensor)
-    own.copy_(values[rows.first : rows.first + len(own)])
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=values.shape, stride=parameter.stride())
 

@@ -5,9 +5,9 @@ With P parameters, L layers, hidden size H, MLP size F, Q and K the widths of al
 the vocabulary, E parameters of embedding and head, T = pack_tokens, C = logprob_chunk_tokens, R the shares into which a
 parameter is divided (learner.ranks / learner.replicas), in bytes:
 
-learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R. Frozen: only weights. With adapters and
-                bfloat16 products 2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need,
-                which is small
+learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on the GPU or the host (learner.moments).
+                Frozen: only weights. With adapters and bfloat16 products 2 (P - E) / R + 3 E / R, or 4 E / R if the
+                head is tied, and what the adapters need, which is small
                 bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
@@ -67,7 +67,7 @@ QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
 ADVICE: Final[Mapping[tuple[str, str], str]] = {
     ("learner", "weights"): "learner.ranks",
     ("learner", "gradient"): "learner.ranks or learner.lora.rank",
-    ("learner", "AdamW"): "learner.ranks or learner.lora.rank",
+    ("learner", "AdamW"): "learner.moments = host, learner.ranks or learner.lora.rank",
     ("learner", "staging"): "weights.staging = host or weights.dtype = bfloat16",
     ("learner", "activations"): "learner.recompute = 1 or a smaller learner.pack_tokens",
     ("learner", "logits"): "a smaller learner.logprob_chunk_tokens",
@@ -155,18 +155,17 @@ def learner_need(
     half = resolve_dtype(learner.dtype, device) == "bfloat16"
     adapters = learner.lora.rank > 0
     trained = not learner.frozen and not adapters
-    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
-    sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
-    staged_here = device == "cpu" or staged_in(config.weights.staging, device, backend) == "device"
+    moments, staging = _movable(config, shape)
     of_layer = (p - e) / shape.layers
     in_half = adapters and half
     sure = {
         "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / shares,
         "gradient": 4 * p / shares if trained else 0.0,
-        "AdamW": 8 * p / shares if trained else 0.0,
+        "AdamW": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else HOST_GIB
-    staging = 2 * sent * p / shares if staged_here else 0.0
+    if device != "cpu" and staged_in(config.weights.staging, device, backend) == "host":
+        staging = 0.0
     if learner.frozen:
         return _need(LEARNER, sure, {"staging": staging}, process_gib)
     width = 2 if half else 4
@@ -183,6 +182,26 @@ def learner_need(
         "teachers' heads": _head_bytes(config, shape, width),
     }
     return _need(f"{RANK}{rank}" if rank else LEARNER, sure, likely, process_gib)
+
+
+def learner_host_need(config: RunConfig, shape: ModelShape, backend: Literal["gloo", "nccl"], rank: int = 0) -> Need:
+    """What one rank that is on a GPU keeps in host memory."""
+    moments, staging = _movable(config, shape)
+    return _need(
+        f"{RANK}{rank}" if rank else LEARNER,
+        {"AdamW": moments if config.learner.moments == "host" else 0.0},
+        {"staging": staging if staged_in(config.weights.staging, "cuda", backend) == "host" else 0.0},
+        HOST_GIB,
+    )
+
+
+def _movable(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
+    """Bytes of a rank's AdamW and of its copies that are sent, wherever they are."""
+    learner = config.learner
+    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
+    sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
+    own = shape.parameters * learner.replicas / learner.ranks
+    return 0.0 if learner.frozen or learner.lora.rank else 8 * own, 2 * sent * own
 
 
 def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[float, float]:
@@ -256,7 +275,7 @@ def _advice(needs: Sequence[Need], place: int) -> str:
     for need in needs:
         role = re.split("[- ]", need.who)[0]
         for part, gib in {**need.sure, **need.likely}.items():
-            if advice := known.get((role, part)):
+            if gib and (advice := known.get((role, part))):
                 helped[advice] = helped.get(advice, 0.0) + gib
     largest = sorted(helped, key=lambda advice: -helped[advice])[:2]
     return f"Use {', or '.join([*largest, 'a smaller model'])}"
@@ -271,6 +290,10 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
             place = seats[f"{RANK}{rank}" if rank else LEARNER]
             device = "cpu" if place == HOST else "cuda"
             yield place, learner_need(config, student, placement.weights.backend, rank, device)
+            if place != HOST:
+                on_host = learner_host_need(config, student, placement.weights.backend, rank)
+                if on_host.total > HOST_GIB:
+                    yield HOST, on_host
     for group in worker_groups(config):
         here = [who for who in group.workers if who in seats]
         if here and (shape := shape_at(Path(group.model))) is not None:

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from learner.checkpoints.tensor_file import Shares
 from learner.config import LearnerConfig
-from models.transfer import Rows, like
+from learner.step.host_moments import HostMomentsAdamW
+from models.transfer import Rows, host_copy, like, own_rows, rows_of, share_of
+from weights.staged_weights import streams_of
 
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -49,28 +51,33 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int, *, highest
 
 
 def make_adamw(model: PreTrainedModel, config: LearnerConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on parameters of two or more dimensions, not on norms and biases."""
+    """AdamW with weight decay on parameters of two or more dimensions, not on norms and biases. Its moments are where
+    `config.moments` says."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    groups = [group for group in groups if group["params"]]
+    if config.moments == "host":
+        streams = streams_of(share_of(parameters[0].detach()).device)
+        return HostMomentsAdamW(groups, streams=streams, lr=config.lr, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def dump_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, *, steps_done: int) -> AdamWState:
-    own: dict[str, Tensor] = {}
+    _wait(optimizer)
+    own, rows = dict[str, Tensor](), dict[str, Rows]()
     never_stepped: list[str] = []
     for name, parameter in _trained(model).items():
         state: dict[str, Tensor] | None = optimizer.state.get(parameter)
         if not state:
             never_stepped.append(name)
             continue
-        own.update({f"{key}/{name}": state[key] for key in _KEYS})
-    copies = Shares.copied(own.items())
-    return AdamWState(dict(copies.tensors), tuple(never_stepped), steps_done, copies.rows)
+        own.update({f"{key}/{name}": host_copy(state[key]) for key in _KEYS})
+        if (place := rows_of(parameter)) is not None:
+            rows.update({f"{key}/{name}": place for key in _KEYS[1:]})
+    return AdamWState(own, tuple(never_stepped), steps_done, rows)
 
 
 def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: AdamWState) -> None:
@@ -89,14 +96,22 @@ def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: Adam
             f"optimizer state does not fit the model: missing {missing[:4]}, unknown {unknown[:4]}, of another shape "
             f"{misshapen[:4]}; the checkpoint belongs to another architecture"
         )
+    _wait(optimizer)
     optimizer.state.clear()
     for name, parameter in stepped.items():
-        step, exp_avg, exp_avg_sq = (state.tensors[f"{key}/{name}"] for key in _KEYS)
-        optimizer.state[parameter] = {
-            "step": step.clone().to(parameter.device),
-            "exp_avg": like(parameter, exp_avg),
-            "exp_avg_sq": like(parameter, exp_avg_sq),
-        }
+        step, first, second = (state.tensors[f"{key}/{name}"] for key in _KEYS)
+        step = step.clone().to(parameter.device)
+        if isinstance(optimizer, HostMomentsAdamW):
+            optimizer.place(parameter, step, own_rows(parameter, first), own_rows(parameter, second))
+        else:
+            moments = {"exp_avg": like(parameter, first), "exp_avg_sq": like(parameter, second)}
+            optimizer.state[parameter] = {"step": step, **moments}
+
+
+def _wait(optimizer: torch.optim.AdamW) -> None:
+    """Until moments in host memory can be read."""
+    if isinstance(optimizer, HostMomentsAdamW):
+        optimizer.wait()
 
 
 def _trained(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 
 import builtin
 from engines.provider import ModelShape
-from launch.checks.memory import estimate, learner_need, read_shape, server_need, worker_need
+from launch.checks.memory import estimate, learner_host_need, learner_need, read_shape, server_need, worker_need
 from launch.checks.placement import Choice, Placement
 from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
@@ -100,6 +100,19 @@ def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory(
     assert rounded(learner_need(asked, QWEN3_8B, "gloo").likely)["staging"] == 61.0
 
 
+def test_moments_and_copies_in_host_memory_are_counted_there_and_not_on_the_gpu() -> None:
+    on_host = config(learner={"moments": "host", "ranks": 2}, weights={"staging": "host", "dtype": "bfloat16"})
+    for rank in range(2):
+        need = learner_need(on_host, QWEN3_8B, "nccl", rank)
+        assert some(need.sure) == {"weights": 15.3, "gradient": 15.3} and "staging" not in some(need.likely)
+        beside = learner_host_need(on_host, QWEN3_8B, "nccl", rank)
+        # 8 * 8.19e9 / 2 and 2 * 2 * 8.19e9 / 2 bytes
+        assert some(beside.sure) == {"AdamW": 30.5} and some(beside.likely) == {"staging": 15.3, "process": 0.5}
+    assert learner_need(on_host, QWEN3_8B, "gloo", device="cpu").sure["AdamW"] == pytest.approx(30.5, abs=0.05)
+    none = learner_host_need(config(), QWEN3_8B, "nccl")
+    assert not some(none.sure) and some(none.likely) == {"process": 0.5}
+
+
 @pytest.mark.parametrize("learner", [{"frozen": True}, {"lora": {"rank": 8}}])
 def test_what_is_not_trained_has_no_gradient_and_no_moments(learner: dict[str, Any]) -> None:
     assert some(learner_need(config(learner=learner), QWEN3_8B, "nccl").sure).keys() == {"weights"}
@@ -158,8 +171,8 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     (mistake,) = of("six", 6_000_000_000).mistakes
     assert mistake.startswith("GPU 4: got learner with at least 89.4 GiB, expected at most its 80 GiB")
     assert mistake.endswith(
-        "Use learner.ranks or learner.lora.rank, or weights.staging = host or weights.dtype = bfloat16, or a smaller "
-        "model"
+        "Use learner.moments = host, learner.ranks or learner.lora.rank, or weights.staging = host or weights.dtype = "
+        "bfloat16, or a smaller model"
     )
     (mistake,) = of("four", 4_000_000_000).mistakes
     assert mistake.startswith("GPU 4: got learner with about 97.9 GiB")
@@ -167,6 +180,12 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     assert found.mistakes == []
     assert found.lines[0].startswith("GPU 4: about 83.") and found.lines[0].endswith("by this estimate")
     assert "by this estimate" not in found.lines[1]
+    # 6e9: 8 bytes of each are 44.7 GiB of the GPU, or of the host.
+    beside = of("six", 6_000_000_000, weights={"dtype": "bfloat16"}, learner={"moments": "host"})
+    (mistake,) = beside.mistakes
+    assert mistake.startswith("host: got learner with at least 44.7 GiB, expected at most its 16 GiB")
+    assert mistake.endswith("Use learner.lora.rank, or a smaller model")
+    assert [line.split(":")[0] for line in beside.lines] == ["host", "GPU 4", "GPU 6"]
     # The same on the host, without GPUs: 1e9 parameters take 14.9 GiB of 16 in any case, and 7.5 for what is sent.
     on_host = Placement(Places({"learner": None, "actor-0": None}, {}), Choice("gloo", ""), "")
     (mistake,) = of("one", 1_000_000_000, on_host).mistakes

@@ -39,6 +39,7 @@ from tests.learner.step.test_top_k_step import VOCAB
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "all weights": {},
+    "moments on the host": {"moments": "host"},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -55,6 +56,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
     "bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4},
     "adapters, bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4, "lora": LoraConfig(rank=2, alpha=4.0)},
+    "moments on the host": {"moments": "host", "updates_per_batch": 2, "max_grad_norm": 1e-2},
+    "adapters, moments on the host": {"moments": "host", "lora": LoraConfig(rank=2, alpha=4.0)},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 
@@ -120,10 +123,12 @@ def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[str, float]:
-    """Largest differences over three steps, with teacher's text in the second, and after them."""
+    """Largest differences over three steps, with teacher's text in the second, and after them. Alone, the moments are
+    beside the weights."""
     config = learner_config(**(PLAIN | settings))
     dtype = torch.float32 if config.dtype == "bfloat16" else torch.float64
-    alone, together = (trainer_of(config, one, dtype) for one in (Ranks(), ranks))
+    by_one = msgspec.structs.replace(config, moments="device")
+    alone, together = trainer_of(by_one, Ranks(), dtype), trainer_of(config, ranks, dtype)
     figures = gradients = 0.0
     for step in range(3):
         items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden)
@@ -189,9 +194,10 @@ def of_average(ranks: Ranks) -> dict[str, float]:
 
 
 def of_a_resumed_optimizer(ranks: Ranks) -> dict[str, float]:
-    """State saved by the group and loaded by one rank, and the reverse; then a step of each."""
-    config = learner_config(**PLAIN)
-    alone, together = trainer_of(config, Ranks()), trainer_of(config, ranks)
+    """State saved by the group, whose moments are in host memory, and loaded by one rank, and the reverse; then a step
+    of each."""
+    alone = trainer_of(learner_config(**PLAIN), Ranks())
+    together = trainer_of(learner_config(**PLAIN, moments="host"), ranks)
     for trainer in (alone, together):
         trainer.step(items_of(seed=0, top_k=False))
     alone_state, together_state = alone.state_dict(), whole_state(together)

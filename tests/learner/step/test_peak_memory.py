@@ -3,6 +3,7 @@ at the peak of a step. Shapes and lengths are such that each part is large in on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -72,8 +73,9 @@ def built(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
-def peak_of(run: Any) -> int:
-    """Most bytes that torch had allocated on the CPU at one time, beyond what it had at the start."""
+def allocated(run: Callable[[], object]) -> tuple[int, int]:
+    """Bytes that torch has allocated on the CPU after `run`, and most that it had meanwhile, both beyond what it had at
+    the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     found: Any = seen.profiler
@@ -82,7 +84,7 @@ def peak_of(run: Any) -> int:
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         most = max(most, live)
-    return most
+    return live, most
 
 
 def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
@@ -103,7 +105,7 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     trainer.step(items)  # makes AdamW's moments
     weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
     moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values())
-    measured = weights + moments + peak_of(lambda: trainer.step(items))
+    measured = weights + moments + allocated(lambda: trainer.step(items))[1]
     need = learner_need(config, shape_of(told, parameters, told["vocab_size"]), "gloo", device="cpu")
     parts = {**need.sure, **need.likely}
     return sum(gib * 2**10 for name, gib in parts.items() if name not in ("staging", "process")), measured / 2**20
