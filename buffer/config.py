@@ -44,7 +44,7 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     scored. `deadline`: in whole rollouts, but a scored prefix is released early if waiting would make it stale or leave
     the learner idle."""
     idle_release_s: PositiveFloat = 2.0
-    """`deadline` only: how long the learner waits before scored prefixes may fill its batch."""
+    """`deadline` only: how long the learner waits with no batch to train, before scored prefixes may fill one."""
     lease_s: PositiveFloat = 60.0
     """Time that a teacher has to return scores. After that the item goes to another teacher."""
     hedge_multiple: NonNegativeFloat = 3.0

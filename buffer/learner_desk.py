@@ -160,8 +160,8 @@ class LearnerDesk:
             return
         if version < self._pacing.trained_version:
             return  # a late repeat: its batch is trained
-        self._versions.reach(version)
-        if not self._batches.leased:
+        if not self._batches.leased:  # otherwise it asks ahead: the version is made from a batch that it holds
+            self._versions.reach(version)
             self._pacing.trained(version)
         self._batches.want(now_s, version)
         if self._tasks.runs_low:

@@ -6,7 +6,7 @@ decisions are made in `scoring`, `release` and `evals`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,19 +186,19 @@ class Lifecycle:
         self._offer_again(rollout)
         self._after_change(rollout)
 
-    def mask_dropped(self, rollout: Rollout, dropped: Iterable[Dropped], cancel: Callable[[Segment], None]) -> None:
+    def mask_dropped(self, rollout: Rollout, dropped: Sequence[Dropped], cancel: Callable[[Segment], None]) -> None:
         """Mask the open tokens of responses that are not to be trained. Tokens in a batch stay: the learner has them
-        already. `cancel` is called with each UNSCORED segment before it is settled."""
-        for one in dropped:
-            for segment in rollout.segments:
-                start, end = max(segment.start, one.start), min(segment.end, one.end)
-                if start >= end or segment.state > SegmentState.SCORED:
-                    continue
-                self._mask_tokens(rollout, segment, start, end, one.reason)
-                if segment.n_open == 0:
-                    if segment.state is SegmentState.UNSCORED:
-                        cancel(segment)
-                    self._settle_segment(rollout, segment)
+        already; should the batch come back, `give_back` masks them. `cancel` is called with each UNSCORED segment
+        before it is settled."""
+        rollout.dropped = tuple(dropped)
+        for segment in rollout.segments:
+            if segment.state > SegmentState.SCORED:
+                continue
+            self._mask_ranges(rollout, segment, dropped)
+            if segment.n_open == 0:
+                if segment.state is SegmentState.UNSCORED:
+                    cancel(segment)
+                self._settle_segment(rollout, segment)
         self._offer_again(rollout)
 
     def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
@@ -213,11 +213,17 @@ class Lifecycle:
         return segments
 
     def give_back(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
-        """Let the segments of a batch that was lost with its learner wait again."""
+        """Let the segments of a batch that was lost with its learner wait again, but for what has been dropped since
+        they left."""
         for segment in segments:
             segment.state = SegmentState.SCORED
             rollout.n_in_batch -= 1
-            self._offer(rollout, segment)
+            self._mask_ranges(rollout, segment, rollout.dropped)
+            if segment.n_open:
+                self._offer(rollout, segment)
+            else:
+                self._settle_segment(rollout, segment)
+        self._after_change(rollout)
 
     def train(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
         """Count the open tokens of these segments as trained (evaluation: delivered)."""
@@ -336,6 +342,13 @@ class Lifecycle:
         rollout.offer_from = min(rollout.offer_from, segment.index)
         for span in segment.spans:
             rollout.offered_versions.add(span.version)
+
+    def _mask_ranges(self, rollout: Rollout, segment: Segment, ranges: Iterable[Dropped]) -> None:
+        """Mask what a segment has of these ranges."""
+        for one in ranges:
+            start, end = max(segment.start, one.start), min(segment.end, one.end)
+            if start < end:
+                self._mask_tokens(rollout, segment, start, end, one.reason)
 
     def _mask_tokens(self, rollout: Rollout, segment: Segment, start: int, end: int, reason: str) -> None:
         n = rollout.tokens.settle(start, end)

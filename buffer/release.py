@@ -1,6 +1,6 @@
 """Batches: which scored tokens leave for the learner and when, and the lease on them until they are trained.
 
-While the learner waits (`want` .. `form`), the weight of what each sample could release is kept up to date; an event
+While a batch is wanted (`want` .. `form`), the weight of what each sample could release is kept up to date; an event
 changes the weight of one sample. The samples are searched only when the weights add up to a batch.
 
     weight of a whole rollout of which nothing left before   1
@@ -13,6 +13,9 @@ A sample could release, depending on `release` (always whole rollouts if max_sta
     segment    its scored prefix
     deadline   all of it, when it is whole; its scored prefix, when the oldest token of that would be stale in the next
                batch, or when the learner has waited for `idle_release_s`
+
+The learner asks for a batch while it still trains the one before it. `want` names the version that the batch will be
+trained against, and everything here goes by that version.
 """
 
 from __future__ import annotations
@@ -64,11 +67,12 @@ class BatchDesk:
         self._tasks = life.tasks
         self._versions = life.versions
         self.wanted: WeightVersion | None = None
-        """Version for which the learner waits for a batch."""
+        """Version for which the learner has asked for a batch."""
         self.leased: dict[int, LeasedBatch] = {}
         self.trained: Runs[int] = Runs()
         """Epoch in which each trained batch was trained, by batch id."""
-        self._wanted_since_s = 0.0
+        self._idle_since_s: float | None = None
+        """When the learner asked for this batch without holding another; None before that."""
         self._idle = False
         self._weights: dict[int, float] = {}
         """While a batch is wanted: weight of what could leave, by slot order (release `rollout`: of its group's first
@@ -84,13 +88,14 @@ class BatchDesk:
     # ------------------------------------------------------------------------------------------------- request
 
     def want(self, now_s: float, version: WeightVersion) -> None:
-        """Note that the learner waits for the batch of `version.step`."""
-        if self.wanted == version:
-            return
-        self.wanted = version
-        self._wanted_since_s = now_s
-        self._idle = False
-        self._weigh_all()
+        """Note that the learner wants the batch of `version.step`: it waits, or still trains the one before it."""
+        if self.wanted != version:
+            self.wanted = version
+            self._idle_since_s = None
+            self._idle = False
+            self._weigh_all()
+        if self._idle_since_s is None and not self.leased:
+            self._idle_since_s = now_s
 
     def forget_request(self) -> None:
         self.wanted = None
@@ -107,7 +112,8 @@ class BatchDesk:
         if self.wanted is None:
             return
         may_idle = self._config.release == "deadline" and self._config.max_staleness > 0
-        idle = may_idle and now_s - self._wanted_since_s >= self._config.idle_release_s
+        since_s = self._idle_since_s
+        idle = may_idle and since_s is not None and now_s - since_s >= self._config.idle_release_s
         if idle != self._idle or self._life.mean_sampled_tokens != self._weighed_with_mean:
             self._idle = idle
             self._weigh_all()
@@ -274,6 +280,7 @@ class BatchDesk:
         )
         self._next_batch_id += 1
         self.leased[batch.batch_id] = batch
+        self._versions.may_leave(version)
         return batch
 
     def _count_staleness(

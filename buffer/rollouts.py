@@ -23,7 +23,17 @@ import numpy as np
 from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.branches import path_to
-from protocol.messages import Branch, ScoreItem, Task, TaskKind, Ticket, TurnReward, VersionSpan, WeightVersion
+from protocol.messages import (
+    Branch,
+    Dropped,
+    ScoreItem,
+    Task,
+    TaskKind,
+    Ticket,
+    TurnReward,
+    VersionSpan,
+    WeightVersion,
+)
 from protocol.messages import Segment as SegmentMessage
 
 
@@ -162,6 +172,8 @@ class Rollout:
     """Number of segments, as in the next two fields."""
     n_unscored: int = 0
     n_in_batch: int = 0
+    dropped: tuple[Dropped, ...] = ()
+    """Responses that are not to be trained, as its final segment names them."""
     masked_reason: str | None = None
     """Reason of its first masked token."""
     drop_reason: str | None = None

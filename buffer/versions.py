@@ -17,17 +17,17 @@ from protocol.messages import WeightVersion
 
 
 class VersionTable:
-    """The parent of each epoch, and the highest step of it that the learner has reported."""
+    """The parent of each epoch, and the highest step of it that weights can have."""
 
     def __init__(self, start: WeightVersion) -> None:
         self._first_epoch = start.epoch
         self._newest = start
         self._parents: dict[int, WeightVersion] = {start.epoch: start}
         """Parent by epoch. For the first epoch it is the version that the buffer began with."""
-        self._reached: dict[int, int] = {start.epoch: start.step}
+        self._highest: dict[int, int] = {start.epoch: start.step + 1}
 
     def __repr__(self) -> str:
-        return f"VersionTable(newest={self._newest}, parents={self._parents}, reached={self._reached})"
+        return f"VersionTable(newest={self._newest}, parents={self._parents}, highest={self._highest})"
 
     @property
     def newest(self) -> WeightVersion:
@@ -49,26 +49,28 @@ class VersionTable:
             raise ValueError(f"fork from {parent}: that epoch began at step {self._parents[parent.epoch].step}")
         for epoch in range(self._newest.epoch + 1, version.epoch + 1):
             self._parents[epoch] = parent
-            self._reached[epoch] = version.step
-        self._reached[parent.epoch] = max(self._reached[parent.epoch], parent.step)
+            self._highest[epoch] = version.step + 1
+        self.may_leave(parent)
         self._newest = version
 
     def reach(self, version: WeightVersion) -> None:
         """Note that a learner's message named `version`, of a known epoch."""
-        if version.step > self._reached[version.epoch]:
-            self._reached[version.epoch] = version.step
+        self.may_leave(version)
         if version > self._newest:
             self._newest = version
 
-    def refusal(self, version: WeightVersion) -> RejectReason | None:
-        """Reason why no engine can have sampled under `version`, or None.
+    def may_leave(self, version: WeightVersion) -> None:
+        """Note that the learner can make the step from `version` on without another word: it broadcasts new weights
+        before it reports them. If it holds the next batch too, it may be two steps further than it has said."""
+        self._highest[version.epoch] = max(self._highest[version.epoch], version.step + 1)
 
-        One step beyond the highest known one is possible: the learner broadcasts new weights before it reports them."""
+    def refusal(self, version: WeightVersion) -> RejectReason | None:
+        """Reason why no engine can have sampled under `version`, or None."""
         if version.epoch > self._newest.epoch:
             return RejectReason.FUTURE_VERSION
         if version.epoch < self._first_epoch or version.step < self._parents[version.epoch].step:
             return RejectReason.UNKNOWN_VERSION
-        if version.step > self._reached[version.epoch] + 1:
+        if version.step > self._highest[version.epoch]:
             return RejectReason.FUTURE_VERSION
         return None
 

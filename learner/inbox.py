@@ -71,7 +71,8 @@ class Inbox:
                 if message.kind == "train":
                     self.tasks_wanted = message.tasks_wanted
             case Batch():
-                self.batch = Delivered(message, arrays)
+                if self.batch is None or self.batch.batch.version <= message.version:  # not a late repeat
+                    self.batch = Delivered(message, arrays)
                 self.snapshot = message.snapshot
             case BatchTrainedAck():
                 self.last_trained_ack = max(self.last_trained_ack, message.batch_id)

@@ -1,15 +1,15 @@
 """The learner's loop: one scored batch in, one optimizer step, one weight version out.
 
-    main thread   (here) asks the buffer for the batch of the next step, trains it, reports it as trained, publishes the
-                  weights and writes metrics. Every few steps it starts an evaluation or copies what a checkpoint needs.
-                  It waits for a batch (until the buffer has enough scored tokens), for the evaluations at both ends of
-                  the run, and for the buffer's acknowledgement before a checkpoint, so that model, task stream and
-                  ledger belong to the same step.
+    main thread   (here) trains a batch, reports it as trained, publishes the weights and writes metrics. Every few
+                  steps it starts an evaluation or copies what a checkpoint needs. It waits for a batch (until the
+                  buffer has enough scored tokens), for the evaluations at both ends of the run, and for the buffer's
+                  acknowledgement before a checkpoint, so that model, task stream and ledger belong to the same step.
+    next-batch    (learner.feed) receives and packs the batch of the next step while the present one trains.
     checkpoint    (learner.checkpoints.writer) writes those copies while the next steps are under way.
     publisher     (weights.publisher) broadcasts each version while the next step is under way.
     client        (protocol.client) the connection, resending, heartbeats.
 
-The loop owns the clock of the run: `version.step` optimizer steps have been applied. A batch requested at step k is
+The loop owns the clock of the run: `version.step` optimizer steps have been applied. A batch requested for version k is
 trained against version k and makes version k + 1. The buffer guarantees that none of its tokens is too stale for that.
 """
 
@@ -23,21 +23,22 @@ from typing import Final
 
 import msgspec
 
-from learner.batch import TrainItem, train_items
+from learner.batch import TrainItem
 from learner.checkpoints.writer import CheckpointWriter
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvaluationResult
 from learner.evaluation.figures import describe
+from learner.feed import PUMP_S, BatchFeed, LearnerStalled, Ready
 from learner.group_rewards import GroupRewards, GroupRewardsFailed
-from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest, describe_queues
+from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream, in_messages
 from learner.reports.figures import RolloutFigures, WorkerFigures
 from learner.reports.metrics import MetricsWriter
 from learner.reports.progress import weight_figures
-from learner.reports.wait_clock import WaitCause, WaitClock
+from learner.reports.wait_clock import WaitClock
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
 from learner.step.train_step import Trainer
@@ -47,7 +48,6 @@ from protocol.errors import LinkError
 from protocol.messages import (
     Batch,
     BatchTrained,
-    BatchWanted,
     LearnerStarted,
     RunFinished,
     Snapshot,
@@ -59,22 +59,12 @@ from weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
-PUMP_S: Final = 0.1
-"""Longest single wait for the buffer. The cause of a longer wait is noticed with this delay."""
-ASK_AGAIN_S: Final = 2.0
-"""Interval between requests for the same batch; the buffer answers each with the same one."""
-LOOK_EVERY_S: Final = 0.5
-"""Interval at which a waiting learner requests a snapshot, to find out what it waits for."""
 MAX_SKIPPED_STEPS: Final = 3
 """Skipped steps in a row that end the run."""
 GOODBYE_S: Final = 30.0
 """Time for the buffer to end the run once the learner is done."""
 STOP_ANSWER_S: Final = 15.0
 """Time for the buffer to answer when a learner that was asked to stop needs its snapshot for a checkpoint."""
-
-
-class LearnerStalled(RuntimeError):
-    """No batch arrived within `stall_timeout_s`. The message says what the buffer holds."""
 
 
 class LearnerLoop:
@@ -99,9 +89,11 @@ class LearnerLoop:
         recorder: BatchRecorder | None = None,
         group_rewards: GroupRewards | None = None,
         stop: StopRequest | None = None,
+        fetch_ahead: bool = True,
     ) -> None:
         """`version` and `parent` are those of LearnerStarted. `mixer` adds the teacher's rollouts to the batches,
-        `recorder` writes them to a file, `group_rewards` judges their groups, `stop` ends the loop early."""
+        `recorder` writes them to a file, `group_rewards` judges their groups, `stop` ends the loop early. With
+        `fetch_ahead` a batch is asked for while the one before it trains; without staleness it could hold nothing."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -125,6 +117,17 @@ class LearnerLoop:
         self._desk = make_eval_desk(self._on_evaluation)
         self._inbox = Inbox(client, on_membership=publisher.membership, on_eval=self._desk.add)
         self.progress = checkpoints.progress
+        self._fetch_ahead = fetch_ahead
+        self._feed = BatchFeed(
+            client,
+            self._inbox,
+            pack=trainer.pack_ahead,
+            clock=self.clock,
+            stop=self._stop,
+            publishing=lambda: publisher.busy,
+            meanwhile=self._meanwhile,
+            stall_timeout_s=config.stall_timeout_s,
+        )
 
     @property
     def versions_published(self) -> int:
@@ -140,6 +143,8 @@ class LearnerLoop:
         except StopAsked:
             self._save_before_leaving()
             raise
+        finally:
+            self._feed.close()
 
     def _run(self) -> None:
         self._client.send(LearnerStarted(self.version, self._parent, self._stream.next_task_id, self._stream.progress))
@@ -155,8 +160,7 @@ class LearnerLoop:
         self._close_run()
 
     def _one_step(self) -> None:
-        delivered = self._judged(self._next_batch())
-        items = train_items(delivered.batch.items, delivered.arrays)
+        delivered, items = self._next_batch()
         mixed = self._mixer.take(sum(item.n_trained for item in items)) if self._mixer is not None else []
         outcome = finite_step(self._trainer, items, [item for _, item in mixed])
         self.version = WeightVersion(self.version.epoch, self.version.step + 1)
@@ -188,17 +192,30 @@ class LearnerLoop:
             self._desk.start(self.version, due)
         self._last_batch_id = delivered.batch.batch_id
 
-    def _judged(self, delivered: Delivered) -> Delivered:
+    def _next_batch(self) -> Ready:
+        """The batch of this version, judged. Asks for the one after it."""
+        ready = self._feed.next(self.version)
+        if not ready.items:
+            self._stream.step((), ready.delivered.batch.settled)
+            raise LearnerStalled(f"nothing is left to train at step {self.version.step}")
+        if self._fetch_ahead and self.version.step + 1 < self._steps:
+            self._feed.ask_ahead(WeightVersion(self.version.epoch, self.version.step + 1))
+        return self._judged(ready)
+
+    def _judged(self, ready: Ready) -> Ready:
         """With the rewards of `learner.tasks.group_reward`. A function that judges nothing ends the run for all
         workers: a restarted learner would call it again."""
         if self._group_rewards is None:
-            return delivered
+            return ready
+        delivered = ready.delivered
         try:
             with self.clock.waiting("data"):
-                return replace(delivered, batch=self._group_rewards.apply(delivered.batch, delivered.arrays))
+                batch = self._group_rewards.apply(delivered.batch, delivered.arrays)
         except GroupRewardsFailed as error:
             self._finish(ok=False, reason=str(error))
             raise
+        items = [replace(one, item=item) for one, item in zip(ready.items, batch.items, strict=True)]
+        return Ready(replace(delivered, batch=batch), items)
 
     def _account(self, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> Account:
         """The samples and tasks that this step settles."""
@@ -224,50 +241,10 @@ class LearnerLoop:
             "learner.lr, and see learner-0.log",
         )
 
-    def _next_batch(self) -> Delivered:
-        """Wait for the batch of this version, and attribute the time to what is being waited for."""
-        began_s = asked_s = looked_s = time.monotonic()
-        wanted = BatchWanted(version=self.version)
-        self._client.send(wanted)
-        with self.clock.waiting("data"):
-            while True:
-                self._stop.check()
-                self._inbox.pump(PUMP_S)
-                self._desk.ask()
-                self._offer_tasks()
-                batch = self._inbox.batch
-                if batch is not None and batch.batch.version == self.version:
-                    self._inbox.batch = None
-                    if not batch.batch.items:
-                        self._stream.step((), batch.batch.settled)
-                        raise LearnerStalled(f"nothing is left to train at step {self.version.step}")
-                    return batch
-                now_s = time.monotonic()
-                if now_s - asked_s > ASK_AGAIN_S:
-                    asked_s = now_s
-                    self._client.send(wanted)
-                if now_s - began_s > PUMP_S:
-                    self.clock.blame(self._cause_of_wait())
-                if now_s - looked_s > LOOK_EVERY_S:
-                    looked_s = now_s
-                    self._client.send(SnapshotWanted())
-                if now_s - began_s > self._config.stall_timeout_s:
-                    raise LearnerStalled(
-                        f"no batch for step {self.version.step} in {self._config.stall_timeout_s:.0f} s: "
-                        f"{describe_queues(self._inbox.snapshot)}; see the actors' and teachers' logs"
-                    )
-
-    def _cause_of_wait(self) -> WaitCause:
-        """Weights still being sent; else scores, if everything generated so far waits for them; else data."""
-        snapshot = self._inbox.snapshot
-        if self._publisher.busy:
-            return "weights"
-        if snapshot is None:
-            return "data"
-        queues = snapshot.queues
-        unscored = queues.get("tokens_unscored", 0) + queues.get("tokens_scoring", 0)
-        generating = queues.get("tickets_outstanding", 0)
-        return "scoring" if unscored > 0 and generating == 0 else "data"
+    def _meanwhile(self) -> None:
+        """What goes on while the loop waits for a batch."""
+        self._desk.ask()
+        self._offer_tasks()
 
     def _offer_tasks(self) -> None:
         """Send the buffer as many tasks as it asked for."""

@@ -269,6 +269,7 @@ def _make_loop(
         recorder=recorder,
         group_rewards=_group_rewards(ctx, start),
         stop=stop,
+        fetch_ahead=ctx.config.buffer.max_staleness > 0,
     )
     return loop, write_account
 

@@ -12,7 +12,7 @@ fork and connected after it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
@@ -142,26 +142,30 @@ class Client:
             self._woken = True
             self._state.changed.notify_all()
 
-    def recv(self, timeout_s: float) -> Received | None:
+    def recv(self, timeout_s: float, *, only: Callable[[Message], bool] | None = None) -> Received | None:
         """The next message for the worker; None after `timeout_s`, and at once after `wake`. Handshakes, heartbeat
         replies and acknowledgements that only confirm arrival are left out (`protocol.flow.concerns_caller`).
+
+        `only`: the next message for which it is true; all others stay, in their order, for another thread's `recv`,
+        whose wait alone `wake` ends.
 
         When the messages received so far are read, raises the error that ended the link: PeerLost, HandshakeRefused
         (after a reconnect), MessageRefused, a RemoteProtocolError, or NotConnected after `close`.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._state.changed:
-            while not self._state.inbox:
+            while (place := self._place(only)) is None:
                 self._raise_if_ended()
-                if self._woken:
+                if self._woken and only is None:
                     self._woken = False
                     return None
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return None
                 self._state.changed.wait(left_s)
-            received, n_bytes = self._state.inbox.popleft()
+            received, n_bytes = self._state.inbox[place]
             was_full = self._state.inbox_full
+            del self._state.inbox[place]
             self._state.inbox_bytes -= n_bytes
             if was_full:
                 self._wake()
@@ -203,6 +207,13 @@ class Client:
             self._wake()
         if self._link is not None:
             self._link.join()
+
+    def _place(self, only: Callable[[Message], bool] | None) -> int | None:
+        """Place in the inbox of the first message, or of the first that `only` takes. Call it holding `changed`."""
+        inbox = self._state.inbox
+        if only is None:
+            return 0 if inbox else None
+        return next((i for i, (received, _) in enumerate(inbox) if only(received.message)), None)
 
     def _wake(self) -> None:
         """Call it holding `changed`."""

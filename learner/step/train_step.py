@@ -56,6 +56,7 @@ from learner.step.forward import (
     predictor_states,
 )
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from learner.step.pack_ahead import PackAhead
 from learner.step.recompute import recompute
 from learner.step.step_loss import StepLoss, make_step_loss
 from learner.step.teacher_heads import HeadOf, no_heads
@@ -91,7 +92,7 @@ class Staged(NamedTuple):
 
 
 class Trainer:
-    """Owns the model's parameters and the optimizer. One thread only.
+    """Owns the model's parameters and the optimizer. One thread only, except for `pack_ahead`.
 
     With several ranks each has a trainer, and all make the same calls. The methods up to `logprobs` see to that: on
     rank 0 they have the others join (learner.ranks).
@@ -152,6 +153,7 @@ class Trainer:
             )
             for objective in (config.objective, config.offline.objective)
         )
+        self._ahead = PackAhead(self._loss.read, config.pack_tokens)
         self._optimizer = make_adamw(model, config)
         hidden_size = lm_head(model).weight_VH.shape[1]
         dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
@@ -194,6 +196,12 @@ class Trainer:
             value=None if whole.values is None else value_metrics(whole.values, sums.value_error, value_norm),
             updates=UpdatesMetrics.of(sums, last.sums[0], len(updates), asked, last.grad_norm) if asked > 1 else None,
         )
+
+    def pack_ahead(self, items: Sequence[TrainItem], step: int) -> None:
+        """Read and pack what the step from `step` on will train, so that it need not. May be called from another thread
+        while a step is under way. With several ranks each reads its own share when the step begins."""
+        if self.ranks.size == 1:
+            self._ahead.make(items, step)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """The student's weights by the names of its architecture, with adapters merged in. With several ranks all of
@@ -251,7 +259,8 @@ class Trainer:
     def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[BatchPart]:
         """The student's own items first. Raises EmptyBatchError and BatchError."""
         self._check_ids([*items, *offline])
-        (items, own), first = self._packed(items, self._loss), self._update_name(1)
+        ahead, first = self._ahead.take(items, self.steps_done), self._update_name(1)
+        items, own = (items, ahead) if ahead is not None else self._packed(items, self._loss)
 
         def states_of(microbatch: Microbatch) -> Tensor:
             return predictor_states(self.model, microbatch, bfloat16=self.bfloat16).exact_NH

@@ -97,9 +97,10 @@ class TasksAck(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchWanted(msgspec.Struct, frozen=True, tag=True):
-    """learner -> buffer: asks for one batch, for the optimizer step from `version` to `version.step + 1`. Repeated
-    until answered. A repeat is answered with the same batch again only if the learner was lost since the batch was
-    sent; otherwise the link itself delivers it."""
+    """learner -> buffer: asks for one batch, for the optimizer step from `version` to `version.step + 1`. While the
+    learner holds the batch before it, `version` is yet to be made. Repeated until answered. A repeat is answered with
+    the same batch again only if the learner was lost since the batch was sent; otherwise the link itself delivers
+    it."""
 
     version: WeightVersion
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from protocol import messages as m
 from protocol.messages import VersionSpan
-from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
+from tests.buffer.driver import PROMPT, Driver, rollout_ids, tasks_of, v
 
 Make = type[Driver]
 
@@ -65,6 +66,82 @@ def test_the_next_batch_may_be_asked_for_while_one_is_held(make: Make) -> None:
     assert first is not None
     driver.trained(first)
     assert "train-2-0-0" in driver.tickets
+
+
+def test_a_request_ahead_moves_no_clock(make: Make) -> None:
+    """Its version is not there yet, so that no ticket may demand it, and pacing goes by what is trained."""
+    driver = make(batch=1, staleness=1)
+    driver.offer(0, 1, 2)
+    driver.roll(0)
+    first = driver.want(0)
+    assert first is not None and driver.want(1) is None
+    assert driver.snapshot.version == v(0)
+    ack = driver.write("train-1-0-0", 2, step=2)
+    assert ack is not None and ack.reason == "future_version"
+    driver.trained(first)
+    assert driver.snapshot.version == v(1)
+    assert {ticket.min_version for ticket in driver.tickets.values()} <= {v(0), v(1)}
+
+
+def test_a_learner_that_holds_two_batches_may_be_two_steps_further_than_it_has_said(make: Make) -> None:
+    driver = make(batch=1, staleness=2)
+    driver.offer(0, 1, 2)
+    driver.roll(0)
+    driver.roll(1)
+    assert driver.want(0) is not None and driver.want(1) is not None
+    ack = driver.write("train-2-0-0", 2, step=2)
+    assert ack is not None and ack.status == "accepted", "actors may have weights that the buffer has not heard of"
+    ack = driver.write("train-2-0-0", 2, step=3)
+    assert ack is not None and ack.reason == "future_version"
+
+
+def test_tokens_too_old_for_the_step_after_this_one_are_not_in_its_batch(make: Make) -> None:
+    driver = make(batch=1, staleness=1)
+    driver.offer(0, 1, 2)
+    driver.roll(0)
+    driver.roll(1)
+    for step in (0, 1):
+        batch = driver.want(step)
+        assert batch is not None
+        if step == 0:
+            driver.trained(batch)
+    driver.roll(2, n=3)
+    assert driver.want(2) is None, "in the step of version 2 they would be two steps old"
+    assert driver.ledger.tokens.masked == {"stale": 3}
+
+
+def test_no_smaller_batch_comes_while_the_learner_holds_one(make: Make) -> None:
+    driver = make(batch=2, staleness=1)
+    driver.offer(0, 1, 2, last=True)
+    for task_id in range(3):
+        driver.roll(task_id)
+    first = driver.want(0)
+    assert len(rollout_ids(first)) == 2
+    assert driver.want(1) is None, "nothing follows, but that is known for sure only when the first one is trained"
+    assert first is not None
+    driver.trained(first)
+    assert rollout_ids(driver.batch()) == ["train-2-0-0"]
+
+
+def test_responses_dropped_while_their_tokens_were_in_a_batch_are_not_trained_when_it_comes_back(make: Make) -> None:
+    driver = make(batch=1, staleness=2, release="segment")
+    driver.offer(0, 1)
+    driver.write("train-0-0-0", 10)
+    driver.score()
+    first = driver.want(0)
+    assert rollout_ids(first) == ["train-0-0-0"] and driver.want(1) is None
+    prompt = len(PROMPT)
+    last, arrays = driver.make("train-0-0-0", 10, final=True)
+    driver.submit(msgspec.structs.replace(last, dropped=(m.Dropped(prompt, prompt + 4, "retried"),)), arrays)
+    driver.score()
+    assert "retried" not in driver.ledger.tokens.masked, "the learner has them"
+    driver.lose("learner", "learner")
+    driver.restart_learner(0, epoch=1)
+    driver.offer(0, 1)
+    assert driver.ledger.tokens.masked == {"retried": 4}
+    driver.take(m.Batch)
+    out = driver.send("learner", "learner", m.BatchWanted(v(0, 1)))
+    assert int(driver.frames(out)[2].sum()) == 16
 
 
 def test_batch_trained_is_acknowledged_again_and_counted_once(make: Make) -> None:

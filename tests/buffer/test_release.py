@@ -169,6 +169,26 @@ def test_an_idle_learner_gets_prefixes_after_a_while(make: Make) -> None:
     assert rollout_ids(driver.batch()) == ["train-0-0-0"]
 
 
+def test_a_learner_that_asked_ahead_is_idle_from_when_it_asks_with_nothing_left_to_train(make: Make) -> None:
+    driver = make(batch=1, staleness=2, release="deadline", idle_release_s=5.0)
+    driver.offer(0, 1)
+    driver.roll(0, n=10)
+    first = driver.want(0)
+    assert first is not None and driver.want(1) is None
+    driver.write("train-1-0-0", 10)
+    driver.score()
+    driver.wait(60.0)
+    assert driver.batch() is None, "it is still at the first"
+    driver.trained(first)
+    driver.wait(60.0)
+    assert driver.batch() is None, "it has not asked since, because it writes a checkpoint, say"
+    assert driver.want(1) is None
+    driver.wait(4.9)
+    assert driver.want(1) is None
+    driver.wait(0.2)
+    assert rollout_ids(driver.batch()) == ["train-1-0-0"]
+
+
 def test_prefixes_never_leave_when_the_bound_is_zero(make: Make) -> None:
     for release in ("segment", "deadline"):
         driver = make(batch=1, staleness=0, release=release, idle_release_s=5.0)

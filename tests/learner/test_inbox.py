@@ -23,7 +23,7 @@ def snapshot(time_s: float = 0.0) -> m.Snapshot:
     return m.Snapshot(time_s, "running", "", V0, V0, LEDGER, {}, {}, 4, ())
 
 
-def batch(batch_id: int = 1) -> tuple[m.Batch, list[np.ndarray[Any, Any]]]:
+def batch(batch_id: int = 1, version: m.WeightVersion = V0) -> tuple[m.Batch, list[np.ndarray[Any, Any]]]:
     item = m.BatchItem("train-0-0-0", 0, 0, 1, "", ("default",), 3, (), True, "stop", None, 1)
     frames: list[np.ndarray[Any, Any]] = [
         np.array([5, 6, 7], np.int32),
@@ -31,7 +31,7 @@ def batch(batch_id: int = 1) -> tuple[m.Batch, list[np.ndarray[Any, Any]]]:
         np.array([0, 1, 1], np.uint8),
         np.full((1, 3), -1.0, np.float32),
     ]
-    return m.Batch(batch_id, V0, (item,), {0: 2}, (m.Settled(0, 0, "trained"),), snapshot(batch_id)), frames
+    return m.Batch(batch_id, version, (item,), {0: 2}, (m.Settled(0, 0, "trained"),), snapshot(batch_id)), frames
 
 
 class Desk:
@@ -121,3 +121,11 @@ def test_what_nobody_asked_for_is_counted(desk: Desk) -> None:
 def test_pumping_with_nothing_there_changes_nothing(desk: Desk) -> None:
     desk.inbox.pump(0.01)
     assert (desk.inbox.batch, desk.inbox.snapshot, desk.inbox.tasks_wanted) == (None, None, 0)
+
+
+def test_a_late_repeat_does_not_replace_a_newer_batch(desk: Desk) -> None:
+    for one in (batch(2, V1), batch(1, V0)):
+        desk.peer.send(one[0], one[1], to=LEARNER)
+    desk.send(m.Membership((), ()))
+    desk.pump_until(lambda: bool(desk.memberships))
+    assert desk.inbox.batch is not None and desk.inbox.batch.batch.batch_id == 2

@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,14 +22,16 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import learner.feed
 import learner.loop
 from buffer.config import BufferConfig
 from learner.checkpoints.writer import CheckpointWriter, Write
 from learner.config import LearnerConfig
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import Evaluation, render_eval_set
+from learner.feed import LearnerStalled
 from learner.inbox import RunStopped, StopAsked, StopRequest
-from learner.loop import LearnerLoop, LearnerStalled
+from learner.loop import LearnerLoop
 from learner.prompts.config import TaskConfig
 from learner.prompts.tasks import TaskStream, load_prompts
 from learner.reports.metrics import MetricsWriter, read_metrics
@@ -99,6 +102,7 @@ def learning(
     def make(address: str, *, steps: int, **settings: Any) -> Generator[Learner]:
         tasks = msgspec.structs.replace(TASKS, prompts=str(rows))
         defaults: dict[str, Any] = {"eval_every": 0, "checkpoint_every": 0, "warmup_steps": 0, "device": "cpu"}
+        fetch_ahead = settings.pop("fetch_ahead", True)
         config = LearnerConfig(tasks=tasks, **(defaults | settings))
         prompts = load_prompts(tasks)
         stream = TaskStream(tasks, small_tokenizer, prompts, seed=1)
@@ -145,6 +149,7 @@ def learning(
                 parent=V0,
                 steps=steps,
                 stop=stop,
+                fetch_ahead=fetch_ahead,
             )
             made = Learner(loop, trainer, client, tmp_path, stop)
             yield made
@@ -389,7 +394,7 @@ def test_an_evaluation_that_does_not_come_is_given_up_and_the_run_goes_on(learni
 def test_a_stall_says_what_the_buffer_holds(
     learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.loop, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 0.05)
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=1, stall_timeout_s=1.0) as made:
             with pytest.raises(LearnerStalled, match=r"no batch for step 0 .* holds .*tasks_queued \d+.*learner-0"):
@@ -432,7 +437,7 @@ def acknowledge_tasks_and_show(message: m.Message) -> m.Message | None:
 def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.loop, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(learner.feed, "ASK_AGAIN_S", 0.02)
     with (
         ScriptedBuffer(acknowledge_tasks_and_show) as peer,
         learning(peer.address, steps=2) as made,
@@ -453,6 +458,76 @@ def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
         peer.send(m.Shutdown(True, "done"), to=LEARNER)
         ran.result(WAIT_S)
     assert made.trainer.steps_done == 2 and made.loop.progress.tokens_trained == 8
+
+
+def test_the_next_batch_is_asked_for_and_packed_while_one_trains(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_step, go_on, packed = threading.Event(), threading.Event(), threading.Event()
+    step = learner.loop.finite_step
+
+    def held_up(*arguments: Any) -> Any:
+        in_step.set()
+        assert go_on.wait(WAIT_S)
+        return step(*arguments)
+
+    monkeypatch.setattr(learner.loop, "finite_step", held_up)
+    with ScriptedBuffer(acknowledge_tasks_and_show) as peer, learning(peer.address, steps=3) as made:
+        ahead, taken = made.trainer._ahead, list[tuple[int, bool]]()
+        make, take = ahead.make, ahead.take
+
+        def make_and_say(items: Any, at: int) -> None:
+            make(items, at)
+            packed.set()
+
+        def take_and_note(items: Any, at: int) -> Any:
+            found = take(items, at)
+            taken.append((at, found is not None))
+            return found
+
+        monkeypatch.setattr(ahead, "make", make_and_say)
+        monkeypatch.setattr(ahead, "take", take_and_note)
+        with running(made.loop.run) as ran:
+            peer.expect(m.BatchWanted)
+            peer.send(*batch(1, V0), to=LEARNER)
+            assert in_step.wait(WAIT_S)
+            while (asked := peer.got(m.BatchWanted)[-1].message.version) == V0:
+                time.sleep(0.01)
+            peer.send(*batch(2, V1), to=LEARNER)
+            assert asked == V1 and packed.wait(WAIT_S)
+            assert not peer.got(m.BatchTrained), "the first step is still under way"
+            go_on.set()
+            peer.expect(m.BatchTrained, 2)
+            peer.send(*batch(3, V2), to=LEARNER)
+            peer.expect(m.BatchTrained, 3)
+            peer.send(m.BatchTrainedAck(3, m.WeightVersion(0, 3)), to=LEARNER)
+            peer.expect(m.RunFinished)
+            peer.send(m.Shutdown(True, "done"), to=LEARNER)
+            ran.result(WAIT_S)
+        assert max(got.message.version for got in peer.got(m.BatchWanted)) == V2, "none is wanted after the last step"
+    assert taken[:2] == [(0, False), (1, True)] and made.trainer.steps_done == 3
+
+
+def test_without_staleness_no_batch_is_asked_for_ahead(learning: Learning) -> None:
+    wanted: list[Got[m.BatchWanted]] = []
+
+    def note(message: m.Message) -> m.Message | None:
+        if isinstance(message, m.BatchTrained):
+            wanted.extend(peer.got(m.BatchWanted))  # what came before it
+        return acknowledge_tasks(message)
+
+    with (
+        ScriptedBuffer(note) as peer,
+        learning(peer.address, steps=2, fetch_ahead=False) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(m.Shutdown(False, "enough"), to=LEARNER)
+        with pytest.raises(RunStopped):
+            ran.result(WAIT_S)
+    assert {got.message.version for got in wanted} == {V0}
 
 
 def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
@@ -506,7 +581,7 @@ def test_a_teacher_that_finds_all_tokens_alike_is_doubted(
 def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_after_it(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.loop, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 3600.0)
     with (
         ScriptedBuffer(acknowledge_tasks) as peer,
         learning(peer.address, steps=1) as made,

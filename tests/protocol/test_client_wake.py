@@ -1,13 +1,15 @@
-"""`wake` ends a wait for messages: the worker has something else to do."""
+"""`wake` ends a wait for messages: the worker has something else to do. With `only`, two threads wait for their own."""
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 
 import threading
 
 from protocol.client import Client
-from protocol.messages import Hello
+from protocol.messages import BatchTrainedAck, Hello, Message, Shutdown, TasksAck, WeightVersion
 from protocol.server import Server
 from tests.patience import PATIENCE_S
+from tests.wire import WAIT_S, ScriptedBuffer, connected, running
 
 
 def test_wake_ends_the_present_wait_or_the_next_one_once() -> None:
@@ -35,3 +37,28 @@ def test_wake_ends_the_present_wait_or_the_next_one_once() -> None:
         stop.set()
         thread.join()
         server.close()
+
+
+def test_a_thread_may_wait_for_one_kind_of_message_and_leaves_the_others_in_their_order() -> None:
+    sent = [TasksAck((), "train", 1), BatchTrainedAck(1, WeightVersion(0, 1)), TasksAck((), "train", 2)]
+
+    def acknowledges(message: Message) -> bool:
+        return isinstance(message, BatchTrainedAck)
+
+    with ScriptedBuffer() as peer, connected(peer.address, "learner") as client:
+        client.wake()
+        assert client.recv(0.01, only=acknowledges) is None
+        assert client._woken, "that was for the thread that takes all messages"
+        assert client.recv(WAIT_S) is None
+        with running(lambda: client.recv(WAIT_S, only=acknowledges)) as found:
+            for message in sent:
+                peer.send(message, to=("learner", "learner-0"))
+            received = found.result(WAIT_S)
+            assert received is not None and received.message == sent[1]
+        others = [client.recv(WAIT_S), client.recv(WAIT_S)]
+        assert [one and one.message for one in others] == [sent[0], sent[2]]
+        assert client.recv(0.01, only=acknowledges) is None
+        peer.send(Shutdown(True, "done"), to=("learner", "learner-0"))
+        assert client.recv(0.01, only=acknowledges) is None
+        last = client.recv(WAIT_S)
+        assert last is not None and last.message == Shutdown(True, "done")

@@ -25,10 +25,13 @@ def offers(world: World, rng: Random) -> None:
 
 
 def asks(world: World, rng: Random) -> None:
-    """For the batch of its step; also while it has it."""
+    """For the batch of its step, also while it has it; then often for the next one, if anything may be stale."""
     learner = _learner(world)
     if learner is not None:
         world.send("learner", "learner", m.BatchWanted(learner.version))
+        if learner.batch is not None and world.config.max_staleness and rng.random() < 0.5:
+            learner.asked_ahead = WeightVersion(learner.version.epoch, learner.version.step + 1)
+            world.send("learner", "learner", m.BatchWanted(learner.asked_ahead))
         if rng.random() < 0.05 and learner.version.step > 0:  # an old request, late
             late = WeightVersion(learner.version.epoch, learner.version.step - 1)
             if late.step >= learner.first_step:
@@ -40,13 +43,15 @@ def trains(world: World, rng: Random) -> None:
     learner = _learner(world)
     if learner is None or learner.batch is None:
         return
-    batch, learner.batch = learner.batch, None
+    batch, arrays = learner.batch, learner.batch_arrays
+    learner.batch, learner.batch_arrays = learner.ahead or (None, ())
+    learner.ahead = None
     learner.version = WeightVersion(learner.version.epoch, learner.version.step + 1)
     masked = tuple(item.rollout_id for item in batch.items if rng.random() < 0.05)
     world.left_out.update(masked)
     message = m.BatchTrained(batch.batch_id, learner.version, masked)
     learner.unacked[batch.batch_id] = message
-    learner.step(batch, learner.batch_arrays, masked)
+    learner.step(batch, arrays, masked)
     _check_wholly_trained(world, learner, batch, masked)
     world.broadcast = learner.version
     if rng.random() < 0.5:

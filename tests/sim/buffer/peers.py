@@ -192,9 +192,24 @@ class SimLearner:
         self.tasks_wanted = 4
         self.batch: m.Batch | None = None
         self.batch_arrays: tuple[Array, ...] = ()
+        self.asked_ahead: WeightVersion | None = None
+        """Version that it does not have yet, for which it asked for a batch."""
+        self.ahead: tuple[m.Batch, tuple[Array, ...]] | None = None
+        """The batch of the next step, once it is here."""
         self.unacked: dict[int, m.BatchTrained] = {}
         self.evaluations: dict[str, SimEvaluation] = {}
         self.empty_answers = 0
+        self._batch_ids: dict[WeightVersion, int] = {}
+
+    def receives(self, batch: m.Batch, arrays: tuple[Array, ...]) -> None:
+        """A batch for a step that it asked for, and for each step no other one."""
+        assert batch.version <= self.version or batch.version == self.asked_ahead, f"{batch.version} for {self.version}"
+        first = self._batch_ids.setdefault(batch.version, batch.batch_id)
+        assert first == batch.batch_id, f"batches {first} and {batch.batch_id} for the step of {batch.version}"
+        if batch.version == self.version:
+            self.batch, self.batch_arrays = batch, arrays
+        elif batch.version > self.version:
+            self.ahead = (batch, arrays)
 
     def step(self, batch: m.Batch, arrays: Sequence[Array], masked: Collection[str]) -> None:
         """Record what the batch trained and settled, except the rollouts that were left out of it."""

@@ -146,6 +146,8 @@ class World:
         assert actor.connected, f"{out.message} for {actor.name}, which is gone"
         match out.message:
             case m.Tickets():
+                newest = self.learner.version
+                assert all(t.min_version <= newest for t in out.message.tickets), f"a ticket for more than {newest}"
                 actor.inbox.append((out.message, out.arrays))
                 waiting = sum(len(tickets.tickets) for tickets, _ in actor.inbox)
                 assert not actor.exact or len(actor.running) + waiting <= actor.capacity, "more tickets than credit"
@@ -170,9 +172,7 @@ class World:
                 learner.empty_answers += 1
                 learner.stream.settle(nothing_left.settled)
             case m.Batch() as batch:
-                assert batch.version <= learner.version, f"batch of {batch.version} for {learner.version}"
-                if batch.version == learner.version:
-                    learner.batch, learner.batch_arrays = batch, out.arrays
+                learner.receives(batch, out.arrays)
             case m.BatchTrainedAck(batch_id=batch_id):
                 if batch_id in learner.unacked:
                     masked = learner.unacked.pop(batch_id).masked

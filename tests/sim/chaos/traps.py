@@ -15,7 +15,7 @@ POINTS: Final[Mapping[str, Sequence[str]]] = {
         "learner.loop:LearnerLoop._offer_tasks",
         "learner.checkpoints.files:prune",
         "learner.checkpoints.files:write_manifest",
-        "learner.loop:LearnerLoop._next_batch",
+        "learner.feed:BatchFeed.next",
         "learner.loop:LearnerLoop._report",
         "learner.reports.metrics:MetricsWriter.step",
         "weights.publisher:Publisher.publish",
