@@ -42,7 +42,7 @@ class SGLangProvider(EngineProvider):
         return True
 
     def why_no_hidden_states(self) -> str:
-        return "servers return hidden states as decimal numbers in JSON, 6 times the bytes (docs/teachers.md)"
+        return "servers return hidden states as decimal numbers in JSON, 10 times the bytes (docs/teachers.md)"
 
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
