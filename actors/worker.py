@@ -44,6 +44,7 @@ from protocol.messages import (
     Tickets,
     WeightPlan,
 )
+from weights.config import WeightsConfig
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class ActorRunConfig(Protocol):
     def actor(self) -> ActorConfig: ...
     @property
     def models(self) -> StudentModel: ...
+    @property
+    def weights(self) -> WeightsConfig: ...
     @property
     def learner(self) -> LearnerSettings: ...
 

@@ -53,6 +53,8 @@ class WithStudent(Protocol):
     def actor(self) -> WorkerSettings: ...
     @property
     def models(self) -> StudentModel: ...
+    @property
+    def weights(self) -> WeightsConfig: ...
 
 
 class WithTeacher(Protocol):
@@ -145,6 +147,20 @@ class Device(NamedTuple):
     device: str
 
 
+class AdapterWish(NamedTuple):
+    """The facts by which a provider decides whether the actors' servers can be sent adapters alone."""
+
+    rank: int
+    targets: tuple[str, ...]
+    """learner.lora.targets; empty: all linear layers but the output head."""
+    model_type: str
+    """The student's, from config.json."""
+    asked: bool
+    """weights.adapters is on; otherwise auto."""
+    facts: tuple[ServerFacts, ...]
+    """What is known of servers that already run."""
+
+
 class Wish(NamedTuple):
     """The facts by which a provider decides whether `engine = auto` should take it."""
 
@@ -168,6 +184,9 @@ class Interpreter(Protocol):
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One running server, as measured."""
+
+    adapter_rank: int = 0
+    """Largest rank of the adapters that it loads; 0: it loads none."""
 
     device: Literal["cpu", "cuda"]
     tp: int
@@ -298,6 +317,15 @@ class EngineProvider:
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
         """The kind of weight-group member that an actor with this engine is. `student`: the model's path."""
         return Members()
+
+    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+        """`actor.server`, so that its servers load adapters, or the reason why they must be sent merged weights.
+        `server.device` is cpu or cuda."""
+        return f"{self.title} take whole weights"
+
+    def needs_adapters(self, actor: WorkerSettings) -> str:
+        """The setting that means something only where servers load adapters; empty: there is none."""
+        return ""
 
     def fits(self, wish: Wish) -> tuple[bool, str]:
         """(`engine = auto` takes it, reason). Only built-in engines are asked."""

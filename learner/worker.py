@@ -161,6 +161,10 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     if members.kind == "servers":
         pieces = checkpoint_pieces(trainer.model, trainer.named_weights())
         members = replace(members, pieces=pieces)
+    elif members.kind == "adapters":
+        assert trainer.adapters is not None  # launch.checks.adapters
+        trainer.sends_adapters = True
+        members = replace(members, adapter_config=trainer.adapters.config_text())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
     if checkpoint is None:
@@ -298,7 +302,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
     if config.buffer.max_staleness == 0:
         publish = msgspec.structs.replace(publish, every_version=True)
     members, model, canary = start.members, start.trainer.model, None
-    if members.kind == "servers" and members.check_by != "off":
+    if members.kind != "engines" and members.check_by != "off":
         n_vocab = vocab_tokens(start.tokenizer.get_vocab())
         canary = LearnerCanary(
             model,

@@ -34,6 +34,7 @@ from typing import Any
 from serve import become_server, die_with_parent
 
 POLL_S = 0.1
+LORA_ARGUMENT = "--enable-lora"
 LAST_GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL when everything ends; after SIGTERM, SGLang finishes running requests."""
 
@@ -88,6 +89,10 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             os.close(self._events_fd)
+            if LORA_ARGUMENT in args:
+                from sglang_torch_cpu.pinned import ignore_pinning
+
+                ignore_pinning()
             become_server(self._log_dir / f"{name}.log", own_pid, ["--port", str(port), *args])
         self._pids[name] = pid
         self.say("started", name=name, pid=pid, port=port)

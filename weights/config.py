@@ -14,6 +14,7 @@ from protocol.addresses import is_local
 from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, Settings
 
 SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
+Adapters: TypeAlias = Literal["auto", "on", "off"]
 PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
 
@@ -40,6 +41,12 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run folder, for
     actors that can read that folder but can connect only to weights.control_port. auto: collective. A transport from
     another package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
+    adapters: Adapters = "auto"
+    """With learner.lora.rank: send the adapters alone, as files in the run folder that SGLang servers load, a few
+    megabytes per version. off: every version is the merged student. on: the servers that the launcher starts get
+    --enable-lora, and whatever stands in the way is an error. auto: on for servers on a CPU, and for those that already
+    have --enable-lora, if nothing stands in the way; else off. The launcher decides before the start and prints its
+    choice and the reason."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Library that carries the broadcast. auto: nccl if the learner and all actors (or their servers) have a GPU each
     and the same NCCL version, else gloo. The launcher decides before the start and prints its choice and the reason. If

@@ -24,8 +24,9 @@ LONGEST_DELAY: Final = 60.0
 class Members:
     """The kind of a run's members, which is the same for all. The engine's provider supplies it (engines.provider)."""
 
-    kind: Literal["engines", "servers"] = "engines"
-    """Engines in the actors' processes, or one server per actor."""
+    kind: Literal["engines", "servers", "adapters"] = "engines"
+    """Engines in the actors' processes, or one server per actor. adapters: such servers, which keep the weights of the
+    student that the run started from and load its adapters."""
     ranks_each: int = 1
     """Above 1: the tensor-parallel ranks of a server."""
     check_by: CheckBy = "off"
@@ -33,6 +34,8 @@ class Members:
     """The dtype of their weights; keep: not known."""
     pieces: Pieces = field(default_factory=dict[str, tuple[Piece, ...]])
     """Which weights they know as several tensors, or by another name; empty for engines (weights.checkpoint_names)."""
+    adapter_config: bytes = b""
+    """adapter_config.json of peft, without which adapters cannot be loaded from a file."""
 
     def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
         """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between

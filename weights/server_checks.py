@@ -74,12 +74,12 @@ class Due(NamedTuple):
 
 class CheckSchedule:
     """With the first version of each plan: checksums over all weights, and the canary. Then the canary with every n-th
-    version."""
+    version; for adapters with every one, because it stops nothing there."""
 
     def __init__(self, members: Members, every: int) -> None:
         """`every`: 0 = only the first of each plan."""
         self._by: CheckBy = members.check_by
-        self._every = every
+        self._every = 1 if members.kind == "adapters" else every
         self._n_since = 0
         self._checked_plan: int | None = None
 

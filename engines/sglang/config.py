@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from protocol.settings import PositiveFloat, PositiveInt, Settings
 
-SwapMode: TypeAlias = Literal["in_place", "retract", "abort"]
+SwapMode: TypeAlias = Literal["in_place", "retract", "abort", "keep"]
 
 
 class ServerLinkConfig(Settings, frozen=True, kw_only=True):
@@ -42,6 +42,8 @@ class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):
     server say which weights sampled which token (SGLang 0.5.21 and later). Log-probs are those that tokens were sampled
     with in any mode. `abort` costs one prefill of all running requests per version; `in_place` saves it where the
     objective weighs by importance ratios, because tokens after a swap then come from no single version. `in_place` is
-    not for max_staleness = 0."""
+    not for max_staleness = 0. `keep`, only for adapters (weights.adapters): requests keep the version that they began
+    with to their end. With adapters `abort` works too; `in_place` and `retract` do not, because a server cannot change
+    the adapter of a request."""
     pause_timeout_s: PositiveFloat = 120.0
     """Longest pause for new weights before waiting requests fail."""

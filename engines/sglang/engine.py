@@ -20,7 +20,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Final
 
@@ -30,7 +30,16 @@ from engines.sglang.deltas import DeltaBox
 from engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
 from engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
 from engines.sglang.requests import EngineTotals, LiveRequest, check_request, ended_anyway, generate_body, why_give_up
-from engines.sglang.stream import START_LABEL, FinishReason, Labels, NewTokens, StreamError, TokenStream, decode_chunk
+from engines.sglang.stream import (
+    START_LABEL,
+    FinishReason,
+    Labels,
+    NewTokens,
+    StreamError,
+    TokenStream,
+    UnderAdapter,
+    decode_chunk,
+)
 from protocol.messages import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -72,6 +81,9 @@ class SGLangEngine:
         self._closed = False
         self._server_paused = False
         """Paused by this engine, in mode `retract`: its requests wait there."""
+        self._adapter = ""
+        """Name of the adapter of new requests; empty: the server's own weights."""
+        self._idle_adapters: set[str] = set()
         self.server: Final = ServerLink(url, config, api_key=api_key)
         try:
             self.features: Final[Features] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
@@ -138,6 +150,17 @@ class SGLangEngine:
         gate then stays closed."""
         self.server.run(self._resume(version, name=name), timeout_s=timeout_s)
 
+    def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
+        """Send new requests with the adapter `name`, which the server has loaded. Running requests end and continue
+        under it; in mode `keep` they keep theirs. Nothing is paused. Raises ServerUnavailable when they did not
+        end."""
+        self.server.run(self._switch_adapter(version, name), timeout_s=timeout_s)
+
+    def unused_adapters(self, loaded: Iterable[str], timeout_s: float) -> list[str]:
+        """Those of `loaded` that can be unloaded: no request has been at the server with them since the last call
+        either, so that the server has noticed the end of the last one. Raises ServerUnavailable."""
+        return self.server.run(self._unused_adapters(set(loaded)), timeout_s=timeout_s)
+
     def abort_leftovers(self, timeout_s: float) -> None:
         """Abort requests that a former worker left on the server. Only for a server without other users, before the
         first request. Raises ServerUnavailable."""
@@ -186,7 +209,7 @@ class SGLangEngine:
         if not self._gate.is_set() or asked_s < self._version_set_s or label == self._label:
             return
         version = self.labels.parse(label)
-        if version is None or label == START_LABEL:
+        if version is None or label == START_LABEL or self._adapter:
             self.server.declare_lost(
                 f"its weights were {self._label!r} and are {label!r} now: this is not the same server"
             )
@@ -238,10 +261,11 @@ class SGLangEngine:
         for backoff_s in backoffs():
             await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
             await self._gate.wait()
+            labels = UnderAdapter(self._version, self._label or "") if self._adapter else self.labels
             stream = TokenStream(
                 incremental=self.features.incremental_stream,
                 floor=self._version,
-                labels=self.labels,
+                labels=labels,
                 top_ids=live.request.sampling.top_ids,
             )
             try:
@@ -262,6 +286,9 @@ class SGLangEngine:
         live.heard_s = time.monotonic()
         live.restarting = False
         body = generate_body(live.request, live.ids, live.rid, self.features, self.config.stream_tokens)
+        live.adapter = self._adapter
+        if live.adapter:
+            body["lora_path"] = live.adapter
         if self.config.update_mode == "in_place":
             # The prefix cache is not flushed: only requests that began under the old weights may use their entries.
             live.cache_key = live.cache_key or self.labels.of(self._version)
@@ -345,15 +372,7 @@ class SGLangEngine:
             self._paused_s = time.monotonic()
         self._gate.clear()
         if cut or self.config.update_mode != "retract":
-            running = [live for live in self._live.values() if live.rid]
-            for live in running:
-                live.restarting = live.aborting_since_s is None
-            sent_s = -math.inf
-            while rids := [live.rid for live in running if live.rid]:
-                if time.monotonic() - sent_s > _ABORT_REPEAT_S:
-                    await asyncio.gather(*(self.server.abort(rid) for rid in rids))
-                    sent_s = time.monotonic()
-                await asyncio.sleep(_CUT_POLL_S)
+            await self._cut([live for live in self._live.values() if live.rid])
             await self._continue()
             if self.config.update_mode != "in_place":
                 await self.server.flush_cache()
@@ -361,6 +380,29 @@ class SGLangEngine:
             self._server_paused = True
             await self.server.post("/pause_generation", {"mode": "retract"})
         await self._set_label(self.labels.updating(self._version))
+
+    async def _cut(self, running: Sequence[LiveRequest]) -> None:
+        """End running requests at the server; they continue as new ones."""
+        sent_as = {live.rid: live for live in running}
+        for live in running:
+            live.restarting = live.aborting_since_s is None
+        sent_s = -math.inf
+        while rids := [rid for rid, live in sent_as.items() if live.rid == rid]:
+            if time.monotonic() - sent_s > _ABORT_REPEAT_S:
+                await asyncio.gather(*(self.server.abort(rid) for rid in rids))
+                sent_s = time.monotonic()
+            await asyncio.sleep(_CUT_POLL_S)
+
+    async def _switch_adapter(self, version: WeightVersion, name: str) -> None:
+        self._adapter = name
+        self._set_version(version, self._label or "")
+        if self.config.update_mode != "keep":
+            await self._cut([live for live in self._live.values() if live.rid and live.adapter != name])
+
+    async def _unused_adapters(self, loaded: set[str]) -> list[str]:
+        used = {self._adapter, *(live.adapter for live in self._live.values())}
+        idle_before, self._idle_adapters = self._idle_adapters, loaded - used
+        return sorted(idle_before & self._idle_adapters)
 
     async def _continue(self) -> None:
         if self._server_paused:

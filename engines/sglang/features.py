@@ -42,6 +42,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     device: str | None = None
     dtype: str | None = None
     quantization: str | None = None
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
     kv_cache_dtype: str | None = None
 
     @property
@@ -52,7 +54,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    max_model_len: int
+    max_model_len: int | None
+    """None for an adapter."""
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -105,6 +108,8 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """At temperature 0 log-probs are those of temperature 1."""
     precision: Precision = "half"
     """Precision of its computation."""
+    adapter_rank: int = 0
+    """Largest rank of the adapters that it loads; 0: it loads none."""
     flushes_while_paused: bool | None = None
     """It can flush cached prefixes while requests wait in a pause. A server that cannot ends itself when new weights
     come in mode `retract`. None: not measured, because another mode is configured."""
@@ -113,7 +118,13 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     def facts(self) -> ServerFacts:
         """What the launcher needs to know."""
         table = self.table(weights=False)
-        return ServerFacts(device=self.device, tp=self.tp_size, label=self.weights_label, text=table)
+        return ServerFacts(
+            device=self.device,
+            tp=self.tp_size,
+            label=self.weights_label,
+            text=table,
+            adapter_rank=self.adapter_rank,
+        )
 
     def table(self, *, weights: bool = True) -> str:
         """A table for the log, one line per feature. `weights`: include the label of its weights."""
@@ -128,6 +139,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "pause and continue": "yes" if self.pausing else "no",
             **({} if flushes is None else {"new weights in a pause": "yes" if flushes else "no: it would end itself"}),
             "checksums": "yes" if self.checksums else "no",
+            **({"adapters": f"up to rank {self.adapter_rank}"} if self.adapter_rank else {}),
             "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
             "stream": ("incremental" if self.incremental_stream else "cumulative")
             + (", in pieces as asked for" if self.stream_interval else ", in pieces of --stream-interval"),
@@ -190,7 +202,10 @@ async def detect_features(link: ServerLink) -> Features:
     await link.wait_until_up()
     model = await link.model_info()
     info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
-    max_context = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data[0].max_model_len
+    listed = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data
+    max_context = next((model.max_model_len for model in listed if model.max_model_len is not None), None)
+    if max_context is None:
+        raise StreamError("the server does not say how long a sequence may be (max_model_len of /v1/models)")
     at_one, spans = await _top_two(link, 1.0)
     at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
     incremental, interval, greedy = await _probe_stream(link, info)
@@ -217,6 +232,7 @@ async def detect_features(link: ServerLink) -> Features:
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
         precision=info.precision,
+        adapter_rank=(info.max_lora_rank or 0) if info.enable_lora else 0,
         flushes_while_paused=flushes,
     )
 

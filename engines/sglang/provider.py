@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from engines.config import WorkerSettings
+from engines.config import ServerConfig, WorkerSettings
 from engines.provider import (
     API_KEY_VARIABLE,
+    AdapterWish,
     EngineProvider,
     EngineRole,
     ScorerSource,
@@ -35,7 +36,7 @@ class SGLangProvider(EngineProvider):
     servers = SERVERS
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
-        engine = ("engines.sglang.engine", "engines.sglang.weights") if role == "actor" else ("engines.sglang.scorer",)
+        engine = ("engines.sglang.engine", "engines.sglang.adapters") if role == "actor" else ("engines.sglang.scorer",)
         return (*engine, "models.tokenizer_file")
 
     def knows_top_ids(self, role: EngineRole) -> bool:
@@ -47,6 +48,7 @@ class SGLangProvider(EngineProvider):
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
         ServerMismatch when it is not as configured."""
+        from engines.sglang.adapters import ServerAdapters
         from engines.sglang.engine import SGLangEngine
         from engines.sglang.features import ServerMismatch, check_layout
         from engines.sglang.http import ServerLost, ServerUnavailable
@@ -79,7 +81,8 @@ class SGLangProvider(EngineProvider):
                 engine.close()
                 raise
             record_server(ctx.run_dir, ctx.name, ctx.server_url, engine.features.facts)
-            return Student(engine, ServerWeights(engine, student=path), engine.max_context)
+            sink = ServerAdapters if ctx.config.weights.adapters == "on" else ServerWeights
+            return Student(engine, sink(engine, student=path), engine.max_context)
 
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
 
@@ -113,13 +116,26 @@ class SGLangProvider(EngineProvider):
         return ScorerSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
 
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
-        """The launcher has already set `server.device`. The dtype of attached servers is not known."""
+        """The launcher has already set `server.device` and `weights.adapters`. The dtype of attached servers is not
+        known."""
         server = actor.server
+        if weights.adapters == "on":
+            return Members(kind="adapters", check_by="off" if weights.verify == "off" else "canary")
         check_by: CheckBy = "canary" if weights.transport == "folder" else "reload"
         if weights.verify == "off":
             check_by = "off"
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))
         return Members(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
+
+    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+        mode = actor.section(self.name, SGLangConfig).update_mode
+        if mode in ("in_place", "retract"):
+            return f"update_mode is {mode}, and a server cannot change the adapter of a request: use abort or keep"
+        return SERVERS.with_adapters(actor, wish)
+
+    def needs_adapters(self, actor: WorkerSettings) -> str:
+        keeps = actor.section(self.name, SGLangConfig).update_mode == "keep"
+        return "actor.sglang.update_mode: got keep" if keeps else ""
 
     def fits(self, wish: Wish) -> tuple[bool, str]:
         if wish.urls:

@@ -115,6 +115,8 @@ class LiveRequest:
     cache_key: str = ""
     """In mode in_place: the label of the weights it began under, under which the prefix cache has its past."""
     task: asyncio.Task[None] | None = None
+    adapter: str = ""
+    """Name of the adapter that it was sent with; empty: none."""
     rid: str = ""
     """Request id at the server while a stream is open, else empty."""
     heard_s: float = 0.0

@@ -17,6 +17,7 @@ import msgspec
 
 from engines.config import ServerConfig, WorkerSettings
 from engines.provider import (
+    AdapterWish,
     EngineRole,
     Interpreter,
     Launch,
@@ -29,6 +30,11 @@ from engines.provider import (
 )
 from sglang_server import servers as sglang_servers
 from sglang_server.servers import DEFAULT_PYTHON, KEY_ARGUMENT, SERVER_ARGS
+
+ADAPTABLE: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers whose adapters SGLang adds as peft does."""
+ALL_ADAPTABLE: Final = ("qwen2", "qwen3", "llama", "mistral")
+"""Kinds of models whose linear layers, but the output head, are all of these."""
 
 
 class Option(NamedTuple):
@@ -48,6 +54,8 @@ NVLS: Final = Option(("--enable-nccl-nvls",), ("--enable-nccl",))
 DEVICE: Final = Option(("--device",), ("--device",))
 FRACTION: Final = Option(("--mem-fraction-static",), ("--mem-f",))
 QUANTIZATION: Final = Option(("--quantization",), ("--quantization",))
+LORA: Final = Option(("--enable-lora",), ("--enable-lora",))
+LORA_RANK: Final = Option(("--max-lora-rank",), ("--max-lora-r",))
 LOAD_FORMAT: Final = Option(("--load-format",), ("--load-f",))
 
 
@@ -165,6 +173,30 @@ class SGLangServers(ServerEngine):
                 f"put unquantized where quantized ones lie. Expected --load-format {UPDATABLE} with it (the loader "
                 "that quantizes again, for fp8 and dense Qwen models), or no quantization"
             )
+
+    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+        """engines.provider.EngineProvider.with_adapters. The arguments that a server needs are added to its own."""
+        server = actor.server
+        ranks = [one.adapter_rank for one in wish.facts]
+        if not actor.urls and has(server.args, LORA):
+            text = value_of(server.args, LORA_RANK) or ""
+            ranks = [int(text) if text.isdigit() else 0]
+        if ranks:
+            if min(ranks) >= wish.rank:
+                return server
+            return f"a server loads adapters of rank {min(ranks)} at most, and learner.lora.rank is {wish.rank}"
+        if actor.urls:
+            return "the running servers were not asked whether they load adapters"
+        if server.device != "cpu" and not wish.asked:
+            return "never tried on GPUs; weights.adapters = on does it"
+        others = [target for target in wish.targets if target not in ADAPTABLE]
+        if others or (not wish.targets and wish.model_type not in ALL_ADAPTABLE):
+            of = f"layers {', '.join(others)}" if others else f"all layers of {wish.model_type}"
+            return f"servers may not know adapters of {of}; expected learner.lora.targets of {', '.join(ADAPTABLE)}"
+        targets = wish.targets or ADAPTABLE
+        backend = ("--lora-backend", "torch_native") if server.device == "cpu" else ()
+        added = (*LORA.names, *LORA_RANK.names, str(wish.rank), "--lora-target-modules", *targets, *backend)
+        return msgspec.structs.replace(server, args=(*added, *server.args))
 
     def memory_fraction(self, arguments: Sequence[str]) -> float | None:
         """None also for a value that is not a number, which SGLang refuses."""

@@ -54,6 +54,20 @@ class Labels:
         return WeightVersion(int(match[1]), int(match[2])) if match is not None else None
 
 
+class UnderAdapter(Labels):
+    """The label of the student's own weights, under which an adapter is used. `weight_version` says nothing about
+    adapters, but a request keeps the one that it was sent with, so all its tokens have that adapter's version, as long
+    as the weights below it stay."""
+
+    def __init__(self, version: WeightVersion, base: str) -> None:
+        super().__init__("")
+        self._version = version
+        self._base = base
+
+    def parse(self, label: str) -> WeightVersion | None:
+        return self._version if label == self._base else None
+
+
 class StreamError(ValueError):
     """A server's answer is unusable."""
 

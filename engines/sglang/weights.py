@@ -62,7 +62,8 @@ _BROKEN_WORDS: Final = ("receive weights", "gloo", "nccl", "connection", "timed 
 """Words in a server's error for a bucket that did not arrive, as opposed to one that it cannot use."""
 _CHECKER: Final = "/weights_checker"
 _FROM_DISK: Final = "/update_weights_from_disk"
-_STUDENT: Final = WeightVersion(0, 0)
+STUDENT: Final = WeightVersion(0, 0)
+"""The weights that every run starts from."""
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -233,9 +234,9 @@ class ServerWeights:
         limit_s = self._engine.config.pause_timeout_s
         try:
             self._pause(time.monotonic() + limit_s)
-            body = self._from_disk(self._student, {"weight_version": self._engine.labels.of(_STUDENT)})
+            body = self._from_disk(self._student, {"weight_version": self._engine.labels.of(STUDENT)})
             self._post(_FROM_DISK, body, limit_s + n_bytes / _SLOWEST_DISK_BYTES_S)
-            self._resume(_STUDENT)
+            self._resume(STUDENT)
         except (RequestRefused, ServerUnavailable, ValueError) as error:
             raise SnapshotRefused(f"{self._student}: {error}") from error
 

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from engines.provider import ServerFacts
+from launch.checks.adapters import choose_adapters
 from launch.checks.memory import estimate
 from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
 from launch.config.pools import WorkerGroup
@@ -26,7 +27,8 @@ class Found(NamedTuple):
     """The servers and the placement of a run."""
 
     config: RunConfig
-    """The configuration, in which every server's `device` is cpu or cuda, and `weights.backend` gloo or nccl."""
+    """The configuration, in which every server's `device` is cpu or cuda, `weights.backend` gloo or nccl, and
+    `weights.adapters` on or off."""
     placement: Placement
     plans: tuple[ServerPlan, ...]
     """Servers to start."""
@@ -61,6 +63,9 @@ def check_servers(
         server = group.settings.server
         if server.device == "auto":
             config = with_server(config, group.key, replace(server, device="cuda" if machine.gpus else "cpu"))
+    facts = [facts for worker, facts in attached.servers if worker.startswith("actor")]
+    config, of_adapters, wrong = choose_adapters(config, facts)
+    mistakes += wrong
     not_here: list[str] = []
     for group in launched_groups(config):
         lacking, others = _lacking(group, machine, interpreters)
@@ -74,6 +79,7 @@ def check_servers(
     if not mistakes:
         try:
             placement = place_run(config, machine, interpreters, why or {})
+            placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
         except ValueError as error:
             mistakes.append(str(error))
         else:

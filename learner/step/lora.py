@@ -1,7 +1,8 @@
 """LoRA with peft: adapters are added to the student's own layers, so every forward pass uses them, packed ones too.
 
     trained, kept by the optimizer    lora_A, lora_B of each target                   float32
-    sent to actors                    W + alpha / rank * B A, under the student's names, computed one matrix at a time
+    sent to actors                    W + alpha / rank * B A, under the student's names, computed one matrix at a time;
+                                      to servers that load adapters, lora_A and lora_B alone
     in a checkpoint                   the adapters in peft's format, and which student they belong to (base.json)
 
 There is no dropout, because the policy that is trained must be the one that samples.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from learner.checkpoints.files import ADAPTER_WEIGHTS
+from learner.checkpoints.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from learner.config import LoraConfig
 from weights.staged_weights import Merged
 
@@ -129,6 +131,12 @@ class Adapters:
         settings.save_pretrained(str(folder))
         settings.inference_mode = False
         (folder / BASE).write_bytes(msgspec.json.encode(self.base))
+
+    def config_text(self) -> bytes:
+        """adapter_config.json in peft's format."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.describe(Path(folder))
+            return (Path(folder) / ADAPTER_CONFIG).read_bytes()
 
     def load(self, folder: Path) -> None:
         """Load saved adapters. Raises LoraError, changing nothing, for adapters of another student or of other

@@ -136,6 +136,8 @@ class Trainer:
         self.ranks.shard(model, bfloat16=self.bfloat16)
         self.model = model
         self.adapters = adapters
+        self.sends_adapters = False
+        """Publish the adapters alone, for actors that load them."""
         self.config = config
         self.total_steps = total_steps
         self.steps_done = 0
@@ -208,11 +210,16 @@ class Trainer:
         them must be read, each once and in this order (`weights.staged_weights.tensor_of`); the others are
         told when the first is asked for."""
         self.ranks.lead("weights")
-        yield from self.named_weights()
+        yield from self._merged()
 
     def named_weights(self) -> Iterable[tuple[str, Weight]]:
         """The same for their names and shapes, and for a publisher, whose copies have all ranks take part
-        (`Ranks.staging`)."""
+        (`Ranks.staging`). With `sends_adapters` the adapters' matrices by peft's names."""
+        if self.sends_adapters and self.adapters is not None:
+            return self.adapters.tensors().items()
+        return self._merged()
+
+    def _merged(self) -> Iterable[tuple[str, Weight]]:
         return self.model.named_parameters() if self.adapters is None else self.adapters.published()
 
     def skip(self) -> None:

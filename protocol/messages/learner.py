@@ -242,8 +242,9 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     control_keys: tuple[str, str, str] | None = None
     """Keys for that channel in a run whose links are not encrypted: the members' public and secret key, and the
     learner's public key."""
-    kind: Literal["engines", "servers"] = "engines"
-    """The ranks are the members' own processes, or the SGLang server of each member."""
+    kind: Literal["engines", "servers", "adapters"] = "engines"
+    """The ranks are the members' own processes, or the SGLang server of each member. adapters: each member has its
+    server load adapters from files."""
     ranks_per_member: int = 1
     """Above 1: the tensor-parallel ranks of a server."""
     group_name: str = ""

@@ -32,6 +32,7 @@ import msgspec
 from actors.config import ActorConfig
 from protocol.context import RoleContext
 from teachers.config import TeacherConfig
+from weights.config import WeightsConfig
 import {role}s.worker
 
 faulthandler.dump_traceback_later(60, exit=True)
@@ -41,6 +42,7 @@ config = SimpleNamespace(
     actor=msgspec.convert(settings, ActorConfig),
     teacher=msgspec.convert(settings, TeacherConfig),
     models=SimpleNamespace(student={student!r}, teacher={teacher!r}),
+    weights=WeightsConfig(),
     learner=SimpleNamespace(tasks=SimpleNamespace(env="single_turn")),
 )
 context = RoleContext(

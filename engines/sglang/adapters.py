@@ -1,0 +1,127 @@
+"""LoRA adapters for an SGLang server: each version is a file of a few megabytes, with a name RUN/EPOCH.STEP of its own.
+
+    take     check the file (sha256) | POST /load_lora_adapter | canary under the new name | new requests name it
+    after    POST /unload_lora_adapter for older ones that no request has used for a version; nobody waits for it
+
+The server computes on all the while, and its own weights stay those of the student that the run started from. Nothing
+that a request uses changes, so a version that cannot be loaded, or fails its check, leaves everything as it was. A name
+that was used is never given to another file, because a server may read its file again at any time. An unload waits for
+the requests of its adapter and, while it does, the server loads no other one; hence only unused ones are unloaded.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Final
+
+import msgspec
+
+from engines.sglang.engine import SGLangEngine
+from engines.sglang.http import RequestRefused, ServerUnavailable
+from engines.sglang.weights import STUDENT, ServerWeights
+from protocol.messages import WeightPlan, WeightVersion
+from weights.control_messages import Agreed, Round
+from weights.sink import Interrupted, Taken, WeightsRefused
+
+log = logging.getLogger(__name__)
+
+_UNLOAD_TIMEOUT_S: Final = 60.0
+"""After it nobody looks for the answer any more; the server goes on."""
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    id: str
+    root: str = ""
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Listed]
+
+
+class ServerAdapters(ServerWeights):
+    """A WeightSink (weights.sink) that gives its server adapters instead of whole weights."""
+
+    def __init__(self, engine: SGLangEngine, *, student: str) -> None:
+        super().__init__(engine, student=student)
+        self._loaded: list[str] = []
+        self._counts = {
+            "adapters_loaded_total": 0.0,
+            "adapters_unloaded_total": 0.0,
+            "adapter_unloads_failed_total": 0.0,
+        }
+
+    @property
+    def stats(self) -> dict[str, float]:
+        return {**super().stats, **self._counts}
+
+    def prepare(self) -> None:
+        """Adapters belong to the student that the run started from. Also drops what a former actor of this server
+        loaded. Raises SnapshotRefused."""
+        if self._engine.version != STUDENT:
+            self._known = False
+        super().prepare()
+        try:
+            left = [name for name in self._on_server() if self._engine.labels.parse(name) is not None]
+        except (RequestRefused, ServerUnavailable, ValueError) as error:
+            log.warning("%s: its adapters are not known: %s", self._server.url, error)
+            return
+        self._loaded += left
+
+    def check(self, plan: WeightPlan) -> None:
+        if plan.kind != "adapters":
+            raise ValueError(
+                f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's server is given adapters"
+            )
+
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+        if header.weights is None:
+            raise WeightsRefused(f"version {header.version} came without a file; adapters are loaded from files")
+        deadline_s = time.monotonic() + header.timeout_s
+        name, began_s = self._engine.labels.of(header.version), time.monotonic()
+        with self._faults():
+            path = self._checked(header.weights, deadline_s, interrupted)
+            self._load(name, str(path.parent), deadline_s, interrupted)
+            loaded_s = time.monotonic()
+            if header.check is not None and header.check.canary is not None:
+
+                def ask(path: str, body: dict[str, Any]) -> bytes:
+                    return self._ask(path, body | {"lora_path": name}, deadline_s, interrupted)
+
+                self._verify.check_canary(header.check.canary, header.version, ask)
+            self._switch(header.version, name)
+        n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
+        return Taken(n_bytes=n_bytes, receive_s=loaded_s - began_s, stage_s=time.monotonic() - loaded_s)
+
+    def _load(self, name: str, folder: str, deadline_s: float, interrupted: Interrupted) -> None:
+        """A former actor of this server may have loaded it."""
+        if (root := self._on_server().get(name)) is None:
+            body = {"lora_name": name, "lora_path": folder}
+            self._ask("/load_lora_adapter", body, deadline_s, interrupted)
+            self._counts["adapters_loaded_total"] += 1
+        elif root != folder:
+            raise WeightsRefused(f"the server has an adapter {name} from {root}, expected it from {folder}")
+        if name not in self._loaded:
+            self._loaded.append(name)
+
+    def _switch(self, version: WeightVersion, name: str) -> None:
+        limit_s = self._engine.config.control_timeout_s
+        self._engine.switch_adapter(version, name, limit_s)
+        for unused in self._engine.unused_adapters(self._loaded, limit_s):
+            self._loaded.remove(unused)
+            self._server.spawn(self._unload(unused))
+
+    async def _unload(self, name: str) -> None:
+        try:
+            await self._server.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=_UNLOAD_TIMEOUT_S)
+            self._counts["adapters_unloaded_total"] += 1
+        except (RequestRefused, ServerUnavailable) as error:
+            self._counts["adapter_unloads_failed_total"] += 1
+            log.warning("adapter %s was not unloaded: %s", name, error)
+
+    def _on_server(self) -> dict[str, str]:
+        """Name -> folder of every adapter that the server has loaded."""
+        text = self._server.run(self._server.get("/v1/models"), timeout_s=self._engine.config.control_timeout_s)
+        return {model.id: model.root for model in msgspec.json.decode(text, type=_Models).data}
