@@ -17,6 +17,7 @@ SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 Adapters: TypeAlias = Literal["auto", "on", "off"]
 PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
+DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
     "collective": "weights.transports.servers:collective",
@@ -28,6 +29,8 @@ ENTRY_POINTS: Final = "stillhouse.weights"
 CPU_BUCKET_BYTES: Final = 64 << 20
 GPU_BUCKET_BYTES: Final = 512 << 20
 """Larger, because each bucket for an SGLang server costs an HTTP request, which 64 MiB over NVLink do not repay."""
+DELTA_MIN_BYTES: Final = 32_000_000
+"""Smaller versions take milliseconds either way, and no measurement would tell which is faster."""
 _NAMES: Final[dict[str, SentDtype]] = {
     **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("float16", "half", "torch.float16"), "float16"),
@@ -55,6 +58,11 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Dtype in which weights are sent. auto: the dtype of the actors' weights (actor.torch.dtype; for servers that the
     launcher starts on GPUs, --dtype or the student's config.json) if that loses nothing, else keep. keep: the dtype of
     the learner's own weights, float32."""
+    delta: DeltaUse = "auto"
+    """Send only the weights that changed since the version before: in bfloat16 few do in one step, in float32 nearly
+    all. on: whenever the members have the version before. auto: from 32 MB on, when that was faster in this run; each
+    way is measured again every 50 versions. off: send all weights, always. Only for broadcasts to embedded engines;
+    SGLang servers and transport = folder get all weights."""
     staging: Staging = "auto"
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
@@ -111,6 +119,11 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(f"transport is empty; expected auto, {', '.join(BUILT_IN)}, or module:attribute")
         if self.transport == "folder" and self.backend == "nccl":
             raise ValueError("backend = nccl with transport = folder, which makes no process group; use backend = auto")
+        if self.transport == "folder" and self.delta == "on":
+            raise ValueError(
+                "delta = on with transport = folder, whose files hold all weights, so that one is enough for any "
+                "member; use delta = auto"
+            )
         if self.transport == "folder" and self.verify == "reload":
             raise ValueError(
                 "verify = reload with transport = folder: servers would compare a file with itself, because they load "

@@ -21,7 +21,7 @@ from protocol.messages import WeightsRef, WeightVersion
 from weights.checks import Canary
 from weights.manifest import Manifest
 
-AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights"]
+AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights", "delta_refused"]
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +86,8 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     check: Check | None = None
     weights: WeightsRef | None = None
     """The version as a file to load; None: it comes as a broadcast, which starts at once."""
+    base: WeightVersion | None = None
+    """With a broadcast: buckets come as differences from this version (weights.delta). None: whole."""
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):

@@ -20,18 +20,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, Final, Literal, Protocol, TypeVar
+from typing import ClassVar, Final, Literal, Protocol, TypeVar, runtime_checkable
 
 from protocol.messages import WeightPlan, WeightsRef
 from weights.buckets import BucketLayout, Content
 from weights.control import ControlHost
 from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
 from weights.deadlines import Limits, kind_of
+from weights.delta import Deltas, DeltaSent
 from weights.group_operations import BackendName
 from weights.manifest import Manifest
 from weights.roster import Seat
 from weights.sink import GroupBroken, GroupInterrupted
-from weights.staged_weights import Staged
+from weights.staged_weights import Former, Staged
 from weights.transport import DropReason, Result, Setup
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,15 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class DeltaChannel(Channel, Protocol):
+    """A channel whose members keep what they receive, and apply differences to it."""
+
+    def send_delta(
+        self, round_number: int, layout: BucketLayout, content: Content, former: Former, timeout_s: float
+    ) -> DeltaSent: ...
 
 
 class GroupHost(ABC):
@@ -86,6 +96,7 @@ class GroupHost(ABC):
         self._group: Channel | None = None
         self._seats: tuple[Seat, ...] = ()
         self._layout: BucketLayout | None = None
+        self._deltas = Deltas(setup.config.delta)
 
     @abstractmethod
     def _meet_at(self) -> int:
@@ -141,6 +152,7 @@ class GroupHost(ABC):
             return result
         self._seats = seats
         self._layout = None
+        self._deltas.forget()
         self._round = 0
         held = [message.version for message in joined.values()]
         return Result(behind=newest is not None and any(has is None or has < newest.version for has in held))
@@ -158,19 +170,43 @@ class GroupHost(ABC):
             return self._failed(str(unsent), {})
         kind = kind_of(check) if file is None else "file"
         timeout_s = self.limits.limit_s(kind, weights.n_bytes)
-        layout, header = self._header(weights, check, timeout_s, file)
+        former, full = self._deltas.base_of(weights, able=isinstance(self._group, DeltaChannel))
+        layout, header = self._header(weights, check, timeout_s, file, former)
         began_s = time.monotonic()
         self._control.send(header)
         error: str | None = None
+        sent: DeltaSent | None = None
         try:
-            self._group.send(self._round, layout, weights.content, timeout_s)
+            if former is not None and isinstance(self._group, DeltaChannel):
+                sent = self._group.send_delta(self._round, layout, weights.content, former, timeout_s)
+            else:
+                self._group.send(self._round, layout, weights.content, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
         answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
-        self.limits.took(kind, timeout_s, time.monotonic() - began_s)
+        took_s = time.monotonic() - began_s
+        self.limits.took(kind, timeout_s, took_s)
         has = tuple(self._seats[rank - 1] for rank, answer in answers.items() if answer.status == "staged")
         result = self._conclude(answers, error)
-        return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - written_s)
+        result = replace(
+            result,
+            has=has,
+            n_bytes=weights.n_bytes if sent is None else sent.n_bytes,
+            seconds=time.monotonic() - written_s,
+            full=full,
+            delta=sent,
+        )
+        if result.error is None:
+            self._deltas.sent(weights, took_s, delta=sent is not None)
+        refused = [answer.reason for answer in answers.values() if answer.status == "delta_refused"]
+        if sent is None or not refused or not self._stands():
+            return result
+        log.warning("version %s is sent again, whole: %s", weights.version, "; ".join(refused))
+        again = self.publish(weights, check)
+        self._deltas.took(result.seconds + again.seconds, delta=True)
+        return replace(
+            again, full="refused", n_bytes=result.n_bytes + again.n_bytes, seconds=result.seconds + again.seconds
+        )
 
     def disband(self, reason: str) -> None:
         """End the group. Its members wait for the next plan."""
@@ -229,7 +265,12 @@ class GroupHost(ABC):
         return self._failed(error or "not every member was ready in time", lost)
 
     def _header(
-        self, weights: Staged, check: Check | None, timeout_s: float, file: WeightsRef | None
+        self,
+        weights: Staged,
+        check: Check | None,
+        timeout_s: float,
+        file: WeightsRef | None,
+        former: Former | None,
     ) -> tuple[BucketLayout, Round]:
         manifest = weights.manifest
         agreed: Agreed | None = None
@@ -252,6 +293,7 @@ class GroupHost(ABC):
             grace_s=self._config.answer_grace_s,
             check=check,
             weights=file,
+            base=None if former is None else former.version,
         )
         return self._layout, header
 
@@ -266,10 +308,11 @@ class GroupHost(ABC):
         for rank, answer in answers.items():
             if answer.status in ("refused", "stuck", "wrong_weights"):
                 lost[seats[rank - 1]] = answer.status
-            if answer.status != "staged":
+            if answer.status not in ("staged", "delta_refused"):
                 error = error or f"{seats[rank - 1].name}: {answer.reason}"
         if self._stands() and error is None and not lost:
-            return Result()
+            refused = any(answer.status == "delta_refused" for answer in answers.values())
+            return Result(error="a difference was refused" if refused else None)
         return self._failed(error or "not every member confirmed the version in time", lost)
 
     def _collect(
@@ -319,7 +362,8 @@ class GroupHost(ABC):
             return ""
         match message:
             case Answer():
-                harmless = ("staged", "refused") if self._members.kind == "engines" else ("staged",)
+                engines = self._members.kind == "engines"
+                harmless = ("staged", "refused", "delta_refused") if engines else ("staged",)
                 fatal = message.status not in harmless
                 return (message.reason or message.status) if fatal else ""
             case Ready():

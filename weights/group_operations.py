@@ -52,6 +52,8 @@ CLOSE_WAIT_S: Final = 0.3
 """`close` waits this long for the group's threads; a stuck one is abandoned and ends at its deadline."""
 BUFFERS: Final = 2
 """Operations under way at a time."""
+COMPARED: Final = -1
+"""Index of the buffer for the former version's bytes, which are compared and never sent."""
 POLL_S: Final = 0.0005
 """Interval between checks of a GPU operation."""
 WATCHDOG_SLACK_S: Final = 30.0
@@ -147,7 +149,7 @@ class GroupOperations:
         # The only reference to operations. A local variable would be kept alive by the traceback of a failed one, and
         # with it the sockets, which must close so that the other members notice.
         self._under_way: deque[Work] = deque()
-        self._buffers_b: list[Tensor] = []
+        self._buffers_b: dict[int, Tensor] = {}
         self._connects_late = backend == "nccl"
 
     def __repr__(self) -> str:
@@ -160,7 +162,7 @@ class GroupOperations:
             return
         doomed: list[Any] = [self._under_way, self._group]
         self._group, self._under_way = None, deque()
-        self._buffers_b = []
+        self._buffers_b = {}
         # Not a daemon: torch's destructors must not return into an interpreter that is shutting down.
         undertaker = threading.Thread(target=_destroy, args=(doomed, self._backend), name="weight-group-close")
         undertaker.start()
@@ -201,16 +203,23 @@ class GroupOperations:
         for index, (start, end) in enumerate(pieces):
             if len(self._under_way) == BUFFERS:
                 self._finish_oldest(deadline_s)  # so the buffer of piece index - 2 is free again
-            if run_B is not None and run_B.device == self._device:
-                bucket_b = run_B[start:end]
-            else:
-                bucket_b = self._buffer(index, layout.largest_bytes)[: end - start]
-                if run_B is not None:
-                    bucket_b.copy_(run_B[start:end])
-                else:
-                    content.read(layout, start, end, bucket_b)
+            bucket_b = self._bucket(layout, content, run_B, start, end, index)
             each(bucket_b)
             self._start(bucket_b, deadline_s)
+
+    def _bucket(
+        self, layout: BucketLayout, content: Content, run_B: Tensor | None, start: int, end: int, index: int
+    ) -> Tensor:
+        """Bytes [start, end) of the run, on the group's device: in place, or in the buffer for piece `index`. `run_B`:
+        `content.in_place(layout)`."""
+        if run_B is not None and run_B.device == self._device:
+            return run_B[start:end]
+        bucket_b = self._buffer(index, layout.largest_bytes)[: end - start]
+        if run_B is not None:
+            bucket_b.copy_(run_B[start:end])
+        else:
+            content.read(layout, start, end, bucket_b)
+        return bucket_b
 
     def _patiently(self, act: Callable[[], T], deadline_s: float) -> T:
         """Run a torch call that cannot be interrupted in a thread. If the wait ends first, the thread is abandoned; it
@@ -272,10 +281,12 @@ class GroupOperations:
         return True
 
     def _buffer(self, index: int, n_bytes: int) -> Tensor:
-        """The buffer for piece `index`, of at least `n_bytes`; the buffers take turns."""
-        if not self._buffers_b or self._buffers_b[0].numel() < n_bytes:
-            self._buffers_b = [torch.zeros(n_bytes, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        return self._buffers_b[index % BUFFERS]
+        """The buffer for piece `index`, of at least `n_bytes`; the buffers take turns. Index COMPARED has one of its
+        own."""
+        place = index % BUFFERS if index >= 0 else COMPARED
+        if place not in self._buffers_b or self._buffers_b[place].numel() < n_bytes:
+            self._buffers_b[place] = torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffers_b[place]
 
     def _make_group(self, store: AnyStore, timeout_s: float, *, lazy: bool) -> Any:
         """`lazy`: gloo connects on first use; all ranks must agree on this. NCCL always connects on first use."""

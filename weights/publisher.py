@@ -200,6 +200,7 @@ class Publisher:
                 snapshot_s=self._snapshots.write_s,
                 snapshot_failures_total=self._snapshots.failures_total,
                 dropped_total=self._stats.dropped_total.copy(),
+                full_total=self._stats.full_total.copy(),
                 control_unreadable_total=self._transport.control_unreadable_total,
             )
 
@@ -325,6 +326,7 @@ class Publisher:
             self._stats.broadcast_s = result.seconds
             self._stats.broadcast_s_total += result.seconds
             self._stats.broadcast_bytes = result.n_bytes
+            self._count_delta(result)
             self._out(newest.version, result.seconds)
 
     def _learn_from(self, result: Result) -> None:
@@ -347,6 +349,15 @@ class Publisher:
     def _count_dropped(self, by_reason: Counter[DropReason]) -> None:
         with self._changed:
             self._stats.dropped_total.update(by_reason)
+
+    def _count_delta(self, result: Result) -> None:
+        if result.full is not None:
+            with self._changed:
+                self._stats.full_total[result.full] += 1
+        elif result.delta is not None:
+            self._stats.deltas_total += 1
+            self._stats.delta_changed = result.delta.changed
+            self._stats.delta_whole_buckets_total += result.delta.whole_buckets
 
     def _out(self, version: WeightVersion, broadcast_s: float) -> None:
         """Record and announce that every member has this version."""

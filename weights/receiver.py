@@ -26,6 +26,7 @@ from protocol.messages import WeightPlan, WeightVersion
 from weights.control import ControlMember, Waker, member_keys
 from weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
 from weights.sink import (
+    DeltaRefused,
     GroupBroken,
     GroupInterrupted,
     Interrupted,
@@ -56,6 +57,7 @@ class _Figures:
     weight_groups_joined_total: float = 0.0
     weight_groups_broken_total: float = 0.0
     snapshots_refused_total: float = 0.0
+    weight_deltas_refused_total: float = 0.0
 
 
 class WeightReceiver:
@@ -239,6 +241,11 @@ class WeightReceiver:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))
             raise
+        except DeltaRefused as error:
+            self._figures.weight_deltas_refused_total += 1
+            log.warning("%s: version %s is asked for whole: %s", self._name, header.version, error)
+            answer("delta_refused", str(error))
+            return
         except WeightsDiffer as error:
             answer("wrong_weights", str(error))
             raise

@@ -26,6 +26,7 @@ from protocol.plugins import installed, load
 from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
 from weights.control_messages import Check
 from weights.deadlines import Limits
+from weights.delta import DeltaSent, FullReason
 from weights.group_operations import BackendName
 from weights.roster import EMBEDDED, Members, Seat
 from weights.snapshot import SnapshotKeeper
@@ -52,6 +53,9 @@ class Result:
     n_bytes: int = 0
     """Bytes sent to each member."""
     seconds: float = 0.0
+    full: FullReason | None = None
+    """Why the version went whole; None: it went as a difference, or the transport does not say."""
+    delta: DeltaSent | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +83,13 @@ class PublisherStats:
     check_requests_total: int = 0
     """Versions for which SGLang servers were asked for a proof. The actors' `weight_checks_*_total` give the
     results."""
+    deltas_total: int = 0
+    """Versions sent as differences."""
+    delta_changed: float = 0.0
+    """Share of the weights that the newest of them sent."""
+    delta_whole_buckets_total: int = 0
+    full_total: Counter[FullReason] = field(default_factory=Counter[FullReason])
+    """Versions sent whole, by reason."""
 
 
 class Transport(Protocol):

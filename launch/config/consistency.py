@@ -47,6 +47,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_groups_that_never_fit(config),
             *_top_k_sets(config, student),
             *_sets_of_the_student(config),
+            *_delta_of_servers(config),
             *hidden_states(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
@@ -194,6 +195,16 @@ def _sets_of_the_student(config: RunConfig) -> Iterator[str]:
                 f"{group.key}.engine: got {group.settings.engine!r} with teacher.top_k_of = student, expected {able}, "
                 f"which {what}; or teacher.top_k_of = teacher"
             )
+
+
+def _delta_of_servers(config: RunConfig) -> Iterator[str]:
+    actors = worker_groups(config)[0]
+    if config.weights.delta == "on" and actors.engine.servers is not None:
+        yield (
+            f"weights.delta: got 'on' with {actors.key}.engine = {actors.settings.engine!r}, expected 'auto' or 'off': "
+            "servers load whole tensors from a broadcast and cannot apply a difference (SGLang 0.5.23 has no call for "
+            "it); or use the embedded engine, torch"
+        )
 
 
 def _sets_of_the_other(config: RunConfig) -> Iterator[str]:

@@ -93,7 +93,8 @@ def weight_figures(stats: PublisherStats) -> dict[str, float]:
         for name, value in asdict(stats).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    return figures | {f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()}
+    dropped = {f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()}
+    return figures | dropped | {f"full_{reason}_total": float(n) for reason, n in stats.full_total.items()}
 
 
 def _doubt_the_teacher(teacher_logprob: float, uniform_logprob: float) -> None:

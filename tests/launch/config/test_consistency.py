@@ -74,6 +74,12 @@ def test_open_ports_are_told_of_at_each_start() -> None:
     assert warnings(buffer={"bind": "tcp://10.0.0.7:0"}) == []
 
 
+def test_changes_of_weights_are_not_sent_to_servers() -> None:
+    (told,) = mistakes(weights={"delta": "on"}, actor={"engine": "sglang"})
+    assert told.startswith("weights.delta: got 'on' with actor.engine = 'sglang', expected 'auto' or 'off': servers load")
+    assert mistakes(weights={"delta": "on"}) == mistakes(actor={"engine": "sglang"}) == []
+
+
 def environments(**environment: Any) -> dict[str, Any]:
     return {"actor": {"environments": {"mine": environment}}, "learner": {"tasks": {"env": "mine"}}}
 

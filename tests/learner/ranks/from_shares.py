@@ -170,6 +170,8 @@ def of_versions(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any
             publish(3, "actor-0", "actor-2")
             publish(4, "actor-0", "actor-2")
             assert learner.publisher.stats.failed_groups_total > 0, "nobody died in the middle"
+        if case.weights.get("delta") == "on":
+            assert learner.publisher.stats.deltas_total >= 1, learner.publisher.stats
         assert learner.announced == sorted(set(learner.announced)), learner.announced
     return found
 
@@ -291,6 +293,7 @@ def staged_by(staging: Staging, members: Members = EMBEDDED) -> StagedByRanks:
 CASES: Final[dict[str, Case]] = {
     "plain": Case(of_versions),
     "untied, in bfloat16": Case(of_versions, student={"tied": False}, weights={"dtype": "bfloat16"}),
+    "differences": Case(of_versions, weights={"dtype": "bfloat16", "delta": "on"}),
     "adapters": Case(of_versions, lora=True),
     "files": Case(of_versions, weights={"transport": "folder"}),
     "layouts": Case(of_layouts, student={"tied": False}),
@@ -314,7 +317,7 @@ def follow_slowly(case: Case, ranks: RankGroup, announced: Iterator[Any]) -> Non
 
 def die_when_asked() -> None:
     def die(link: ShareLink, share: OwnShare) -> bool:
-        link._group.recv([torch.empty(3, dtype=torch.int64)], 0, 0).wait()  # pyright: ignore[reportPrivateUsage]
+        link._group.recv([torch.empty(4, dtype=torch.int64)], 0, 0).wait()  # pyright: ignore[reportPrivateUsage]
         os._exit(9)
 
     ShareLink._answered = die  # type: ignore[method-assign]  # pyright: ignore[reportPrivateUsage]

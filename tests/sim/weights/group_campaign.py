@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from protocol.messages import Membership, WeightPlan, WeightVersion
 from tests.patience import SLOWNESS
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
-from weights.config import WeightsConfig
+from weights.config import DeltaUse, WeightsConfig
 from weights.group_operations import BackendName
 from weights.publisher import Publisher, PublisherFailed
 from weights.receiver import WeightReceiver
@@ -62,8 +63,12 @@ LEFT_OUT: Final = "is left out of the weight group"
 
 
 def weights(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {f"layer.{index}": torch.randn(700, generator=generator) for index in range(6)}
+    """Of each tensor, every version changes a few places."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layer.{index}": torch.randn(700, generator=generator) for index in range(6)}
+    for tensor in tensors.values():
+        tensor[step % 97 :: 97] = step
+    return tensors
 
 
 def version(step: int) -> WeightVersion:
@@ -151,6 +156,7 @@ class Verdict:
     rebuilds: int = 0
     failed_groups: int = 0
     announced: int = 0
+    deltas: int = 0
     findings: list[str] = field(default_factory=list[str])
 
     def __str__(self) -> str:
@@ -180,7 +186,7 @@ class _Counts(logging.Handler):
 class Campaign:
     """One publisher and its members."""
 
-    def __init__(self, kind: Kind, seed: int, folder: Path, fabric: Fabric) -> None:
+    def __init__(self, kind: Kind, seed: int, folder: Path, fabric: Fabric, delta: DeltaUse) -> None:
         self._kind: Kind = kind
         self._random = random.Random(seed)
         self._fabric = fabric
@@ -190,7 +196,7 @@ class Campaign:
         self.verdict = Verdict(kind, seed, fabric.struck)
         self._members = {name: self._start(name) for name in (f"actor-{index}" for index in range(N_MEMBERS))}
         self._publisher = Publisher(
-            CONFIG,
+            msgspec.structs.replace(CONFIG, delta=delta),
             snapshot_dir=folder,
             post_plan=self._post_plan,
             published=self._published,
@@ -208,7 +214,7 @@ class Campaign:
         stats = self._publisher.stats
         self.verdict.dropped = {str(reason): n for reason, n in stats.dropped_total.items()}
         self.verdict.rebuilds, self.verdict.failed_groups = stats.rebuilds_total, stats.failed_groups_total
-        self.verdict.announced = len(self._announced)
+        self.verdict.announced, self.verdict.deltas = len(self._announced), stats.deltas_total
         if self._announced != sorted(set(self._announced)):
             self.verdict.findings.append("versions were not announced once each, in their order")
         if self._fabric.ended:
@@ -308,13 +314,13 @@ class Campaign:
         self._announced.append(version)
 
 
-def run_campaign(kind: Kind, faults: int, seed: int) -> Verdict:
-    """See the module."""
+def run_campaign(kind: Kind, faults: int, seed: int, delta: DeltaUse = "off") -> Verdict:
+    """See the module. `delta`: as `weights.delta`."""
     torch.set_num_threads(1)
     fabric = Fabric()
     counts = _Counts()
     with _nccl_like(fabric), _quiet(counts), tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(kind, seed, Path(folder), fabric)
+        campaign = Campaign(kind, seed, Path(folder), fabric, delta)
         try:
             verdict = campaign.run(faults)
         finally:
