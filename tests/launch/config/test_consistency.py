@@ -76,7 +76,7 @@ def test_open_ports_are_told_of_at_each_start() -> None:
 
 def test_changes_of_weights_are_not_sent_to_servers() -> None:
     (told,) = mistakes(weights={"delta": "on"}, actor={"engine": "sglang"})
-    assert told.startswith("weights.delta: got 'on' with actor.engine = 'sglang', expected 'auto' or 'off': servers load")
+    assert told.startswith("weights.delta: got 'on' with actor.engine = 'sglang', expected 'auto' or 'off': servers")
     assert mistakes(weights={"delta": "on"}) == mistakes(actor={"engine": "sglang"}) == []
 
 
