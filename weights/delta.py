@@ -135,6 +135,7 @@ class Deltas:
         self._took_s: dict[bool, float] = {}
         self._since: Counter[bool] = Counter()
         """Versions sent the other way since."""
+        self._first = True
 
     def forget(self) -> None:
         """There is no version that all members have received."""
@@ -144,6 +145,7 @@ class Deltas:
         """The version to start from, or why this one must go whole. The base is used up: if sending fails, nobody
         knows what the members have. `able`: members can apply differences."""
         former, self._former = self._former, None
+        self._first = former is None
         if (full := self._why_full(former, weights.n_bytes, able)) is not None:
             return None, full
         return former, None
@@ -151,7 +153,8 @@ class Deltas:
     def sent(self, weights: Staged, took_s: float, *, delta: bool) -> None:
         """All members have this version now."""
         self._former = weights.keep()
-        self.took(took_s, delta=delta)
+        if not self._first:  # it also connected the members, and they took new memory
+            self.took(took_s, delta=delta)
 
     def took(self, seconds: float, *, delta: bool) -> None:
         """Record the time until every member had a version."""

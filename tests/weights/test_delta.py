@@ -204,8 +204,8 @@ class Chooser:
 
 def test_auto_takes_the_faster_way_and_measures_the_other_again() -> None:
     chooser = Chooser("auto")
-    assert [chooser.send() for _ in range(51)] == ["first"] + 50 * ["delta"]
-    assert [chooser.send() for _ in range(2)] == ["measured", "delta"], "the slower way has its turn"
+    assert [chooser.send() for _ in range(3)] == ["first", "delta", "measured"], "the first one is no measure"
+    assert [chooser.send() for _ in range(52)] == 50 * ["delta"] + ["measured", "delta"], "the slower has its turn"
     chooser.took_s["delta"] = 3.0
     assert [chooser.send() for _ in range(52)] == ["delta"] + 50 * ["measured"] + ["delta"]
 
