@@ -98,8 +98,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     the device piece by piece, with the same results. It takes the time to move 16 bytes per parameter and update,
     divided by ranks. On a CPU it saves nothing."""
     ranks: PositiveInt = 1
-    """Processes that train together, each with its share of parameters, gradients and optimizer state (FSDP2), on this
-    machine. On GPUs each needs one of its own."""
+    """Processes that train together, each with its share of parameters, gradients and optimizer state (FSDP2). On GPUs
+    each needs one of its own."""
+    hosts: PositiveInt = 1
+    """Machines over which the ranks are divided equally. The run starts its own share; each of the others joins with
+    `cluster.py join RUN --learner-ranks K`, K = ranks / hosts. The ranks meet at `weights.host`."""
     replicas: PositiveInt = 1
     """Copies of the student that the ranks hold: each parameter is divided over ranks / replicas of them. More copies
     need more memory, and ranks of different copies exchange nothing but gradients."""
@@ -151,8 +154,15 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(f"ranks is {self.ranks} with frozen: nothing is trained; expected 1")
         if self.ranks % self.replicas:
             raise ValueError(f"replicas is {self.replicas} with {self.ranks} ranks; expected a divisor of their number")
+        if self.ranks % self.hosts:
+            raise ValueError(f"hosts is {self.hosts} with {self.ranks} ranks; expected a divisor of their number")
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()
+
+    @property
+    def ranks_each(self) -> int:
+        """Ranks on each host."""
+        return self.ranks // self.hosts
 
     def evaluated_at(self, step: int) -> tuple[str, ...]:
         """Names of the sets to evaluate after this step, if it is not the last one; the run's own set has the name

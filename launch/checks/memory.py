@@ -286,7 +286,7 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
     seats = {who: HOST if gpu is None else gpu for who, gpu in placement.places.seats.items()}
     shape_at = functools.cache(read_shape)  # reads the headers of all weights
     if LEARNER in seats and (student := shape_at(Path(config.models.student))) is not None:
-        for rank in range(config.learner.ranks):
+        for rank in range(config.learner.ranks_each):
             place = seats[f"{RANK}{rank}" if rank else LEARNER]
             device = "cpu" if place == HOST else "cuda"
             yield place, learner_need(config, student, placement.weights.backend, rank, device)

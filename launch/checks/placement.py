@@ -139,7 +139,7 @@ def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
         return asked if asked != "auto" and (usable or asked == "cpu") else "cuda" if usable else "cpu"
 
     yield Seat(LEARNER, "learner.device", device(config.learner.device))
-    for rank in range(1, config.learner.ranks):
+    for rank in range(1, config.learner.ranks_each):
         yield Seat(f"{RANK}{rank}", "learner.ranks", device(config.learner.device))
 
     groups = worker_groups(config)

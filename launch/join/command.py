@@ -1,4 +1,4 @@
-"""`cluster.py join RUN`: adds actors and teachers to a running run, from this machine or another.
+"""`cluster.py join RUN`: adds actors, teachers and ranks of the learner to a running run, from this machine or another.
 
 Exit codes (docs/cluster.md): 0 the run finished, now or before; 1 the run broke off, or this side failed; 2 the command
 line or this machine does not fit the run; 75 the run cannot be joined now (stopped, starting, out of reach, or names
@@ -32,6 +32,7 @@ from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
 from launch.terminal import lasting_output
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
+from launch.workers.roles import ENTRIES, JOINED_RANKS_ENTRY
 from launch.workers.start_role import WorkFolder
 from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS
@@ -42,7 +43,7 @@ WAIT_REMOVED: Final = (
     "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/cluster.md has examples)"
 )
 USAGE: Final = """\
-usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--KEY VALUE ...]
+usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-ranks K] [--KEY VALUE ...]
 
 Adds actors and teachers to a running run. They leave on Ctrl-C or when the run ends; unfinished work goes to other
 workers. docs/cluster.md has the details.
@@ -52,6 +53,8 @@ workers. docs/cluster.md has the details.
   --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
+  --learner-ranks K    this host's share of the learner's ranks, in a run with learner.hosts above 1; RUN must be its
+                       folder, which all hosts see under one path
   --name-prefix NAME   the workers are called actor-NAME-0, ...; default: the host name and a random part
   --keys FOLDER        keys of the run, when RUN is an address
   --config FILE        config.yaml of the run, when RUN is an address
@@ -70,6 +73,8 @@ class JoinLine:
     config: Path | None
     dir: Path | None
     prefix: str
+    ranks: int
+    """Of the learner."""
     overrides: tuple[tuple[Key, str], ...]
 
 
@@ -83,7 +88,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             print(USAGE, end="")
             return 0
         target = find_target(line.run, keys=line.keys, config=line.config)
-        joining = check_joining(target, line.overrides, line.prefix)
+        joining = check_joining(target, line.overrides, line.prefix, ranks=line.ranks)
         link = connect(target, line.prefix)
         with close_on_error(link):
             _check_names(link, joining, line.prefix)
@@ -100,7 +105,7 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         raise ConfigError(WAIT_REMOVED)
     words = split_words(
         arguments,
-        own=("keys", "config", "dir", "name_prefix"),
+        own=("keys", "config", "dir", "name_prefix", "learner_ranks"),
         switches=("help",),
         positional=1,
         aliases={**ALIASES, "pool": "teacher.pool"},
@@ -116,12 +121,18 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         raise ConfigError(
             f"--name-prefix: got {prefix!r}, expected 1 to {LONGEST_PREFIX} letters, digits, dots, dashes, underscores"
         )
+    ranks = own.get("learner_ranks", "0")
+    if not ranks.isdecimal():
+        raise ConfigError(f"--learner-ranks: got {ranks!r}, expected a number of ranks")
+    if int(ranks) and "dir" in own:
+        raise ConfigError("--dir: with --learner-ranks the folder is joined/NAME in the run's, which all ranks need")
     return JoinLine(
         run=words.positional[0],
         keys=Path(own["keys"]).expanduser() if "keys" in own else None,
         config=Path(own["config"]).expanduser() if "config" in own else None,
         dir=Path(own["dir"]).expanduser() if "dir" in own else None,
         prefix=prefix,
+        ranks=int(ranks),
         overrides=words.overrides,
     )
 
@@ -147,9 +158,10 @@ def _join(
     folder = _open_folder((line.dir or target.home / line.prefix).absolute(), target, joining, link.run_id)
     folder.log_launcher()
     status = JoinStatus(None if config.launch.status == "off" else config.launch.status_every_s, began_s)
+    ranks = f" and {line.ranks} ranks of the learner" if line.ranks else ""
     status.say(
-        f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers, named "
-        f"...-{line.prefix}-N; logs in {folder.logs}"
+        f"joining {target.name} at {target.address} with {config.actors} actors and {config.teachers} teachers{ranks}, "
+        f"named ...-{line.prefix}-N; logs in {folder.logs}"
     )
     plan = LaunchPlan(
         config=config,
@@ -157,14 +169,20 @@ def _join(
         preload=preload_modules(config, joining.model_types, learner=False, roles=joining.roles),
         servers=joining.servers,
         placement=joining.placement,
+        entries={**ENTRIES, "learner": JOINED_RANKS_ENTRY},
     )
-    joiner = Joiner(plan, folder, status, make_backend(plan, folder), link, address=target.address, prefix=line.prefix)
+    backend = make_backend(plan, folder)
+    joiner = Joiner(
+        plan, folder, status, backend, link, address=target.address, prefix=line.prefix, with_ranks=line.ranks > 0
+    )
     if joining.placement.text:
         status.say(joining.placement.text)
     summary = joiner.run(target.name)
     file = folder.path / "summary.json"
     write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     for name, worker in summary.workers.items():
+        if name.startswith("learner"):
+            continue
         print(f"{name}: {worker.tokens:,} tokens, {worker.done:,} {'rollouts' if name[0] == 'a' else 'items'} done")
     return summary
 

@@ -66,13 +66,13 @@ def refuse_foreign(overrides: Sequence[tuple[Key, str]]) -> None:
         raise ConfigError(*mistakes)
 
 
-def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str) -> Joining:
-    """Check everything; raises ConfigError with all mistakes."""
+def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: str, *, ranks: int = 0) -> Joining:
+    """Check everything; raises ConfigError with all mistakes. `ranks`: of the learner that join."""
     config = _resolved(target, overrides)
     asked = {"actor": config.actors, "teacher": config.teachers}
     roles: tuple[EngineRole, ...] = tuple(role for role in ROLES if asked[role])
-    if not roles:
-        raise ConfigError("say how many workers join: --actors N, --teachers M or both")
+    if not roles and not ranks:
+        raise ConfigError("say how many workers join: --actors N, --teachers M, --learner-ranks K, or several of them")
     interpreters = Interpreters()
     machine = find_machine()
     config, why_engines = choose_engines(config, machine, interpreters)
@@ -86,6 +86,8 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             of_run = named == getattr(target.config.models, MODELS[role])
             hint = f"; the run has it there, use --{key} FOLDER to say where it is here" if of_run else ""
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
+    if ranks:
+        mistakes += _ranks(target, config, ranks)
     mistakes += _vocabularies(target, folders)
     mistakes += check_join(config, folders.get("actor"))
     if "actor" in roles and target.elsewhere and is_local(config.weights.host):
@@ -95,7 +97,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         )
     models = {MODELS[role]: str(folder) for role, folder in folders.items()}
     config = replace(config, models=replace(config.models, **models))
-    here = _of_this_machine(config, roles, elsewhere=target.elsewhere)
+    here = _of_this_machine(config, roles, elsewhere=target.elsewhere and not ranks)
     mistakes += lacking_cuda(here, machine, interpreters.own())
     servers = check_servers(
         here, machine, interpreters, {role: why_engines[role] for role in roles if role in why_engines}
@@ -113,6 +115,26 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         servers=tuple(_renamed(servers.plans, prefix)),
         placement=servers.placement,
     )
+
+
+def _ranks(target: Target, config: RunConfig, ranks: int) -> Iterator[str]:
+    learner = target.config.learner
+    if learner.hosts == 1:
+        yield "--learner-ranks: the learner of this run has one host; expected a run with learner.hosts above 1"
+    elif ranks != learner.ranks_each:
+        yield (
+            f"--learner-ranks: got {ranks}, expected {learner.ranks_each}: the run has {learner.ranks} ranks on "
+            f"{learner.hosts} hosts (learner.ranks, learner.hosts)"
+        )
+    if not (target.home.parent / "run.json").is_file():
+        yield "--learner-ranks: expected the run's own folder as RUN: all ranks write checkpoints into it"
+    if target.elsewhere and is_local(config.weights.host):
+        yield (
+            f"weights.host: the learner's ranks meet at {config.weights.host}, which only the run's machine reaches; "
+            f"{HOW_TO_LISTEN}"
+        )
+    if not Path(config.models.student).is_dir():
+        yield f"models.student: no folder {config.models.student}, from which the ranks read the student's shape"
 
 
 def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:

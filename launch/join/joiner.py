@@ -1,4 +1,5 @@
-"""A launcher whose actors and teachers join a run that another launcher started. It starts, watches and ends only them.
+"""A launcher whose actors, teachers and ranks of the learner join a run that another launcher started. It starts,
+watches and ends only them.
 
 join      fork server imports | SGLang servers load | workers start -> the buffer has met all of them
 watch     until the buffer says Shutdown, a worker dies too often, the buffer is gone for good, or Ctrl-C
@@ -112,11 +113,13 @@ class Joiner(Watch):
         *,
         address: str,
         prefix: str,
+        with_ranks: bool = False,
     ) -> None:
-        """`link`: connected; closed at the end of `run`."""
+        """`link`: connected; closed at the end of `run`. `with_ranks`: a process with ranks of the learner, too."""
         teachers = [Worker("teacher", i, prefix) for i in range(plan.config.teachers)]
         actors = [Worker("actor", i, prefix) for i in range(plan.config.actors)]
-        super().__init__(plan, folder, status, backend, teachers + actors)
+        ranks = [Worker("learner", 0, prefix)] if with_ranks else []
+        super().__init__(plan, folder, status, backend, teachers + actors + ranks)
         self._crew.address = address
         self._link = link
 

@@ -140,7 +140,7 @@ def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, st
     """Variables that servers get in addition to this process's: a folder for socket files that is removed at the end,
     and the interface towards the learner for gloo, which would otherwise look up the host name."""
     added = {"TMPDIR": str(temporary)}
-    if "GLOO_SOCKET_IFNAME" not in base and (interface := _interface_for(config.weights.host)):
+    if "GLOO_SOCKET_IFNAME" not in base and (interface := interface_for(config.weights.host)):
         added["GLOO_SOCKET_IFNAME"] = interface
     added |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
     return added | nccl_environment(config, base)
@@ -160,7 +160,7 @@ def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) ->
     return {name: value for name, value in added.items() if name not in base}
 
 
-def _interface_for(learner_host: str) -> str | None:
+def interface_for(learner_host: str) -> str | None:
     """The interface on which the learner publishes, or, if it is on another machine, by which it is reached."""
     if (own := interface_of(learner_host)) is not None:
         return own

@@ -57,9 +57,12 @@ class Crew:
         return max(grace_s, pool_of(self._config, worker.index).config.teacher.leaving_s + CLOSING_S)
 
     def unwelcomed(self, snapshot: Snapshot | None) -> list[str]:
-        """Workers that are not connected to the buffer yet."""
+        """Workers that are not connected to the buffer yet. Ranks of the learner that join never are."""
         met = {peer.name for peer in snapshot.peers if peer.alive} if snapshot is not None else set[str]()
-        return [name for name, worker in self.workers.items() if worker.role != "buffer" and name not in met]
+        expected = (
+            w for w in self.workers.values() if w.role in ("actor", "teacher") or (w.role == "learner" and not w.prefix)
+        )
+        return [worker.name for worker in expected if worker.name not in met]
 
     def start(self, worker: Worker) -> None:
         """Start a new process for the worker; if it has a server of ours, as soon as that answers."""

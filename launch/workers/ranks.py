@@ -1,4 +1,4 @@
-"""The process of a learner of several ranks (`learner.ranks`).
+"""The process of a learner of several ranks (`learner.ranks`), on each host that has some (`learner.hosts`).
 
 They are processes of their own, started and watched by torch's elastic launcher
 (the one of `torchrun`), which runs in the learner's process: it gives each rank its number and a store to meet in, and
@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import tempfile
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -23,29 +24,85 @@ import msgspec
 
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
+from launch.servers.plan import interface_for
+from launch.workers.hosts import FolderElsewhere, HostsMissing, Place, joined, led
 from launch.workers.main_process import outcome_of, prepare
 from protocol.context import ExitCode, RoleContext
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S: Final = 0.2
 """Interval at which the elastic launcher looks whether a rank has ended."""
+LAUNCH_TIMEOUT_S: Final = 60.0
+"""Limit of the elastic launchers' exchanges before ranks start."""
+BACKEND: Final = "stillhouse-hosts"
 
 
 def main(ctx: RoleContext[RunConfig]) -> int:
     """Entry point of the learner's process. It is spawned and not forked: it only starts and watches ranks."""
+    if ctx.config.learner.hosts == 1:
+        return _launch(ctx)
+    return _on_hosts(ctx, led(ctx))
+
+
+def join(ctx: RoleContext[RunConfig]) -> int:
+    """Entry point of the process on a host that joins (launch.join). Its folder is in the run's."""
+    config = ctx.config
+    if config.learner.device == "auto":
+        from models.loading import resolve_device
+
+        learner = msgspec.structs.replace(config.learner, device=resolve_device("auto"))
+        ctx = replace(ctx, config=msgspec.structs.replace(config, learner=learner))
+    return _on_hosts(ctx, joined(ctx, ctx.run_dir.parents[1]))
+
+
+def _on_hosts(ctx: RoleContext[RunConfig], meeting: AbstractContextManager[Place]) -> int:
+    """Whatever ends the ranks on one host ends them on all."""
+    place: Place | None = None
+    try:
+        with meeting as place:
+            code = _launch(ctx, place)
+            if code:
+                raise _Ended(code)
+    except _Ended as ended:
+        code = ended.code
+    except HostsMissing as error:
+        log.error("%s", error)
+        return ExitCode.USELESS if isinstance(error, FolderElsewhere) else ExitCode.FAILED
+    except SystemExit:
+        if place is None or not place.lost:
+            raise
+        code = int(ExitCode.FAILED)
+    if place is not None and place.lost:
+        log.error("the learner's ranks here were ended: %s", place.lost[0])
+        return ExitCode.FAILED
+    return code
+
+
+class _Ended(Exception):
+    """A launch ended with this code, not 0."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def _launch(ctx: RoleContext[RunConfig], place: Place | None = None) -> int:
+    """Start the ranks of this host and watch them to their end. `place`: among several hosts."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    hosts = 1 if place is None else place.hosts
+    endpoint = "127.0.0.1:0" if place is None else f"{place.host}:{place.port}"
     with tempfile.TemporaryDirectory(prefix="stillhouse-ranks-") as folder:  # where ranks leave what they failed with
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ctx.config.learner.ranks,
-            run_id=ctx.incarnation,
+            min_nodes=hosts,
+            max_nodes=hosts,
+            nproc_per_node=ctx.config.learner.ranks_each,
+            run_id=ctx.incarnation if place is None else place.incarnation,
             role="learner",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
+            rdzv_backend="c10d" if place is None else _rendezvous_at(place),
+            rdzv_endpoint=endpoint,
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=CHECK_EVERY_S,
@@ -55,7 +112,7 @@ def main(ctx: RoleContext[RunConfig]) -> int:
         )
         logging.getLogger("torch.distributed.elastic").setLevel(logging.WARNING)
         try:
-            return int(elastic_launch(config, run_rank)(ctx, os.getpid())[0])
+            return max(map(int, elastic_launch(config, run_rank)(ctx, os.getpid()).values()))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             log.error("rank %d ended first, with exit code %d", rank, failure.exitcode)
@@ -63,6 +120,25 @@ def main(ctx: RoleContext[RunConfig]) -> int:
         except SignalException as asked:
             log.info("asked to leave by signal %d", asked.sigval)
             return ExitCode.TERMINATED
+
+
+def _rendezvous_at(place: Place) -> str:
+    """Have torch's elastic launcher meet in a store that exists. Returns the name of the backend."""
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+    class InStore(StaticTCPRendezvous):
+        def get_backend(self) -> str:
+            return BACKEND
+
+    def make(asked: RendezvousParameters) -> RendezvousHandler:
+        handler = InStore(place.host, place.port, place.node, place.hosts, asked.run_id, round(LAUNCH_TIMEOUT_S))
+        handler._store = place.store  # pyright: ignore[reportPrivateUsage] - its own would listen on all addresses
+        return handler
+
+    rendezvous_handler_registry.register(BACKEND, make)
+    return BACKEND
 
 
 def run_rank(ctx: RoleContext[RunConfig], launcher_pid: int) -> int:
@@ -75,6 +151,9 @@ def run_rank(ctx: RoleContext[RunConfig], launcher_pid: int) -> int:
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 needs them for its last checkpoint, and tells the end
     ctx = replace(ctx, config=_on_device(ctx.config, int(os.environ["LOCAL_RANK"])))
+    if ctx.config.learner.hosts > 1 and (interface := interface_for(ctx.config.weights.host)):
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     log.info("%s of %s starts, pid %d", name, os.environ["WORLD_SIZE"], os.getpid())
     if code := outcome_of(name, partial(_joined, ctx)):
         os._exit(code)

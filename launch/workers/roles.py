@@ -45,6 +45,8 @@ ENTRIES: Final[dict[WorkerRole, str]] = {
 """Role -> `module:function` of its main."""
 RANKS_ENTRY: Final = "launch.workers.ranks:main"
 """That of a learner of several ranks."""
+JOINED_RANKS_ENTRY: Final = "launch.workers.ranks:join"
+"""That of its ranks on a host that joins."""
 
 
 def entries_of(config: RunConfig) -> dict[WorkerRole, str]:

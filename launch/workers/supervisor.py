@@ -26,6 +26,7 @@ from launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
 from launch.report.figures import News, RunView, failures_text
 from launch.report.status import StatusView
 from launch.workers.crew import ROLES
+from launch.workers.hosts import read_card
 from launch.workers.launch_plan import LaunchPlan
 from launch.workers.start_role import WorkFolder
 from launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
@@ -71,7 +72,8 @@ class Supervisor(Watch):
         self._news = News(self._crew.workers)
         self._memory = MemoryGauge()
         self._activity = Activity()
-        self._buffer_looked_s = self._buffer_moved_s = 0.0
+        self._buffer_looked_s = self._buffer_moved_s = self._hosts_looked_s = 0.0
+        self._hosts_said = ("", 0)
 
     def run(self) -> Outcome:
         """Start, watch, stop. Errors are not raised; they are in the outcome."""
@@ -214,7 +216,32 @@ class Supervisor(Watch):
             self._dump_stacks([buffer])
             self._backend.kill(BUFFER)
 
+    def _waits_for_others(self, worker: Worker) -> bool:
+        return worker.role == "learner" and self._hosts_left(worker) > 0
+
+    def _hosts_left(self, learner: Worker) -> int:
+        """Hosts whose ranks this start of the learner still waits for."""
+        card = read_card(self._folder.path) if self._config.learner.hosts > 1 else None
+        return card.hosts - card.here if card is not None and card.incarnation == learner.incarnation else 0
+
+    def _say_hosts(self) -> None:
+        """Say how many hosts the learner waits for, when that changes."""
+        learner, each = self._crew.of("learner")[0], self._config.learner.ranks_each
+        if (news := (learner.incarnation, self._hosts_left(learner))) == self._hosts_said:
+            return
+        before, self._hosts_said = self._hosts_said, news
+        if news[1]:
+            self._status.say(
+                f"the learner waits for {news[1]} of {self._config.learner.hosts} hosts: `cluster.py join "
+                f"{self._folder.path} --learner-ranks {each}` on each"
+            )
+        elif before[1]:
+            self._status.say(f"all {self._config.learner.hosts} hosts of the learner are here")
+
     def _show(self, now_s: float) -> None:
+        if self._config.learner.hosts > 1 and now_s - self._hosts_looked_s > LOOK_S:
+            self._hosts_looked_s = now_s
+            self._say_hosts()
         if self._link is not None and self._link.snapshot is not None:
             for text in self._news.take(self._link.snapshot):
                 self._status.say(text)

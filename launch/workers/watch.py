@@ -98,6 +98,10 @@ class Watch(ABC):
     def _link_lost(self, why: str) -> None:
         """The connection to the buffer is lost for good."""
 
+    def _waits_for_others(self, worker: Worker) -> bool:
+        """Whether a worker that runs has a reason to be silent."""
+        return False
+
     # ------------------------------------------------------------------------------------------------- starting
 
     def _unwelcomed(self) -> list[str]:
@@ -264,7 +268,9 @@ class Watch(ABC):
             worker = self._crew.workers.get(peer.name)
             if worker is None or not worker.where or self._ending is not None:
                 continue
-            if not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
+            if self._waits_for_others(worker):
+                worker.started_s = now_s
+            elif not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
                 self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
                 worker.started_s = now_s  # once is enough
                 self._dump_stacks([worker])

@@ -149,7 +149,8 @@ class RankGroup(Ranks):
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        self._store.set(f"pid/{self.rank}", str(os.getpid()))
+        self._node = os.environ.get("GROUP_RANK", "0")
+        self._store.set(f"pid/{self.rank}", f"{self._node}:{os.getpid()}")
         self._device = device
         self.shares = ShareLink(self.rank, self.mesh, timeout_s=timeout_s)
         self._announced = 0
@@ -184,11 +185,12 @@ class RankGroup(Ranks):
                 return
 
     def _wait(self, key: str, rank: int) -> bytes:
-        """What that rank has under the key. Raises RuntimeError when its process is gone."""
+        """What that rank has under the key. Raises RuntimeError when its process is gone, as seen on its own host; the
+        launchers watch other hosts, and end this process (launch.workers.hosts)."""
         pause_s, longest_s = LOOK_AGAIN_S
-        process = int(self._store.get(f"pid/{rank}"))
+        node, _, process = self._store.get(f"pid/{rank}").decode().partition(":")
         while not self._store.check([key]):
-            if _has_ended(process):
+            if node == self._node and _has_ended(int(process)):
                 raise RuntimeError(f"rank {rank} has ended without a word")
             time.sleep(pause_s)
             pause_s = min(1.1 * pause_s, longest_s)

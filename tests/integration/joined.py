@@ -50,7 +50,11 @@ class Joined:
         """`command`: put before it, to run it on another host."""
         self.folder, self.prefix = folder, prefix
         self.output = folder.with_name(f"{folder.name}.out")
-        words = ["join", str(run), f"--name-prefix={prefix}", f"--dir={folder}", "--launch.status_every_s=1"]
+        words = ["join", str(run), f"--name-prefix={prefix}", "--launch.status_every_s=1"]
+        if any(word.startswith("--learner-ranks") for word in arguments):
+            self.folder = Path(run) / "joined" / prefix  # no other is possible then
+        else:
+            words.append(f"--dir={folder}")
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, sys.executable, str(ROOT / "launch" / "cluster.py"), *words, *arguments],

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import ROOT, Launched
+from tests.integration.joined import Join
+from tests.patience import RUN_PATIENCE_S
 
 pytestmark = pytest.mark.slow
 RANKS = ("--learner.ranks=2", "--learner.eval_every=0", "--learner.checkpoint_every=3", "--actors=1")
@@ -72,4 +74,22 @@ def test_ranks_send_weights_to_a_server_that_proves_that_it_has_them(launch: Cal
     assert run.summary()["tokens"]["balanced"]
     assert max(row.get("weights/check_requests_total", 0.0) for row in run.steps()) > 0
     assert all(abs(row["train/ratio_mean"] - 1.0) < 0.05 for row in run.steps())
+    run.expect_clean_audit()
+
+
+def test_ranks_on_two_hosts_come_back_together_after_one_dies(launch: Callable[..., Launched], join: Join) -> None:
+    """Two launchers over loopback, with a replica of two ranks each. The second one comes late."""
+    hosts = ("--learner.ranks=4", "--learner.replicas=2", "--learner.hosts=2", "--launch.silent_kill_s=600")
+    run = launch("--steps=12", *RANKS[1:], *hosts)
+    run.until(lambda: "the learner waits for 1 of 2 hosts" in run.text(), "that the learner waits")
+    other = join(run.run_dir, "second", "--learner-ranks=2")
+    run.until(lambda: len(run.steps()) >= 4, "four steps")
+    log = (other.folder / "logs" / "learner-second-0.log").read_text()
+    os.kill(int(re.findall(r"learner-second-0 rank 3 of 4 starts, pid (\d+)", log)[-1]), signal.SIGKILL)
+    assert run.wait() == 0, run.text()
+    assert other.process.wait(RUN_PATIENCE_S) == 0, other.text()
+    summary = run.summary()
+    assert summary["steps"] == 12 and summary["tokens"]["balanced"], summary
+    assert {row["epoch"] for row in run.steps()} == {0, 1}, "all ranks began a new epoch"
+    assert other.summary()["workers"]["learner-second-0"]["restarts"] == 1, "the second host came back by itself"
     run.expect_clean_audit()

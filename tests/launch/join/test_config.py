@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -153,3 +154,24 @@ def test_names_are_the_hosts_unless_said_and_must_fit_on_the_wire() -> None:
         parse_join(["run", "--name-prefix", "a b"])
     with pytest.raises(ConfigError, match="expected a RUN, got none"):
         parse_join(["--actors", "1"])
+
+
+def test_ranks_of_the_learner_join_a_run_with_several_hosts_from_its_own_folder(tmp_path: Path) -> None:
+    learner = {"ranks": 4, "hosts": 2}
+    (tmp_path / "run.json").touch()
+    run = replace(target(learner=learner), home=tmp_path / "joined")
+    found = check_joining(run, (), "p", ranks=2)
+    assert (found.config.actors, found.config.teachers, found.roles) == (0, 0, ())
+    wrong = [
+        (run, 1, "got 1, expected 2: the run has 4 ranks on 2 hosts"),
+        (replace(run, settings=target().settings), 1, "expected a run with learner.hosts above 1"),
+        (replace(run, home=Path("/nowhere/joined")), 2, "expected the run's own folder"),
+        (replace(run, address="tcp://10.255.255.1:5555"), 2, "meet at 127.0.0.1, which only the run's machine reaches"),
+    ]
+    for one, ranks, said in wrong:
+        with pytest.raises(ConfigError, match=said):
+            check_joining(one, (), "p", ranks=ranks)
+    with pytest.raises(ConfigError, match="--dir: with --learner-ranks"):
+        parse_join(["run", "--learner-ranks=2", "--dir=x"])
+    line = parse_join(["run", "--learner-ranks=2"])
+    assert line is not None and line.ranks == 2
