@@ -121,12 +121,12 @@ class Part:
     """What one process has of a row."""
 
     lengths: tuple[int, ...]
-    """Of the whole sequences."""
+    """Lengths of the whole sequences."""
     chunks: tuple[Chunk, ...]
-    """Of this process. One without any, in a very short row, runs the row's first token, which then counts for
+    """This process's chunks. A process without any, in a very short row, runs the row's first token, which then counts for
     another."""
     places: Places
-    """Of the tokens."""
+    """Where its tokens are in the row."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], size: int, rank: int) -> Part:

@@ -26,8 +26,8 @@ _ALIGNED: Final = 64
 
 
 class HostMomentsAdamW(torch.optim.AdamW):
-    """Of sharded parameters each rank has the moments of its share: plain tensors in host memory, not DTensors, because
-    those must be on the device of their mesh."""
+    """AdamW whose moments are in host memory. With several ranks each has those of its shares, as plain tensors, because
+    DTensors must be on the device of their mesh."""
 
     def __init__(self, groups: list[dict[str, Any]], *, streams: WeightStreams, **settings: Any) -> None:
         """`streams`: those of the parameters' device. Arguments else as of torch's AdamW."""
@@ -37,7 +37,8 @@ class HostMomentsAdamW(torch.optim.AdamW):
 
     @cached_property
     def _moments(self) -> dict[Tensor, tuple[Tensor, Tensor]]:
-        """Of all parameters, in one run of host memory that is taken at the first update, as torch's AdamW does."""
+        """Both moments of each parameter, in one run of host memory that is taken at the first update, as torch's AdamW
+        does."""
         shares = [(p, share_of(p.detach())) for group in self.param_groups for p in group["params"]]
         moments = dict[Tensor, tuple[Tensor, Tensor]]()
         room = [-(-share.nbytes // _ALIGNED) * _ALIGNED for _, share in shares]
