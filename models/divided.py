@@ -123,8 +123,8 @@ class Part:
     lengths: tuple[int, ...]
     """Lengths of the whole sequences."""
     chunks: tuple[Chunk, ...]
-    """This process's chunks. A process without any, in a very short row, runs the row's first token, which then counts for
-    another."""
+    """This process's chunks. A process without any, in a very short row, runs the row's first token, which then counts
+    for another."""
     places: Places
     """Where its tokens are in the row."""
 

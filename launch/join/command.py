@@ -74,7 +74,7 @@ class JoinLine:
     dir: Path | None
     prefix: str
     ranks: int
-    """Of the learner."""
+    """Ranks of the learner that this host runs; 0: none."""
     overrides: tuple[tuple[Key, str], ...]
 
 

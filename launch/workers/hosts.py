@@ -51,7 +51,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """RUN/ranks.json: where the ranks of this start of the learner meet."""
 
     incarnation: str
-    """Of the learner's process."""
+    """Names the learner's process: each start has another."""
     host: str
     port: int
     folder: str
@@ -109,20 +109,22 @@ def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
     store = host_store(host)
     watched = connect_store(host, store.port, CONNECT_S)  # a connection of its own: those in use block
     store.set("incarnation", ctx.incarnation)
-    beats, told, deadline_s = Beats(watched), 0, time.monotonic() + config.launch.ready_timeout_s
+    beats, n_shown, deadline_s = Beats(watched), 0, time.monotonic() + config.launch.ready_timeout_s
     while True:
         there = [n for n in range(1, int(watched.add("numbers", 0)) + 1) if beats.alive(n)][: hosts - 1]
-        if 1 + len(there) != told:
-            told = 1 + len(there)
+        if 1 + len(there) != n_shown:
+            n_shown = 1 + len(there)
             folder = str(ctx.run_dir.resolve())
-            card = Card(incarnation=ctx.incarnation, host=host, port=store.port, folder=folder, hosts=hosts, here=told)
+            card = Card(
+                incarnation=ctx.incarnation, host=host, port=store.port, folder=folder, hosts=hosts, here=n_shown
+            )
             write_atomic(ctx.run_dir / CARD, msgspec.json.encode(card))
-            log.info("%d of %d hosts are here for the learner's ranks", told, hosts)
-        if told == hosts:
+            log.info("%d of %d hosts are here for the learner's ranks", n_shown, hosts)
+        if n_shown == hosts:
             break
         if time.monotonic() > deadline_s:
             raise HostsMissing(
-                f"{told} of {hosts} hosts (learner.hosts) came within launch.ready_timeout_s = "
+                f"{n_shown} of {hosts} hosts (learner.hosts) came within launch.ready_timeout_s = "
                 f"{config.launch.ready_timeout_s:g} s; the others join by `cluster.py join {ctx.run_dir} "
                 f"--learner-ranks {config.learner.ranks_each}`"
             )

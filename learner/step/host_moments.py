@@ -26,8 +26,8 @@ _ALIGNED: Final = 64
 
 
 class HostMomentsAdamW(torch.optim.AdamW):
-    """AdamW whose moments are in host memory. With several ranks each has those of its shares, as plain tensors, because
-    DTensors must be on the device of their mesh."""
+    """AdamW whose moments are in host memory. With several ranks each has those of its shares, as plain tensors,
+    because DTensors must be on the device of their mesh."""
 
     def __init__(self, groups: list[dict[str, Any]], *, streams: WeightStreams, **settings: Any) -> None:
         """`streams`: those of the parameters' device. Arguments else as of torch's AdamW."""
