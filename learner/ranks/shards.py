@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from learner.ranks.mesh import Mesh
 from models.layers import layers
-from models.transfer import like
+from models.transfer import own_rows, share_of
 
 
 class _Root(nn.Module):
@@ -72,4 +72,4 @@ def _take_from_first(tensor: Tensor, value: Tensor, device: torch.device) -> Non
     """Fill `tensor`, this rank's share or a buffer, with the `value` of rank 0."""
     full = torch.empty_like(value, device=device) if dist.get_rank() else value.to(device).contiguous()
     dist.broadcast(full, src=0)
-    tensor.copy_(like(tensor, full))
+    share_of(tensor.detach()).copy_(own_rows(tensor, full))
