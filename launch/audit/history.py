@@ -54,9 +54,12 @@ class History:
 
     def knows(self, version: Version) -> bool:
         """Whether this version existed, as far as is known. One more step than recorded is possible: its record may
-        have been lost when the learner died."""
+        have been lost when the learner died. So are the student and its first step, if the first learner died before
+        it recorded anything."""
         epoch = self._epochs.get(version.epoch)
-        return epoch is not None and epoch.began <= version.step <= epoch.reached + 1
+        if epoch is None:
+            return version.epoch == 0 and 0 <= version.step <= 1
+        return epoch.began <= version.step <= epoch.reached + 1
 
     @property
     def newest(self) -> Version | None:

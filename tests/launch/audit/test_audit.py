@@ -126,6 +126,19 @@ def test_tokens_of_weights_that_were_never_made(run: Written) -> None:
     assert faults(run) == {report.UNKNOWN_WEIGHTS: 8}
 
 
+@pytest.mark.parametrize("said", [[], [resumed((1, 0), (0, 0))]])
+def test_a_first_learner_that_died_before_it_recorded_anything(run: Written, said: list[bytes]) -> None:
+    """The student, version 0.0, existed all the same, and so may its first step; nothing beyond is possible."""
+    first = batch((1, 0), *group(0, by=(0, 0), attempt=1), settled=trained((0, 0), (0, 1)))
+    second = batch((1, 1), *group(1, by=(0, 0), attempt=1), settled=trained((1, 0), (1, 1)))
+    run.record(*said, first, second)
+    found = audit(run.path)
+    assert (faults(run), found.steps_kept, found.tokens, found.stalest) == ({}, 2, 16, 1)
+
+    run.record(*said, first, batch((1, 1), item(1, 0, (2, 5), by=(0, 2)), item(1, 1, (2, 5), by=(2, 0))))
+    assert faults(run)[report.UNKNOWN_WEIGHTS] == 6
+
+
 def test_a_skipped_task_and_a_skipped_sample(run: Written) -> None:
     """Of task 1 only an abandoned step trained something; of task 2 one sample is neither settled nor open."""
     run.record(
