@@ -22,6 +22,7 @@ SCHEMA_OF_VERSION = {
     11: "f7a3d464a07babb5",
     12: "b5c5f81d57c15962",
     13: "30f008428f0f52ac",
+    15: "5f8593bd9c04d46a",
 }
 
 
