@@ -191,15 +191,9 @@ def read_given(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Log-probs [N, K] of `wanted_NK` out of a reply about the U ids `given_U` (ascending) at each position. The first
     row is of `start - 1` and is skipped. Raises StreamError for rows of other ids, or not finite ones."""
-    kept = [row for row in (rows or ())[1:] if row is not None and len(row) == len(given_U)]
-    if len(kept) != len(wanted_NK):
-        raise StreamError(
-            f"asked for {len(given_U)} given tokens at {len(wanted_NK)} positions, got {len(kept)} such rows"
-        )
-    got_NU = np.array([[entry[1] for entry in row] for row in kept], np.int32)
+    got_NU, logprobs_NU = _table(rows, len(wanted_NK), len(given_U), f"{len(given_U)} given tokens")
     if not (got_NU == given_U).all():
         raise StreamError("got log-probs of other tokens than the given ones, or in another order")
-    logprobs_NU = _finite([entry[0] for row in kept for entry in row]).reshape(got_NU.shape)
     return np.take_along_axis(logprobs_NU, np.searchsorted(given_U, wanted_NK), axis=1)
 
 
@@ -230,12 +224,19 @@ def read_scores(
     logprobs_N = _finite([entry[0] for entry in entries])
     if not top_k:
         return ScoreResult(logprobs_N)
-    rows = [] if top is None else [row for row in top[1:] if row is not None and len(row) == top_k]
-    if len(rows) != len(wanted_N):
-        raise StreamError(f"asked for the top {top_k} at {len(wanted_N)} positions, got {len(rows)} such rows")
-    top_ids_NK = np.array([[entry[1] for entry in row] for row in rows], np.int32)
-    top_logprobs_NK = _finite([entry[0] for row in rows for entry in row]).reshape(top_ids_NK.shape)
-    return ScoreResult(logprobs_N, top_ids_NK, top_logprobs_NK)
+    return ScoreResult(logprobs_N, *_table(top, len(wanted_N), top_k, f"the top {top_k}"))
+
+
+def _table(
+    rows: Sequence[list[_Entry] | None] | None, n_rows: int, width: int, asked: str
+) -> tuple[Int32s, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Ids and log-probs [n_rows, width] of a reply's rows, without the first one. Raises StreamError for another number
+    of complete rows, or log-probs that are not finite."""
+    kept = [row for row in (rows or ())[1:] if row is not None and len(row) == width]
+    if len(kept) != n_rows:
+        raise StreamError(f"asked for {asked} at {n_rows} positions, got {len(kept)} such rows")
+    ids = np.array([[entry[1] for entry in row] for row in kept], np.int32)
+    return ids, _finite([entry[0] for row in kept for entry in row]).reshape(ids.shape)
 
 
 def _finite(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float32]]:
