@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from engines.sglang.engine import SGLangEngine
+from engines.sglang.features import ListedModels
 from engines.sglang.http import RequestRefused, ServerUnavailable
 from engines.sglang.weights import STUDENT, ServerWeights
 from protocol.messages import WeightPlan, WeightVersion
@@ -30,15 +31,6 @@ log = logging.getLogger(__name__)
 
 _UNLOAD_TIMEOUT_S: Final = 60.0
 """After it nobody looks for the answer any more; the server goes on."""
-
-
-class _Listed(msgspec.Struct, frozen=True):
-    id: str
-    root: str = ""
-
-
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Listed]
 
 
 class ServerAdapters(ServerWeights):
@@ -124,4 +116,4 @@ class ServerAdapters(ServerWeights):
     def _on_server(self) -> dict[str, str]:
         """Name -> folder of every adapter that the server has loaded."""
         text = self._server.run(self._server.get("/v1/models"), timeout_s=self._engine.config.control_timeout_s)
-        return {model.id: model.root for model in msgspec.json.decode(text, type=_Models).data}
+        return {model.id: model.root for model in msgspec.json.decode(text, type=ListedModels).data}

@@ -53,13 +53,20 @@ class ServerInfo(msgspec.Struct, frozen=True):
         return "float32" if self.dtype == "float32" and not (self.device or "cuda").startswith("cuda") else "half"
 
 
-class _Model(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
+    """The student, or an adapter that the server has loaded."""
+
     max_model_len: int | None
     """None for an adapter."""
+    id: str = ""
+    root: str = ""
+    """Folder that it was loaded from."""
 
 
-class _Models(msgspec.Struct, frozen=True):
-    data: list[_Model]
+class ListedModels(msgspec.Struct, frozen=True):
+    """The answer of /v1/models."""
+
+    data: list[ListedModel]
 
 
 class _TopMeta(msgspec.Struct, frozen=True):
@@ -202,7 +209,7 @@ async def detect_features(link: ServerLink) -> Features:
     await link.wait_until_up()
     model = await link.model_info()
     info = msgspec.json.decode(await link.get("/get_server_info"), type=ServerInfo)
-    listed = msgspec.json.decode(await link.get("/v1/models"), type=_Models).data
+    listed = msgspec.json.decode(await link.get("/v1/models"), type=ListedModels).data
     max_context = next((model.max_model_len for model in listed if model.max_model_len is not None), None)
     if max_context is None:
         raise StreamError("the server does not say how long a sequence may be (max_model_len of /v1/models)")
