@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.payloads import Rows, TopRows, join_rows
+from models.divided import Group, Part, Places
 from models.packed_layout import balanced_packs
 from protocol.branches import path_to
 from protocol.messages import BatchItem
@@ -126,12 +127,30 @@ class Microbatch:
     """Index of the token among the trained tokens of the batch, in the order of the items."""
     top: tuple[Rows, ...]
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
+    shared: Shared | None = None
+    """If this is a rank's part of a microbatch that is divided over ranks. Then T and N are those of the part."""
+
+    @property
+    def counts(self) -> bool:
+        """False if there is no trained token in it, but one for show."""
+        return self.shared is None or len(self.shared.own_N) > 0
+
+
+class Shared(NamedTuple):
+    """A microbatch and a rank's part of it (models.divided)."""
+
+    whole: Microbatch
+    part: Part
+    trained: Places
+    """Which trained tokens of the whole each rank has: those whose predictor is among its tokens."""
+    own_N: npt.NDArray[np.int64]
+    """Those of this rank."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     microbatches: tuple[Microbatch, ...]
-    """Those of this rank."""
+    """Those of this rank. Of those that are divided over ranks, its parts."""
     n_passes: int
     """Passes that each rank makes: microbatches of the rank that has most. The others fill up with `idle`."""
     n_microbatches: int
@@ -163,9 +182,14 @@ class PackedBatch:
         )
 
     @property
+    def counted(self) -> list[Microbatch]:
+        """The microbatches whose results count, in the order of the passes."""
+        return [microbatch for microbatch in self.microbatches if microbatch.counts]
+
+    @property
     def passes(self) -> Iterator[tuple[Microbatch, bool]]:
         """(microbatch, whether its result counts) of each pass of this rank."""
-        yield from ((microbatch, True) for microbatch in self.microbatches)
+        yield from ((microbatch, microbatch.counts) for microbatch in self.microbatches)
         yield from ((self.idle, False) for _ in range(self.n_passes - len(self.microbatches)))
 
 
@@ -217,13 +241,19 @@ def pack(items: Sequence[TrainItem], pack_tokens: int) -> PackedBatch:
     return pack_share(items, divide(items, pack_tokens), 0)
 
 
-def pack_share(items: Sequence[TrainItem], divided: Sequence[Sequence[Sequence[int]]], rank: int) -> PackedBatch:
-    """The microbatches of one rank. `divided`: from `divide`."""
+def pack_share(
+    items: Sequence[TrainItem],
+    divided: Sequence[Sequence[Sequence[int]]],
+    rank: int,
+    group: Group | None = None,
+) -> PackedBatch:
+    """The microbatches of one rank, or its part of each, if a group of ranks divides them. `divided`: from `divide`."""
     teachers = tuple(sorted({name for train_item in items for name in train_item.item.teachers}))
     ends = np.cumsum([train_item.n_trained for train_item in items])
     busy = [train_item for train_item in items if train_item.n_trained]
+    microbatches = (_microbatch(members, items, teachers, ends) for members in divided[rank])
     return PackedBatch(
-        microbatches=tuple(_microbatch(members, items, teachers, ends) for members in divided[rank]),
+        microbatches=tuple(made if group is None else part_of(made, group.rank, group.size) for made in microbatches),
         n_passes=max(map(len, divided)),
         n_microbatches=sum(map(len, divided)),
         teachers=teachers,
@@ -261,6 +291,33 @@ def _microbatch(
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
         token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
         top=tuple(join_rows([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
+    )
+
+
+def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
+    """A rank's part of a microbatch: some tokens, and the trained tokens that they predict."""
+    own = Part.of(whole.lengths, size, rank)
+    owner_T = np.empty(len(whole.ids_T), np.int64)
+    for each, tokens_P in enumerate(own.places.of_ranks):
+        owner_T[tokens_P] = each
+    owner_N = owner_T[whole.predictor_N]
+    trained = Places(tuple(np.flatnonzero(owner_N == each) for each in range(size)))
+    own_N = trained.of_ranks[rank]
+    chosen_N = own_N if len(own_N) else np.zeros(1, np.int64)  # for show: see `Microbatch.counts`
+    is_own_N = np.isin(np.arange(len(owner_N)), chosen_N)
+    rows = [np.flatnonzero(is_own_N[routed_N]) for routed_N in whole.routed_MN]  # of those that the teacher has
+    return Microbatch(
+        ids_T=whole.ids_T[own.tokens],
+        lengths=whole.lengths,
+        predictor_N=np.searchsorted(own.tokens, whole.predictor_N[own_N]) if len(own_N) else np.zeros(1, np.int64),
+        target_N=whole.target_N[chosen_N],
+        behaviour_N=whole.behaviour_N[chosen_N],
+        teacher_MN=whole.teacher_MN[:, chosen_N],
+        routed_MN=whole.routed_MN[:, chosen_N],
+        item_N=whole.item_N[chosen_N],
+        token_N=whole.token_N[chosen_N],
+        top=tuple(one.at(own_R) if one.n_rows else one for one, own_R in zip(whole.top, rows, strict=True)),
+        shared=Shared(whole, own, trained, own_N),
     )
 
 

@@ -106,6 +106,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     replicas: PositiveInt = 1
     """Copies of the student that the ranks hold: each parameter is divided over ranks / replicas of them. More copies
     need more memory, and ranks of different copies exchange nothing but gradients."""
+    context_parallel: PositiveInt = 1
+    """Ranks that divide each sequence among them, for sequences that are too long for one (context parallelism). Each
+    has its part of the activations of a pass of `pack_tokens`, and gathers keys and values. `ranks` must be a multiple
+    of it. For models with full attention."""
     rank_timeout_s: PositiveFloat = 300.0
     """Seconds that ranks wait for one that does not come to a common operation. Then all start again from the newest
     checkpoint."""
@@ -156,6 +160,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(f"replicas is {self.replicas} with {self.ranks} ranks; expected a divisor of their number")
         if self.ranks % self.hosts:
             raise ValueError(f"hosts is {self.hosts} with {self.ranks} ranks; expected a divisor of their number")
+        if self.ranks % self.context_parallel:
+            raise ValueError(
+                f"context_parallel is {self.context_parallel} with {self.ranks} ranks; expected a divisor of their "
+                "number"
+            )
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()
 

@@ -41,6 +41,15 @@ class TopRows:
             return cls(ids_TK, logprobs_TK, top.tail_T, top.counts_T)
         return cls(ids_TK[rows], logprobs_TK[rows], top.tail_T[rows], top.counts_T[rows])
 
+    def at(self, rows: npt.NDArray[np.int64]) -> TopRows:
+        """Some rows."""
+        drawn = self.uniform_RS[rows] if len(self.uniform_RS) else self.uniform_RS
+        return TopRows(self.ids_RK[rows], self.logprobs_RK[rows], self.tail_R[rows], self.counts_R[rows], drawn)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.counts_R)
+
     @classmethod
     def joined(cls, parts: Sequence[TopRows]) -> TopRows:
         """Concatenated rows, padded to the largest K."""
@@ -72,6 +81,15 @@ class HiddenRows:
     """Bits of bfloat16."""
     uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     """As in TopRows."""
+
+    def at(self, rows: npt.NDArray[np.int64]) -> HiddenRows:
+        """Some rows."""
+        drawn = self.uniform_RS[rows] if len(self.uniform_RS) else self.uniform_RS
+        return HiddenRows(self.teacher, self.states_RH[rows], drawn)
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.states_RH)
 
     @classmethod
     def joined(cls, parts: Sequence[HiddenRows]) -> HiddenRows:

@@ -181,6 +181,7 @@ def attend_divided(query: Tensor, key: Tensor, value: Tensor, layout: DividedLay
     for i, start, end in part.chunks:
         seen = of_sequence[i][:end].transpose(0, 1)[None]
         queries = query[:, :, at : at + end - start]
-        rows.append(attend_last(queries, seen[..., :key_size], seen[..., key_size:], scaling=scaling))
+        row = attend_last(queries, seen[..., :key_size], seen[..., key_size:], scaling=scaling)
+        rows.append(row.transpose(1, 2))
         at += end - start
-    return torch.cat(rows, dim=2).transpose(1, 2)
+    return torch.cat(rows, dim=1)

@@ -165,7 +165,9 @@ def _architectures(config: RunConfig) -> Iterator[str]:
     named |= {pool.model_key: pool.config.models.teacher for pool in pools}
     for key, name in named.items():
         try:
-            packed.refuse_unpackable(load_config(name))  # learner and teachers read many sequences in one row
+            packed.refuse_unpackable(found := load_config(name))  # learner and teachers read many sequences in one row
+            if key == "models.student" and config.learner.context_parallel > 1:
+                packed.refuse_undividable(found)
         except (ModelError, packed.PackingError) as error:
             yield f"{key}: {error}"
 

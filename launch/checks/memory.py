@@ -15,9 +15,12 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on t
                     float32    4 (4 F + 6 H + 2 Q + 2 K), with norms of queries and keys 8 (Q + K) more
                     bfloat16   8 F + 26 H + 4 Q + 4 K, with such norms 10 (Q + K) more
                     under frozen weights 8 H less, and in float32 4 (Q + K) less with such norms
-                and 16 T H outside the layers. Layers that compute theirs again (learner.recompute) keep 4 T H each,
-                and one of them has its own again, but then the logits are gone
-                logits: 2 * 4 C V; and the head's gradient, 2 * 4 V H, unless it is frozen
+                and 16 T H outside the layers. With ranks that divide sequences (learner.context_parallel) T is what one
+                of them has; a layer keeps 2 K per token of `pack_tokens`, the keys and values of all, in place of 2 K
+                per own token, and Q more per own token, times 4 or 2 bytes. Layers that compute theirs again
+                (learner.recompute) keep 4 T H each, and one of them has its own again, but then the logits are gone
+                logits: 2 * 4 C V (C: no more tokens than a rank has); and the head's gradient, 2 * 4 V H, unless it is
+                frozen
                 teachers' heads: that of each model whose teachers send hidden states, V * (its H) * (2 or 4)
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * K * b; on the host P * b for packed weights (actor.torch.fused)
@@ -60,6 +63,8 @@ PROCESS_GIB: Final = 1.0
 HOST_GIB: Final = 0.5
 HOST: Final = -1
 """Where processes are that have no GPU."""
+GATHERS: Final = 5
+"""Keys and values of all tokens that a layer has at once in its backward pass: gathered, and their gradients."""
 MARGIN: Final = 0.15
 """How far the whole estimate may be off."""
 QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
@@ -69,7 +74,10 @@ ADVICE: Final[Mapping[tuple[str, str], str]] = {
     ("learner", "gradient"): "learner.ranks or learner.lora.rank",
     ("learner", "AdamW"): "learner.moments = host, learner.ranks or learner.lora.rank",
     ("learner", "staging"): "weights.staging = host or weights.dtype = bfloat16",
-    ("learner", "activations"): "learner.recompute = 1 or a smaller learner.pack_tokens",
+    (
+        "learner",
+        "activations",
+    ): "learner.recompute = 1, a smaller learner.pack_tokens or a larger learner.context_parallel",
     ("learner", "logits"): "a smaller learner.logprob_chunk_tokens",
     ("actor", "weights"): "fewer roles there, or servers with a larger tp",
     ("actor", "next weights"): "fewer roles there, or servers with a larger tp",
@@ -172,7 +180,8 @@ def learner_need(
     copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
     gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if learner.ranks > 1 else 0.0
     kept, once = _activations(config, shape, half=half)
-    logits = 2 * 4 * learner.logprob_chunk_tokens * v + (2 * 4 * v * h if trained else 0)
+    chunk = min(learner.logprob_chunk_tokens, learner.pack_tokens // learner.context_parallel)
+    logits = 2 * 4 * chunk * v + (2 * 4 * v * h if trained else 0)
     likely = {
         "bfloat16 copies": copies if learner.ranks == 1 else 0.0,
         "gathered": gathered,
@@ -206,16 +215,21 @@ def _movable(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
 
 def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[float, float]:
     """What is kept until the backward pass, and what a layer that computes again needs there."""
-    learner, tokens = config.learner, config.learner.pack_tokens
+    learner, width = config.learner, 2 if half else 4
+    tokens = learner.pack_tokens / learner.context_parallel
     f, h, q, k = shape.mlp, shape.hidden, shape.q_width, shape.kv_width
     layer = 8 * f + 26 * h + 4 * (q + k) if half else 4 * (4 * f + 6 * h + 2 * (q + k))
     if shape.qk_norm:
         layer += (10 if half else 8) * (q + k)
     if learner.lora.rank:
         layer -= 8 * h + (4 * (q + k) if shape.qk_norm and not half else 0)
+    of_all = 0.0
+    if learner.context_parallel > 1:
+        layer += width * (q - 2 * k)
+        of_all = 2 * width * k * learner.pack_tokens
     again = int(shape.layers * learner.recompute)
-    kept = tokens * ((shape.layers - again) * layer + again * 4 * h + 16 * h)
-    return kept, tokens * layer if again else 0.0
+    kept = tokens * ((shape.layers - again) * layer + again * 4 * h + 16 * h) + (shape.layers - again) * of_all
+    return kept, tokens * layer + GATHERS * of_all if again else 0.0
 
 
 def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:

@@ -170,7 +170,12 @@ def _joined(ctx: RoleContext[RunConfig]) -> int:
 
     learner = ctx.config.learner
     device = torch.device(resolve_device(learner.device))
-    ranks = RankGroup(device=device, timeout_s=learner.rank_timeout_s, replicas=learner.replicas)
+    ranks = RankGroup(
+        device=device,
+        timeout_s=learner.rank_timeout_s,
+        replicas=learner.replicas,
+        context=learner.context_parallel,
+    )
     if ranks.rank:
         code = follow.main(ctx, ranks)
     else:

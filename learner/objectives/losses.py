@@ -186,7 +186,7 @@ class LossTerms:
     """sg[s] - q, summed over the token's teachers; 0 where it has none."""
     advantage_N: Tensor
 
-    def at(self, place: slice) -> LossTerms:
+    def at(self, place: slice | Tensor) -> LossTerms:
         """The terms of some tokens. `loss` stays that of all tokens."""
         return LossTerms(self.loss, *(getattr(self, name)[place] for name in _PER_TOKEN))
 

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
 from learner.ranks.mesh import Mesh
 from learner.ranks.staging import ShareLink, StagingByRanks
+from models.divided import Group
 from weights.staged_weights import StagedWeights, Staging
 
 T = TypeVar("T")
@@ -74,6 +75,8 @@ class Ranks:
 
     rank = 0
     mesh = Mesh()
+    group: Group | None = None
+    """The ranks with which this one divides each of its sequences; None: it has them whole."""
 
     @property
     def size(self) -> int:
@@ -133,14 +136,15 @@ class Ranks:
 class RankGroup(Ranks):
     """A rank of several. The process group is torch's default one, which this makes."""
 
-    def __init__(self, *, device: torch.device, timeout_s: float, replicas: int = 1) -> None:
+    def __init__(self, *, device: torch.device, timeout_s: float, replicas: int = 1, context: int = 1) -> None:
         """For a process that torch's elastic launcher started: rank and size come from its environment. `timeout_s`:
-        of each collective. Raises ValueError for a number of ranks that is no multiple of `replicas`."""
+        of each collective. `context`: ranks that divide each sequence. Raises ValueError for a number of ranks that is
+        no multiple of it or of `replicas`."""
         timeout = timedelta(seconds=timeout_s)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self._store, self.rank, size = next(rendezvous("env://", timeout=timeout))
         self._store.set_timeout(timeout)
-        self.mesh = Mesh.of(size, replicas)
+        self.mesh = Mesh.of(size, replicas, context)
         dist.init_process_group(
             backend,
             store=PrefixStore("learner", self._store),
@@ -153,6 +157,10 @@ class RankGroup(Ranks):
         self._store.set(f"pid/{self.rank}", f"{self._node}:{os.getpid()}")
         self._device = device
         self.shares = ShareLink(self.rank, self.mesh, timeout_s=timeout_s)
+        for members in self.mesh.together:
+            handle = dist.new_group(members, timeout=timeout)  # all ranks make all of them
+            if self.rank in members:
+                self.group = Group(handle, members.index(self.rank), len(members))
         self._announced = 0
         self._root: Any = None
 

@@ -8,6 +8,9 @@ batch. The only place that knows.
 After a layer's backward pass gradients are added up over the shares of each replica, then over the replicas. The ranks
 of a replica have consecutive numbers: where each host has a replica, gathering stays within the host. Replica 0, with
 rank 0 in it, speaks for all: it alone sends weights and writes checkpoints.
+
+Independently of this, `context` ranks with consecutive numbers train the same part of a batch: each has some tokens of
+every sequence of it (models.divided).
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ class Mesh(NamedTuple):
 
     size: int = 1
     replicas: int = 1
+    context: int = 1
 
     @classmethod
-    def of(cls, size: int, replicas: int) -> Mesh:
-        """Raises ValueError unless all replicas get the same number of ranks."""
+    def of(cls, size: int, replicas: int, context: int = 1) -> Mesh:
+        """Raises ValueError unless all replicas get the same number of ranks, and all parts of a batch."""
         if size % replicas:
             raise ValueError(f"got {size} ranks in {replicas} replicas; expected a multiple of {replicas} ranks")
-        return cls(size, replicas)
+        if size % context:
+            raise ValueError(f"got {size} ranks, {context} to a sequence; expected a multiple of {context} ranks")
+        return cls(size, replicas, context)
 
     @property
     def shares(self) -> int:
@@ -47,11 +53,18 @@ class Mesh(NamedTuple):
     @property
     def parts(self) -> int:
         """Into how many parts a batch is divided."""
-        return self.size
+        return self.size // self.context
 
     def part(self, rank: int) -> int:
-        """Which part of each batch a rank trains."""
-        return rank
+        """Which part of each batch a rank trains, alone or with others."""
+        return rank // self.context
+
+    @property
+    def together(self) -> list[list[int]]:
+        """The ranks that train the same part, by part; none if each trains one alone."""
+        if self.context == 1:
+            return []
+        return [list(range(first, first + self.context)) for first in range(0, self.size, self.context)]
 
     def of_devices(self, kind: str) -> DeviceMesh:
         """torch's view of it, for FSDP, which divides parameters along the last dimension and copies them along the

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, Microbatch, NonFiniteError, PackedBatch, TrainItem, pack
+from learner.batch import BatchError, Microbatch, NonFiniteError, PackedBatch, TrainItem, divide, pack_share
 from learner.objectives.advantages import ValueTargets
 from learner.objectives.batch_terms import BatchTerms, teacher_coefs
 from learner.objectives.losses import TokenInputs
 from learner.ranks.group import Ranks
 from learner.reports.step_metrics import SUMS, StepSums
 from learner.step.critic import Critic, ValueTerms
-from learner.step.step_loss import MicrobatchTerms, StepLoss
+from learner.step.step_loss import MicrobatchTerms, Rollouts, StepLoss
+from models.divided import DividedLayout, Group
 from models.logprobs import LmHead, lm_head
-from models.packed import packed_hidden
+from models.packed import divided_hidden, packed_hidden
 from models.precision import products
 from models.transfer import read, upload
 
@@ -43,12 +44,19 @@ class States(NamedTuple):
     """The same states, not rounded to the dtype of products."""
 
 
-def predictor_states(model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool) -> States:
-    """Hidden states that predict the trained tokens. `bfloat16` is for matrix products; parameters are not changed."""
+def predictor_states(
+    model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool, group: Group | None = None
+) -> States:
+    """Hidden states that predict the trained tokens. `bfloat16` is for matrix products; parameters are not changed.
+    `group`: has the other parts of a microbatch that is divided."""
     head = lm_head(model)
     device = head.weight_VH.device
     with products(device.type, bfloat16=bfloat16):
-        hidden_TH = packed_hidden(model, upload(microbatch.ids_T, device), microbatch.lengths)
+        ids_T = upload(microbatch.ids_T, device)
+        if microbatch.shared is None or group is None:
+            hidden_TH = packed_hidden(model, ids_T, microbatch.lengths)
+        else:
+            hidden_TH = divided_hidden(model, ids_T, DividedLayout(microbatch.shared.part, group))
     exact_NH = hidden_TH.index_select(0, upload(microbatch.predictor_N, device))
     if not bfloat16:
         return States(head, exact_NH, exact_NH)
@@ -105,6 +113,14 @@ class BatchPart:
             ),
         )
 
+    def rollouts(self, microbatch: Microbatch, device: torch.device, group: Group | None) -> Rollouts | None:
+        """The whole rollouts of a microbatch of which this rank has a part; None if it has all of it."""
+        if microbatch.shared is None or group is None:
+            return None
+        whole, _, trained, own_N = microbatch.shared
+        places_N = own_N if len(own_N) else np.zeros(1, np.int64)
+        return Rollouts(self.inputs(whole, device), upload(places_N, device), partial(trained.gather, group=group))
+
     def values(self, microbatch: Microbatch) -> ValueTargets | None:
         """None without a value function."""
         return None if self.whole.values is None else self.whole.values.at(torch.from_numpy(microbatch.token_N))
@@ -113,15 +129,17 @@ class BatchPart:
         """Keep the student's log-probs, given as one tensor per microbatch."""
         dtype = student_N[0].dtype if student_N else torch.float32
         self.proximal_N = torch.zeros(self.batch.n_trained, dtype=dtype, device=device)
-        for microbatch, own_N in zip(self.batch.microbatches, student_N, strict=True):
+        for microbatch, own_N in zip(self.batch.counted, student_N, strict=True):
             self.proximal_N[upload(microbatch.token_N, device)] = own_N
 
-    def alone(self, index: int, pack_tokens: int, step: int) -> BatchPart:
-        """A part with only item `index`, with its share of the batch, for all ranks. `step`: see `StepLoss.read`."""
+    def alone(self, index: int, pack_tokens: int, step: int, group: Group | None) -> BatchPart:
+        """A part with only item `index`, with its share of the batch, for all ranks. `step`: see `StepLoss.read`.
+        `group`: those among which a microbatch is divided."""
         begins, ends = (int(self.whole.tokens_R[:r].sum()) for r in (index, index + 1))
         items = self.loss.read([self.items[index]], step)  # another rank's are not decoded here
         proximal_N = None if self.proximal_N is None else self.proximal_N[begins:ends]
-        return BatchPart(items, pack(items, pack_tokens), self.whole.of(index), self.loss, proximal_N)
+        packed = pack_share(items, divide(items, pack_tokens), 0, group)
+        return BatchPart(items, packed, self.whole.of(index), self.loss, proximal_N)
 
 
 N_FIGURES: Final = len(SUMS) + 2
@@ -234,9 +252,9 @@ def batch_values(
     def own() -> list[tuple[list[int], list[float]]]:
         """(tokens, values) of each microbatch."""
         known = read(torch.cat(made)).split(list(map(len, made))) if made else ()
-        for microbatch, own_N in zip(batch.microbatches, known, strict=True):
+        for microbatch, own_N in zip(batch.counted, known, strict=True):
             refuse_nonfinite(own_N, microbatch, items, update=update, what="value")
-        return [(one.token_N.tolist(), own_N.tolist()) for one, own_N in zip(batch.microbatches, known, strict=True)]
+        return [(one.token_N.tolist(), own_N.tolist()) for one, own_N in zip(batch.counted, known, strict=True)]
 
     value_N = torch.empty(batch.n_trained, dtype=torch.float64)
     for of_rank in ranks.agreed(own, list[tuple[list[int], list[float]]]):

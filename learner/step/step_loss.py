@@ -40,6 +40,26 @@ from models.one_pass import one_pass_loss
 from models.transfer import upload
 
 
+class Rollouts(NamedTuple):
+    """The trained tokens of whole rollouts, where this rank has some of them: weights may depend on the others."""
+
+    inputs: TokenInputs
+    own_N: Tensor
+    """int64: which of them are this rank's."""
+    gather: Callable[[Tensor], Tensor]
+    """Numbers of all of them, from those of each rank. All ranks that have some must call it at the same time."""
+
+
+class Ahead(NamedTuple):
+    """What is known before the pass with a gradient, where a weight depends on whole rollouts."""
+
+    student_N: Tensor
+    """s, without gradient."""
+    inputs: TokenInputs
+    own_N: slice | Tensor = slice(None)
+    """Which of these tokens are in the microbatch."""
+
+
 class ChunkPart(NamedTuple):
     """One teacher's divergence at the positions `rows_R` of a chunk. Its columns are the vocabulary, without
     padding."""
@@ -70,10 +90,8 @@ class Between:
         """Decode the items' payloads, and draw the random numbers of `step`. Raises UnreadableScores."""
         return items
 
-    def prepare(
-        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
-    ) -> ChunkParts:
-        """Prepare one microbatch. `student_N`: s, if `needs_logprobs`."""
+    def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
+        """Prepare one microbatch. `ahead`: if `needs_logprobs`."""
         return lambda z_CV, place: []
 
 
@@ -121,15 +139,14 @@ class BetweenDistributions(Between):
         rollout_id = train_item.item.rollout_id
         return replace(rows, uniform_RS=uniforms(self.seed, step, rollout_id, teacher, trained, self.samples))
 
-    def prepare(
-        self, inputs: TokenInputs, microbatch: Microbatch, student_N: Tensor | None, divisor: int
-    ) -> ChunkParts:
+    def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
         device = inputs.behaviour_N.device
         weight_N = inputs.share_N.double() / divisor
         if inputs.divergence_weight_N is not None:
             weight_N = weight_N * inputs.divergence_weight_N.double()
-        if self.needs_logprobs and student_N is not None:
-            weight_N = weight_N * context_weights(inputs.ratios(student_N), self.options.context_cap).double()
+        if self.needs_logprobs and ahead is not None:
+            context_N = context_weights(ahead.inputs.ratios(ahead.student_N), self.options.context_cap)
+            weight_N = weight_N * context_N[ahead.own_N].double()
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
         # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
         places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
@@ -204,11 +221,19 @@ class StepLoss:
         inputs: TokenInputs,
         microbatch: Microbatch,
         divisor: int,
+        rollouts: Rollouts | None = None,
     ) -> MicrobatchTerms:
-        """`divisor` is that of the whole batch."""
+        """`divisor` is that of the whole batch. `rollouts`: if the microbatch has parts of rollouts."""
         student_N = self._logprobs(head, hidden_NH, targets_N)
-        parts = self._between.prepare(inputs, microbatch, student_N, divisor)
-        whole = None if student_N is None else token_loss(student_N, inputs, self.objective, divisor)
+        ahead = None
+        if student_N is not None:
+            ahead = Ahead(student_N, inputs)
+            if rollouts is not None:
+                ahead = Ahead(rollouts.gather(student_N), rollouts.inputs, rollouts.own_N)
+        parts = self._between.prepare(inputs, microbatch, ahead, divisor)
+        whole = None
+        if ahead is not None:
+            whole = token_loss(ahead.student_N, ahead.inputs, self.objective, divisor).at(ahead.own_N)
         chunks = _Chunks(targets_N, inputs, self.objective, divisor, whole, parts)
         loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
         error_R = torch.cat([inputs.behaviour_N.new_zeros(0), *chunks.hidden_errors])

@@ -51,6 +51,7 @@ from learner.step.forward import (
     N_FIGURES,
     BatchPart,
     PassLeft,
+    States,
     StepPass,
     batch_values,
     predictor_states,
@@ -63,6 +64,7 @@ from learner.step.teacher_heads import HeadOf, no_heads
 from models.description import resolve_dtype
 from models.loading import converted_on_saving, weights_to_save
 from models.logprobs import lm_head
+from models.packed import refuse_undividable
 from models.precision import halve_frozen
 from models.transfer import read, share_of, upload, whole
 from weights.server_checks import prompt_logprobs
@@ -117,7 +119,8 @@ class Trainer:
         share this work; default: this one alone. `head_of`: for teachers that send hidden states.
 
         Raises ValueError for total_steps below 1, a model without trainable parameters, parameters other than float32
-        and float64 (AdamW's small updates vanish in bfloat16), and names of the objective that cannot be loaded."""
+        and float64 (AdamW's small updates vanish in bfloat16), names of the objective that cannot be loaded, and
+        (PackingError) an architecture whose sequences ranks cannot divide."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
@@ -132,6 +135,8 @@ class Trainer:
         """True if matrix products are in bfloat16. Trained parameters are not."""
         if self.bfloat16 and (saved := halve_frozen(model)):
             log.info("frozen weights are kept in bfloat16: %.2f GB less", saved / 1e9)
+        if self.ranks.group is not None:
+            refuse_undividable(model.config)
         recompute(model, config.recompute)
         self.ranks.shard(model, bfloat16=self.bfloat16)
         self.model = model
@@ -270,7 +275,7 @@ class Trainer:
         items, own = (items, ahead) if ahead is not None else self._packed(items, self._loss)
 
         def states_of(microbatch: Microbatch) -> Tensor:
-            return predictor_states(self.model, microbatch, bfloat16=self.bfloat16).exact_NH
+            return self._states(microbatch).exact_NH
 
         def values() -> Tensor:
             return batch_values(self.critic, states_of, own, items, update=first, ranks=self.ranks)
@@ -292,7 +297,7 @@ class Trainer:
         read_ones = self.ranks.succeeded(lambda: loss.read([items[i] for i in mine], self.steps_done))
         for i, train_item in zip(mine, read_ones, strict=True):
             ready[i] = train_item
-        return ready, pack_share(ready, divided, part)
+        return ready, pack_share(ready, divided, part, self.ranks.group)
 
     def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
         """The updates that were made. Raises NonFiniteError if the first is not finite."""
@@ -335,12 +340,17 @@ class Trainer:
         for part in parts:
             left.append([])
             for microbatch, counts in part.batch.passes:
-                forward = self._forward(microbatch, part)
-                loss = forward.loss if counts else forward.loss * 0.0
-                loss.backward()  # pyright: ignore[reportUnknownMemberType]
+                forward = self._backward(microbatch, part, counts=counts)
                 if counts:
                     left[-1].append(forward.left(microbatch))
         return left
+
+    def _backward(self, microbatch: Microbatch, part: BatchPart, *, counts: bool) -> StepPass:
+        """Add the gradient of a pass. One that does not count is made because all ranks make it together."""
+        forward = self._forward(microbatch, part)
+        loss = forward.loss if counts else forward.loss * 0.0
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        return forward
 
     def _sums(
         self, parts: Sequence[BatchPart], left: list[list[PassLeft]], further: Sequence[Tensor], update: str
@@ -376,11 +386,15 @@ class Trainer:
         return self.ranks.together(partial(self._pass, microbatch, part))
 
     def _pass(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
-        head, hidden_NH, exact_NH = predictor_states(self.model, microbatch, bfloat16=self.bfloat16)
+        head, hidden_NH, exact_NH = self._states(microbatch)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
         targets_N = upload(microbatch.target_N, exact_NH.device)
-        student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor)
+        rollouts = part.rollouts(microbatch, exact_NH.device, self.ranks.group)
+        student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor, rollouts)
         return StepPass(inputs, student, self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor))
+
+    def _states(self, microbatch: Microbatch) -> States:
+        return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.group)
 
     def _norms(self) -> tuple[Tensor, Tensor]:
         """Norms of the student's gradient (used to clip it) and of the critic's. Scalars on the device."""
@@ -400,8 +414,9 @@ class Trainer:
             if not train_item.n_trained:
                 continue
             self._zero_grad()
-            alone = part.alone(index, self.config.pack_tokens, self.steps_done)
-            self._forward(alone.batch.microbatches[0], alone).loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            alone = part.alone(index, self.config.pack_tokens, self.steps_done, self.ranks.group)
+            for microbatch, counts in alone.batch.passes:
+                self._backward(microbatch, alone, counts=counts)
             if not all(bool(torch.isfinite(norm)) for norm in self._norms()):
                 culprits.append(train_item.item.rollout_id)
         return NonFiniteError(

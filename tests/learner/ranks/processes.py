@@ -15,19 +15,22 @@ from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 REPLICAS = "TEST_REPLICAS"
+CONTEXT = "TEST_CONTEXT"
 
 
 def group_of(timeout_s: float) -> RankGroup:
     """In such a process: its group."""
-    replicas = int(os.environ[REPLICAS])
-    return RankGroup(device=torch.device("cpu"), timeout_s=timeout_s, replicas=replicas)
+    replicas, context = (int(os.environ[name]) for name in (REPLICAS, CONTEXT))
+    return RankGroup(device=torch.device("cpu"), timeout_s=timeout_s, replicas=replicas, context=context)
 
 
-def run_ranks(n_ranks: int, module: str, *args: str, replicas: int = 1) -> list[subprocess.CompletedProcess[str]]:
+def run_ranks(
+    n_ranks: int, module: str, *args: str, replicas: int = 1, context: int = 1
+) -> list[subprocess.CompletedProcess[str]]:
     """Run `main(args)` of the module on each rank, over gloo, to its end. Not with -m: what it starts by a fork server
     would import it again."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common = {**os.environ, "WORLD_SIZE": str(n_ranks), REPLICAS: str(replicas), **address}
+    common = {**os.environ, "WORLD_SIZE": str(n_ranks), REPLICAS: str(replicas), CONTEXT: str(context), **address}
     common |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ranks = [
         subprocess.Popen(

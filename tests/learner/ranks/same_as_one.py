@@ -29,6 +29,7 @@ from learner.step.finite_step import finite_step
 from learner.step.lora import Adapters
 from learner.step.optimizer import AdamWState
 from learner.step.train_step import Trainer
+from protocol.messages import Branch
 from tests.learner.conftest import build_item, build_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
@@ -72,10 +73,17 @@ def items_of(*, seed: int, top_k: bool, hidden: bool = False) -> list[TrainItem]
         build_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
         build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
         build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
+        build_item("g", [0, 1], task_id=3, reward=0.5, seed=seed + 6, vocab=vocab),
+        branched(build_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
     ]
     if hidden:
         return [with_states(one, cut=3) for one in made]
     return [with_sets(one, k=6, cut=3) for one in made] if top_k else made
+
+
+def branched(one: TrainItem) -> TrainItem:
+    """Its token 5 follows token 2: two sequences for the model."""
+    return replace(one, item=msgspec.structs.replace(one.item, branches=(Branch(5, 3),)))
 
 
 def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64) -> Trainer:
@@ -180,6 +188,17 @@ def left_out(alone: Trainer, together: Trainer, items: list[TrainItem], expected
     }
 
 
+def of_half_precision(ranks: Ranks) -> dict[str, float]:
+    """By how much the gradient in bfloat16 is further from that in float32 than with one rank; 0: not further."""
+    exact, alone = (
+        trainer_of(learner_config(**PLAIN, dtype=d), Ranks(), torch.float32) for d in ("float32", "bfloat16")
+    )
+    together = trainer_of(learner_config(**PLAIN, dtype="bfloat16"), ranks, torch.float32)
+    items = items_of(seed=0, top_k=False)
+    true, one, other = (torch.cat([g.flatten() for g in t.gradient(items)]) for t in (exact, alone, together))
+    return {"error": float((other - true).norm() / (one - true).norm()) - 1.0}
+
+
 def of_average(ranks: Ranks) -> dict[str, float]:
     config = learner_config(**PLAIN)
     averages: list[dict[str, Tensor]] = []
@@ -265,6 +284,7 @@ def main(names: Sequence[str]) -> None:
     further: dict[str, Callable[[Ranks], dict[str, float]]] = {
         "bad rollouts": of_bad_rollouts,
         "gradient not finite": of_gradient_that_is_not_finite,
+        "half precision": of_half_precision,
         "average": of_average,
         "resumed": of_a_resumed_optimizer,
         "bytes": of_items_as_bytes,

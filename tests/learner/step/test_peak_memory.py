@@ -90,9 +90,10 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
 def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
     """MiB of the second step of one rank: weights, moments, and what the step allocates."""
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
+    arranged = {"ranks": ranks.size, "replicas": ranks.mesh.replicas, "context_parallel": ranks.mesh.context}
     config = build(
         RunConfig,
-        {"models": models, "learner": PACK | settings | {"ranks": ranks.size, "replicas": ranks.mesh.replicas}},
+        {"models": models, "learner": PACK | settings | arranged},
     )
     model = built(kind)
     told, parameters = model.config.to_dict(), sum(p.numel() for p in model.parameters())
