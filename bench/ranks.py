@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ VOCABULARY = 256
 """Ids that occur."""
 
 
-LONG: dict[str, int] = {
+LONG: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 128,
     "intermediate_size": 1024,
@@ -59,7 +60,7 @@ LONG: dict[str, int] = {
 
 def settings(given: argparse.Namespace, ranks: int) -> dict[str, object]:
     pack_tokens = max(PACK_TOKENS, given.sequence)
-    common = {"warmup_steps": 0, "device": "cpu", "dtype": given.dtype, "recompute": given.recompute}
+    common: dict[str, object] = {"warmup_steps": 0, "device": "cpu", "dtype": given.dtype, "recompute": given.recompute}
     return common | {"pack_tokens": pack_tokens, "ranks": ranks, "context_parallel": ranks if given.divide else 1}
 
 

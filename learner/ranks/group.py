@@ -160,7 +160,7 @@ class RankGroup(Ranks):
         for members in self.mesh.together:
             handle = dist.new_group(members, timeout=timeout)  # all ranks make all of them
             if self.rank in members:
-                self.group = Group(handle, members.index(self.rank), len(members))
+                self.group = Group(cast(dist.ProcessGroup, handle), members.index(self.rank), len(members))
         self._announced = 0
         self._root: Any = None
 
