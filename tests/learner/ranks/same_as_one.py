@@ -63,8 +63,9 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def items_of(*, seed: int, top_k: bool, hidden: bool = False) -> list[TrainItem]:
-    """`hidden`: teachers send hidden states in place of top-k sets."""
+def items_of(*, seed: int, top_k: bool, hidden: bool = False, divided: bool = False) -> list[TrainItem]:
+    """`hidden`: teachers send hidden states in place of top-k sets. `divided`: also a sequence of one token, and
+    one with branches."""
     vocab = TOP_K_VOCAB
     made = [
         build_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
@@ -73,9 +74,12 @@ def items_of(*, seed: int, top_k: bool, hidden: bool = False) -> list[TrainItem]
         build_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
         build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
         build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
+    ]
+    more = [
         build_item("g", [0, 1], task_id=3, reward=0.5, seed=seed + 6, vocab=vocab),
         branched(build_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
     ]
+    made += more if divided else []
     if hidden:
         return [with_states(one, cut=3) for one in made]
     return [with_sets(one, k=6, cut=3) for one in made] if top_k else made
@@ -139,7 +143,8 @@ def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[st
     alone, together = trainer_of(by_one, Ranks(), dtype), trainer_of(config, ranks, dtype)
     figures = gradients = 0.0
     for step in range(3):
-        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden)
+        divided = ranks.group is not None
+        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden, divided=divided)
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
             items = [items[0], *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3])]
         offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
