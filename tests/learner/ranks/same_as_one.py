@@ -76,6 +76,7 @@ def items_of(*, seed: int, top_k: bool, hidden: bool = False, divided: bool = Fa
         build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
     ]
     more = [
+        build_item("i", [0] * 8 + [1], task_id=3, reward=-1.0, seed=seed + 8, vocab=vocab),  # trained on one rank only
         build_item("g", [0, 1], task_id=3, reward=0.5, seed=seed + 6, vocab=vocab),
         branched(build_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
     ]
@@ -146,7 +147,10 @@ def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[st
         divided = ranks.group is not None
         items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden, divided=divided)
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
-            items = [items[0], *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3])]
+            items = [
+                items[6 if divided else 0],
+                *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3]),
+            ]
         offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
         one, other = ({str(i): g for i, g in enumerate(t.gradient(items, offline))} for t in (alone, together))
         gradients = max(gradients, difference(one, other))
