@@ -8,7 +8,8 @@ sequences padded on the right to the longest, an attention mask, logits for ever
 learning the same loss, gradient clipping and AdamW, in microbatches of rows of at most as many tokens as ours, padding
 counted, in the order of the batch. Both sides get the same sequences and give the same numbers, which
 is checked before anything is timed. Runs alternate, the first of each is thrown away. Tokens are real ones, prompt and
-completion together; padding is not counted.
+completion together; padding is not counted. `--completions` takes the lengths of real rollouts; with `--shortest N
+--longest N` all have the same length, so that neither side pads.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(1)
     random = np.random.default_rng(args.seed)
-    lengths = [PROMPT_TOKENS + int(random.integers(args.shortest, args.longest + 1)) for _ in range(args.sequences)]
+    drawn = (int(random.integers(args.shortest, args.longest + 1)) for _ in range(args.sequences))
+    lengths = [args.prompt_tokens + n for n in args.completions or drawn]
     sequences = [random.integers(0, VOCAB, n).astype(np.int32) for n in lengths]
     models = {name: partial(_random_model, size) for name, size in SIZES.items()}
     if args.model:
@@ -65,7 +67,7 @@ def main() -> None:
     tokens = sum(lengths)
     clock_s = time.process_time if args.cpu_time else time.perf_counter
     print(
-        f"{args.sequences} sequences of {min(lengths)} to {max(lengths)} tokens, {tokens} in all "
+        f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {tokens} in all "
         f"({tokens / (max(lengths) * len(lengths)):.0%} of the rectangle), "
         f"{args.repeats} alternating runs, one thread, {'CPU' if args.cpu_time else 'wall'} time\n"
     )
@@ -74,7 +76,7 @@ def main() -> None:
     for model_name, model in models.items():
         for what in args.what:
             make = _scoring if what == "scoring" else _learning
-            padded, ours = make(model, sequences, args.pack_tokens)
+            padded, ours = make(model, sequences, args.prompt_tokens, args.pack_tokens)
             _check_equal(padded(), ours())
             rates = _alternate((padded, ours), tokens, args.repeats, clock_s)
             ratios = [b / a for a, b in zip(*rates, strict=True)]
@@ -86,13 +88,13 @@ def main() -> None:
 
 
 def _scoring(
-    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], pack_tokens: int
+    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], prompt_tokens: int, pack_tokens: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(padded, packed): each returns the log-probs of all completion tokens, [n]."""
     scorer = TorchScorer(model(packed.IMPLEMENTATION))
     plain = model("sdpa")
-    requests = [ScoreRequest(ids, PROMPT_TOKENS) for ids in sequences]
-    rectangles = _rectangles(sequences, pack_tokens)
+    requests = [ScoreRequest(ids, prompt_tokens) for ids in sequences]
+    rectangles = _rectangles(sequences, prompt_tokens, pack_tokens)
 
     def padded() -> Any:
         with torch.inference_mode():
@@ -105,15 +107,15 @@ def _scoring(
 
 
 def _learning(
-    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], pack_tokens: int
+    model: Callable[[str], PreTrainedModel], sequences: Sequence[Any], prompt_tokens: int, pack_tokens: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """(padded, packed): each makes one optimizer step and returns its gradient norm, [1]."""
     config = LearnerConfig(schedule="constant", warmup_steps=0, lr=1e-9, pack_tokens=pack_tokens)
     trainer = Trainer(model(packed.IMPLEMENTATION), config, total_steps=10**6)
-    items = [train_item(index, ids) for index, ids in enumerate(sequences)]
+    items = [train_item(index, ids, prompt_tokens=prompt_tokens) for index, ids in enumerate(sequences)]
     plain = model("sdpa")
     optimizer = torch.optim.AdamW(plain.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
-    rectangles = _rectangles(sequences, pack_tokens)
+    rectangles = _rectangles(sequences, prompt_tokens, pack_tokens)
     n_trained = sum(int(one.completion_BL.sum()) for one in rectangles)
 
     def padded() -> Any:
@@ -166,7 +168,7 @@ def _random_model(size: tuple[int, int], implementation: str) -> PreTrainedModel
     return model.eval()
 
 
-def train_item(index: int, ids_L: Any, *, prompt_tokens: int = PROMPT_TOKENS, vocab: int = VOCAB) -> TrainItem:
+def train_item(index: int, ids_L: Any, *, prompt_tokens: int, vocab: int = VOCAB) -> TrainItem:
     """A rollout whose completion is trained; behaviour and teacher log-probs are near those of random weights."""
     random = np.random.default_rng(index)
     end = len(ids_L)
@@ -177,7 +179,7 @@ def train_item(index: int, ids_L: Any, *, prompt_tokens: int = PROMPT_TOKENS, vo
     return train_items([item], (ids_L, behaviour_L, mask_L, teacher_1L))[0]
 
 
-def _rectangles(sequences: Sequence[Any], pack_tokens: int) -> list[Padded]:
+def _rectangles(sequences: Sequence[Any], prompt_tokens: int, pack_tokens: int) -> list[Padded]:
     """Rows in the order of the batch, of at most `pack_tokens` tokens with their padding."""
     rows: list[list[int]] = [[]]
     for index in range(len(sequences)):
@@ -186,12 +188,12 @@ def _rectangles(sequences: Sequence[Any], pack_tokens: int) -> list[Padded]:
             rows.append([index])
         else:
             rows[-1] = together
-    return [_rectangle(sequences, members) for members in rows]
+    return [_rectangle(sequences, members, prompt_tokens) for members in rows]
 
 
-def _rectangle(sequences: Sequence[Any], members: Sequence[int]) -> Padded:
+def _rectangle(sequences: Sequence[Any], members: Sequence[int], prompt_tokens: int) -> Padded:
     longest = max(len(sequences[i]) for i in members)
-    items = [train_item(index, sequences[index]) for index in members]
+    items = [train_item(index, sequences[index], prompt_tokens=prompt_tokens) for index in members]
 
     def pad(rows: Sequence[Any]) -> Tensor:
         return torch.stack([torch.from_numpy(np.pad(row, (0, longest - len(row)))) for row in rows])
@@ -229,6 +231,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--what", nargs="+", choices=["scoring", "learning"], default=["scoring", "learning"])
     parser.add_argument("--pack-tokens", type=int, default=LearnerConfig().pack_tokens, help="of a microbatch")
     parser.add_argument("--sequences", type=int, default=64, help="sequences per batch")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of each sequence")
+    parser.add_argument("--completions", type=int, nargs="+", help="tokens of each completion, instead of random ones")
     parser.add_argument("--shortest", type=int, default=16, help="completion tokens at least")
     parser.add_argument("--longest", type=int, default=58, help="completion tokens at most")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each side")
