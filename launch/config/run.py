@@ -39,15 +39,15 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     threads_per_worker: PositiveInt = 1
     """Native threads of each worker process (OMP_NUM_THREADS)."""
     ready_timeout_s: PositiveFloat = 600.0
-    """Seconds after the start by which all workers must have connected to the buffer. Raise it for models that load
-    slowly."""
+    """Seconds after the start by which all workers must have connected to the buffer, and a restarted one again. Raise
+    it for models that load slowly."""
     max_restarts: NonNegativeInt = 3
     """Restarts of one worker within five minutes. If it dies once more, the run ends. 0: never restart."""
     restart_backoff_s: NonNegativeFloat = 0.5
     """Seconds before the first restart of a worker; doubled with each further one, up to 30 times."""
     silent_kill_s: PositiveFloat = 60.0
-    """A worker whose process runs, but from which the buffer has heard nothing for this many seconds, is killed and
-    restarted like a dead one."""
+    """A worker that was connected and whose process runs, but from which the buffer has heard nothing for this many
+    seconds, is killed and restarted like a dead one."""
     shutdown_grace_s: PositiveFloat = 20.0
     """Seconds that workers have to leave by themselves, at each stage of stopping, before SIGKILL. A teacher always has
     at least its drain_s."""

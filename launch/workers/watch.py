@@ -262,15 +262,21 @@ class Watch(ABC):
 
     def _kill_silent(self, snapshot: Snapshot, now_s: float) -> None:
         """Kill workers whose process runs but has been silent for long (deadlocked, stopped). Their exit is then
-        treated like any other."""
-        limit_s = self._config.launch.silent_kill_s
+        treated like any other. One that has not connected since its start may still be loading a model: it has as long
+        as workers have at the start of the run."""
+        launch = self._config.launch
         for peer in snapshot.peers:
             worker = self._crew.workers.get(peer.name)
             if worker is None or not worker.where or self._ending is not None:
                 continue
             if self._waits_for_others(worker):
                 worker.started_s = now_s
-            elif not peer.alive and peer.silent_s > limit_s and now_s - worker.started_s > limit_s:
+                continue
+            runs_s = now_s - worker.started_s
+            # The snapshot may be that old, so the former process can seem to be heard after the new one's start.
+            connected = peer.silent_s + SNAPSHOT_EVERY_S < runs_s
+            limit_s = launch.silent_kill_s if connected else launch.ready_timeout_s
+            if not peer.alive and min(peer.silent_s, runs_s) > limit_s:
                 self._status.say(f"{peer.name} runs but was silent for {peer.silent_s:.0f} s; it is killed")
                 worker.started_s = now_s  # once is enough
                 self._dump_stacks([worker])

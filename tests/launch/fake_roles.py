@@ -227,10 +227,13 @@ def worker(ctx: Context) -> int:
         return ExitCode.SERVER_LOST
     if word == "mute":
         time.sleep(300)
+    if word in ("slow_again", "mute_again") and before == 1:
+        time.sleep(4 if word == "slow_again" else 300)
     if word == "litter":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", str(ctx.run_dir)])
     with connected(ctx) as client:
         if word == "stop_once" and before == 0:
+            time.sleep(2)  # it has been heard for longer than the launcher's last look is old
             os.kill(os.getpid(), signal.SIGSTOP)
         if word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

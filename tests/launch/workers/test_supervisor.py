@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,37 @@ def test_a_worker_that_stands_still_is_killed_and_started_again(start_launcher: 
     )
     eventually(lambda: len(launcher.pids("actor-0")) == 2, "actor-0 is replaced")
     eventually(lambda: "actor-0 runs but was silent" in launcher.log("launcher"), "it is said why")
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+
+
+def test_a_restarted_worker_may_take_long_to_connect(start_launcher: StartLauncher) -> None:
+    """It loads a model, say: that is no silence, however short `silent_kill_s` is."""
+    launcher = start_launcher(
+        {"actor-0": "slow_again"},
+        settings={"launch": {"silent_kill_s": 1.0}, "buffer": {"heartbeat_s": 0.2, "peer_timeout_s": 0.6}},
+    )
+    launcher.until_ready()
+    os.kill(launcher.pids("actor-0")[0], signal.SIGKILL)
+    eventually(lambda: len(launcher.pids("actor-0")) == 2, "actor-0 is replaced")
+    time.sleep(5)
+    launcher.finish()
+    assert launcher.wait() == 0, launcher.said
+    assert len(launcher.pids("actor-0")) == 2, launcher.log("launcher")
+    assert "was silent" not in launcher.log("launcher")
+
+
+def test_a_restarted_worker_that_never_connects_is_replaced(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher(
+        {"actor-0": "mute_again"},
+        settings={
+            "launch": {"silent_kill_s": 1.0, "ready_timeout_s": 10.0},
+            "buffer": {"heartbeat_s": 0.2, "peer_timeout_s": 0.6},
+        },
+    )
+    launcher.until_ready()
+    os.kill(launcher.pids("actor-0")[0], signal.SIGKILL)
+    eventually(lambda: len(launcher.pids("actor-0")) == 3, "actor-0 is replaced twice")
     launcher.finish()
     assert launcher.wait() == 0, launcher.said
 

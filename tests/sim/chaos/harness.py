@@ -58,6 +58,7 @@ PATIENT: Final = (
     "--launch.max_restarts=100000",
     "--launch.restart_backoff_s=0.03",
     "--launch.silent_kill_s=8",
+    "--launch.ready_timeout_s=60",
 )
 """Deadlines in seconds where a real run has tens of them, and no end to restarts: a fault every other second is no
 reason to give up."""
