@@ -30,6 +30,7 @@ from protocol.context import RoleContext
 
 log = logging.getLogger(__name__)
 CARD: Final = "ranks.json"
+LOOPBACK: Final = "127.0.0.1"
 BEAT_S: Final = 1.0
 SILENT_S: Final = 30.0
 """A host that has not shown itself for so long is gone."""
@@ -97,6 +98,14 @@ class Beats:
         if count != before:
             self._heard[number] = (count, now_s)
         return count != before or now_s - heard_s < SILENT_S
+
+
+def alone(ctx: RoleContext[RunConfig]) -> Place:
+    """All ranks are on this machine: they meet in a store that listens on loopback only."""
+    from weights.group_operations import host_store
+
+    store = host_store(LOOPBACK)
+    return Place(store, LOOPBACK, store.port, 0, 1, ctx.incarnation)
 
 
 @contextmanager

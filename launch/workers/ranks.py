@@ -25,7 +25,7 @@ import msgspec
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
 from launch.servers.plan import interface_for
-from launch.workers.hosts import FolderElsewhere, HostsMissing, Place, joined, led
+from launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
 from launch.workers.main_process import outcome_of, prepare
 from protocol.context import ExitCode, RoleContext
 
@@ -40,7 +40,7 @@ BACKEND: Final = "stillhouse-hosts"
 def main(ctx: RoleContext[RunConfig]) -> int:
     """Entry point of the learner's process. It is spawned and not forked: it only starts and watches ranks."""
     if ctx.config.learner.hosts == 1:
-        return _launch(ctx)
+        return _launch(ctx, alone(ctx))
     return _on_hosts(ctx, led(ctx))
 
 
@@ -86,23 +86,21 @@ class _Ended(Exception):
         self.code = code
 
 
-def _launch(ctx: RoleContext[RunConfig], place: Place | None = None) -> int:
-    """Start the ranks of this host and watch them to their end. `place`: among several hosts."""
+def _launch(ctx: RoleContext[RunConfig], place: Place) -> int:
+    """Start the ranks of this host and watch them to their end."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    hosts = 1 if place is None else place.hosts
-    endpoint = "127.0.0.1:0" if place is None else f"{place.host}:{place.port}"
     with tempfile.TemporaryDirectory(prefix="stillhouse-ranks-") as folder:  # where ranks leave what they failed with
         config = LaunchConfig(
-            min_nodes=hosts,
-            max_nodes=hosts,
+            min_nodes=place.hosts,
+            max_nodes=place.hosts,
             nproc_per_node=ctx.config.learner.ranks_each,
-            run_id=ctx.incarnation if place is None else place.incarnation,
+            run_id=place.incarnation,
             role="learner",
-            rdzv_backend="c10d" if place is None else _rendezvous_at(place),
-            rdzv_endpoint=endpoint,
+            rdzv_backend=_rendezvous_at(place),
+            rdzv_endpoint=f"{place.host}:{place.port}",
             local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=CHECK_EVERY_S,
@@ -151,13 +149,21 @@ def run_rank(ctx: RoleContext[RunConfig], launcher_pid: int) -> int:
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 needs them for its last checkpoint, and tells the end
     ctx = replace(ctx, config=_on_device(ctx.config, int(os.environ["LOCAL_RANK"])))
-    if ctx.config.learner.hosts > 1 and (interface := interface_for(ctx.config.weights.host)):
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    choose_interfaces(ctx.config)
     log.info("%s of %s starts, pid %d", name, os.environ["WORLD_SIZE"], os.getpid())
     if code := outcome_of(name, partial(_joined, ctx)):
         os._exit(code)
     return code
+
+
+def choose_interfaces(config: RunConfig) -> None:
+    """Where the ranks' sockets listen, unless the user's environment says it. On one machine gloo would take the
+    address of the host's name, which others may reach. NCCL's variable is left alone there: in rank 0 it
+    holds for the group of the actors, too, and they may be on other machines."""
+    alone = config.learner.hosts == 1
+    if interface := interface_for(LOOPBACK if alone else config.weights.host):
+        for library in ("GLOO",) if alone else ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
 
 
 def _joined(ctx: RoleContext[RunConfig]) -> int:
