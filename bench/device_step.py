@@ -115,7 +115,9 @@ def _first_step(trainer: Trainer, item: TrainItem) -> tuple[Tensor, tuple[str, .
 
     hook = register_optimizer_step_pre_hook(note)
     try:
-        with profile(activities=[ProfilerActivity.CPU]) as seen:  # where operations are chosen, on any device
+        with profile(
+            activities=[ProfilerActivity.CPU], acc_events=True
+        ) as seen:  # where operations are chosen, on any device
             metrics = trainer.step([item])
     finally:
         hook.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -98,6 +98,11 @@ class WorkerSettings(Settings, frozen=True, kw_only=True):
         return kind()
 
 
+GPU_PREFIX_CACHE_BYTES: Final = 4 * 2**30
+"""Default of teacher.prefix_cache_mb on a GPU. Fixed, so that it can be planned for: a learner or an actor on the same
+GPU may still have to load. 28,000 tokens of an 8B model with 8 heads of keys and values."""
+
+
 class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):
     """The part of `teacher` that engines read."""
 
@@ -110,8 +115,8 @@ class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):
     """Tokens computed in one packed forward pass; a longer single item is scored by itself."""
     prefix_cache_mb: NonNegativeInt | None = None
     """Memory of an embedded teacher for the keys and values of growing rollouts, in MiB, so that a segment does not
-    compute its prefix again. 0: none. Left out: a quarter of the GPU memory that is free once the model is loaded, or a
-    sixteenth of the main memory."""
+    compute its prefix again. 0: none. Left out: 4096 on a GPU, but no more than a quarter of
+    what is free there once the model is loaded; a sixteenth of the main memory on a CPU."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal, cast
 
-from engines.config import EngineConfig, ScorerSettings, WorkerSettings
+from engines.config import GPU_PREFIX_CACHE_BYTES, EngineConfig, ScorerSettings, WorkerSettings
 from engines.provider import (
     ContextLimit,
     Device,
@@ -101,8 +101,10 @@ class TorchProvider(EngineProvider):
         width = BYTES[resolve_dtype(teacher.dtype, device)]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
-        if teacher.prefix_cache_mb:  # by default it takes of what is left
+        if teacher.prefix_cache_mb is not None:
             likely["prefix cache"] = teacher.prefix_cache_mb * 2**20
+        elif device == "cuda":
+            likely["prefix cache"] = GPU_PREFIX_CACHE_BYTES
         return MemoryNeed({"weights": width * shape.parameters}, likely)
 
 

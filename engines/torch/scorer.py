@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
-from engines.config import ScorerSettings
+from engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings
 from engines.torch.prefix_cache import PrefixCache
 from models.description import resolve_dtype
 from models.loading import load_causal_lm, resolve_device
@@ -44,8 +44,8 @@ _CHUNK_LOGITS: Final = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
 """Most logits held at one time, by device: 64 MiB in float32 on a CPU, close to its caches; 512 MiB on a GPU, so that a
 product with a vocabulary of 152,000 has 883 rows instead of 110."""
 _FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}
-"""Default bound of the prefix cache, as a share of the memory that is free once the model is loaded. The main memory
-has many users, other teachers among them; a GPU has few."""
+"""Most that the prefix cache takes by default, as a share of the memory that is free once the model is loaded. The main
+memory has many users, other teachers among them; a GPU has few."""
 
 log = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def fold(requests: Sequence[ScoreRequest]) -> list[Run]:
 
 def make_prefix_cache(model: PreTrainedModel, megabytes: int | None) -> PrefixCache | None:
     """An empty cache for this model, loaded with attention="packed"; None where it is turned off or impossible.
-    `megabytes`: None takes a share of the memory that is free on the model's device."""
+    `megabytes`: None is the default of `teacher.prefix_cache_mb`."""
     if megabytes == 0:
         return None
     try:
@@ -273,14 +273,14 @@ def make_prefix_cache(model: PreTrainedModel, megabytes: int | None) -> PrefixCa
     except PackingError as error:
         log.warning("prefixes of growing rollouts are computed anew each time: %s", error)
         return None
-    max_bytes = _share_of_free_bytes(model.device) if megabytes is None else megabytes * 2**20
+    max_bytes = _default_cache_bytes(model.device) if megabytes is None else megabytes * 2**20
     log.info("prefix cache: up to %d MiB, %d tokens", max_bytes // 2**20, max_bytes // bytes_per_token)
     return PrefixCache(max_bytes, bytes_per_token)
 
 
-def _share_of_free_bytes(device: torch.device) -> int:
+def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE["cuda"])
+        return min(GPU_PREFIX_CACHE_BYTES, int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE["cuda"]))
     return int(psutil.virtual_memory().available * _FREE_SHARE["cpu"])
 
 

@@ -25,7 +25,8 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on t
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
                 max_concurrent * max_context * L * 2 * K * b; on the host P * b for packed weights (actor.torch.fused)
 embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
-teacher         512 MiB in float32: 1.3 GiB with what is computed from them
+teacher         512 MiB in float32: 1.3 GiB with what is computed from them; on a GPU the prefix cache, 4 GiB or
+                teacher.prefix_cache_mb
 server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
                 by default (SGLang chooses about that)
 each process    1 GiB on a GPU: the CUDA context, libraries and fragments; 0.5 GiB on the host

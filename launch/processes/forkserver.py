@@ -30,7 +30,7 @@ import msgspec
 
 from launch.config.files import read_config
 from launch.config.run import RunConfig
-from launch.processes.lifeline import die_with_parent, kill_group, reap, thread_count
+from launch.processes.lifeline import die_with_parent, kill_group, reap, threads_lost_by_fork
 from launch.workers.roles import redirect_output, run_role
 from launch.workers.start_role import StartRole, WorkFolder
 from protocol.context import ExitCode
@@ -90,7 +90,7 @@ def refusal() -> str | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a CUDA context exists in the fork server"
-    if (n := thread_count()) > 1:
+    if (n := threads_lost_by_fork()) > 1:
         return f"the fork server has {n} threads, expected 1"
     return None
 

@@ -13,11 +13,15 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Final
 
 import psutil
 
 PR_SET_PDEATHSIG: Final = 1
+_FORKABLE: Final = frozenset({"jemalloc_bg_thd"})
+"""Names of threads whose library handles forks itself. jemalloc stops its thread before a fork and starts it again on
+both sides. It comes with pyarrow, which transformers imports where scikit-learn and pandas are installed."""
 LEAVE_WAIT_S: Final = 1.0
 KILLED_WAIT_S: Final = 5.0
 
@@ -68,11 +72,15 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def thread_count() -> int:
-    """Threads of this process, including native ones on Linux."""
-    if sys.platform == "linux":
-        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - counts entries, opens nothing
-    return threading.active_count()
+def threads_lost_by_fork() -> int:
+    """Threads of this process, including native ones on Linux, that a forked child would miss, and this one."""
+    if sys.platform != "linux":
+        return threading.active_count()
+    names: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((task / "comm").read_text().strip())
+    return sum(name not in _FORKABLE for name in names)
 
 
 def sweep() -> list[str]:

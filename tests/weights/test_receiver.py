@@ -256,7 +256,7 @@ def test_the_embedded_engine_runs_on_what_was_broadcast(host: CollectiveTranspor
     torch.set_num_threads(1)
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     changed = [(name, parameter.detach() * 1.5) for name, parameter in model.named_parameters()]
-    engine = TorchEngine(model, EngineConfig(max_concurrent=2, max_context=64))
+    engine = TorchEngine(model, EngineConfig(max_concurrent=2, max_context=64, device="cpu"))
     receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
     receiver.start()
     student = StagedWeights()

@@ -10,7 +10,7 @@ import pytest
 
 import builtin
 from engines.provider import ModelShape
-from launch.checks.memory import estimate, learner_host_need, learner_need, read_shape, server_need, worker_need
+from launch.checks.memory import HOST, estimate, learner_host_need, learner_need, read_shape, server_need, worker_need
 from launch.checks.placement import Choice, Placement
 from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
@@ -129,6 +129,11 @@ def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
 def test_a_teacher_and_a_server() -> None:
     _, teachers = worker_groups(config())
     assert rounded(worker_need(teachers, QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
+    assert rounded(worker_need(teachers, QWEN3_8B, "teacher-0").likely)["prefix cache"] == 4.0
+    for mb in (0, 2048):
+        _, given = worker_groups(config(teacher={"prefix_cache_mb": mb}))
+        assert rounded(worker_need(given, QWEN3_8B, "teacher-0").likely)["prefix cache"] == mb / 1024
+    assert "prefix cache" not in worker_need(teachers, QWEN3_8B, "teacher-0", HOST).likely
     need = server_need(worker_groups(served(tp=2))[0], QWEN3_8B, "server-actor-0", 80.0)
     assert (rounded(need.sure)["weights"], rounded(need.likely)["KV cache"]) == (7.6, 60.4)  # 0.85 * 80 - 7.6
     small = worker_groups(served(args=["--mem-fraction-static=0.3"]))[0]

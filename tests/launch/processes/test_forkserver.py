@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -28,6 +31,34 @@ def test_a_process_with_threads_refuses_to_fork() -> None:
     finally:
         done.set()
         thread.join()
+
+
+FORK_BESIDE_PYARROW = """
+import os, pathlib, pyarrow
+from launch.processes.forkserver import refusal
+pool = pyarrow.jemalloc_memory_pool()
+kept = [pyarrow.array(range(10_000), memory_pool=pool) for _ in range(20)]
+names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]
+print(sorted(names)[0], len(names), refusal(), flush=True)
+pid = os.fork()
+if pid == 0:
+    for size in range(1, 3000, 7):
+        kept.append(pyarrow.array(range(size), memory_pool=pool))
+        kept.pop(0)
+    os._exit(sum(len(one) for one in kept) % 251)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_the_thread_of_pyarrow_does_not_prevent_a_fork_and_its_memory_works_in_the_child() -> None:
+    """Without this, workers are spawned in every environment where transformers finds scikit-learn and pandas."""
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_BESIDE_PYARROW], env=environment, capture_output=True, text=True, timeout=60
+    )
+    expected = sum(range(1, 3000, 7)[-20:]) % 251
+    assert done.stdout.splitlines() == ["jemalloc_bg_thd 2 None", str(expected)], done.stderr
 
 
 def test_a_process_with_a_cuda_context_refuses_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
