@@ -1,6 +1,7 @@
 """Start a run:   python launch/cluster.py --actors 32 --teachers 8       (--help explains the keys)
 Add workers:   python launch/cluster.py join RUN --actors 8            (on another machine, with what `export` writes)
 Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
+See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
 
 Only finds the packages, and an interpreter that has what they need. launch.run does the rest.
@@ -23,6 +24,7 @@ COMMANDS = {
     "join": "launch.join.command",
     "export": "launch.join.export",
     "audit": "launch.audit.run",
+    "view": "launch.view.command",
     "try": "launch.try_environment",
     "completion": "launch.completion",
 }

@@ -141,6 +141,19 @@ class Branches:
             epoch, last_step = parent.epoch, min(last_step, parent.step)
         return version.step + made <= last_step
 
+    def distance(self, sampled: WeightVersion, now: WeightVersion) -> int | None:
+        """Optimizer steps between two versions: back to where their branches meet, and on from there. None if the file
+        does not say where one of their epochs began."""
+        a, b = sampled, now
+        while a.epoch != b.epoch:
+            younger = max(a, b, key=lambda version: version.epoch)
+            parent = self._parents.get(younger.epoch)
+            if parent is None or parent.epoch >= younger.epoch:
+                return None
+            a, b = (parent, b) if younger is a else (a, parent)
+        meet = min(a.step, b.step)
+        return sampled.step - meet + now.step - meet
+
 
 def config_digest(config: dict[str, Any]) -> str:
     """SHA-256 (hex) of a configuration as plain values, whatever the order of its keys."""

@@ -52,7 +52,7 @@ class Recording:
         size = self.path.stat().st_size
         header: RecordHeader | None = None
         found_batches = list[Kept]()
-        branches = Branches()
+        self.branches = branches = Branches()
         whole = 0
         for found in scan(self._stream, size, str(self.path)):
             whole, kept = found.end, found.kept

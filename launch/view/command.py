@@ -1,0 +1,186 @@
+"""The command line of `cluster.py view`: finds the record of a run, writes the page, and opens it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from launch.config.tree import get
+from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from launch.runfolder import RUNS
+from launch.view.page import Facts, Page
+from launch.view.rollouts import Found, choose, find_rollouts, read
+from launch.view.vocabulary import Decoder, Pieces, open_decoder
+from models.files import TokenizerError
+from protocol.atomic_file import write_atomic
+from recording.format import RecordError
+from recording.reader import Recording
+
+FILE: Final = "view.html"
+MAX_MB: Final = 64
+USAGE: Final = f"""\
+usage: cluster.py view RUN [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
+
+Writes RUN/{FILE}, one file that shows the rollouts of a recorded run (start the run with --record FILE) token by token,
+and opens it in a browser. It works while the run goes on, and shows what was recorded until then.
+
+  RUN              folder of a run, or its name in runs/
+  --no-open        only write the file
+  --record FILE    path of the record [that in the run's config.yaml]
+  --tokenizer DIR  folder with the student's tokenizer [that of the recorded run]
+  --max-mb N       size of the file, about, in MB. A larger record is shown in part: whole groups of rollouts, evenly
+                   spaced over the run [{MAX_MB}]
+"""
+
+
+class Asked(NamedTuple):
+    """The parsed command line."""
+
+    run: Path
+    record: Path | None
+    tokenizer: str
+    max_mb: int
+    opens: bool
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0
+    try:
+        asked = parse(arguments)
+        file = write_view(asked)
+    except (LaunchError, RecordError, OSError) as error:
+        return refuse(error)
+    except KeyboardInterrupt:
+        print("stillhouse: stopped; no page was written", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    if asked.opens and not (_has_screen() and webbrowser.open(file.absolute().as_uri())):
+        print("stillhouse: no browser was found here; open the file in one", file=sys.stderr)
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> Asked:
+    """Parse the command line. Raises ConfigError with all mistakes."""
+    words, values, positional, opens = list(arguments), dict[str, str](), list[str](), True
+    mistakes: list[str] = []
+    while words:
+        word = words.pop(0)
+        name, equals, text = word.partition("=")
+        if word == "--no-open":
+            opens = False
+        elif name in ("--record", "--tokenizer", "--max-mb"):
+            values[name] = text if equals else words.pop(0) if words and not words[0].startswith("--") else ""
+            if not values[name]:
+                mistakes.append(f"{name}: got nothing, expected a value; --help shows how")
+        elif word.startswith("-"):
+            mistakes.append(f"unknown flag {word}; --help shows those of view")
+        else:
+            positional.append(word)
+    max_mb = values.get("--max-mb", str(MAX_MB))
+    if "--max-mb" in values and values["--max-mb"] and not (max_mb.isdecimal() and int(max_mb) > 0):
+        mistakes.append(f"--max-mb: got {max_mb!r}, expected a whole number of at least 1")
+    if len(positional) != 1:
+        mistakes.append(f"got {' '.join(positional) or 'nothing'}, expected RUN, the folder of a run; --help shows how")
+    if mistakes:
+        raise ConfigError(*(f"view: {mistake}" for mistake in mistakes))
+    record = Path(values["--record"]).expanduser() if "--record" in values else None
+    return Asked(find_run(positional[0]), record, values.get("--tokenizer", ""), int(max_mb), opens)
+
+
+def find_run(named: str) -> Path:
+    """The folder of a run, by its path or its name. Raises ConfigError."""
+    for path in (Path(named).expanduser(), RUNS / named):
+        if path.is_dir():
+            return path
+    raise ConfigError(f"view: no run {named}; expected the folder of a run, or its name in {RUNS}/")
+
+
+def find_record(run: Path) -> Path:
+    """The record that the run's config.yaml names. Raises ConfigError."""
+    file = run / "config.yaml"
+    try:
+        plain: Any = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"view: {file} cannot be read: {error}; name the record with --record FILE") from error
+    named = get(plain, "learner.record") if isinstance(plain, dict) else None
+    if not named:
+        raise ConfigError(f"view: {run} was not recorded (learner.record is empty); start a run with --record FILE")
+    return Path(str(named)).expanduser()
+
+
+def write_view(asked: Asked) -> Path:
+    """Write the page of a run and print what it holds. Returns its path. Raises LaunchError and RecordError."""
+    with Recording(asked.record or find_record(asked.run)) as recording:
+        student = asked.tokenizer or str(get(recording.header.config, "models.student") or "")
+        decoder, notes = _decoder(student, recording.header.vocab_fingerprint, asked.tokenizer)
+        found = find_rollouts(recording)
+        chosen = choose(found, asked.max_mb << 20)
+        page = Page(Pieces(decoder))
+        for one in chosen:
+            page.add(read(recording, one))
+        notes = (*_sampled(found, chosen, asked.max_mb), *notes, *_about(recording))
+        facts = Facts(
+            run=recording.header.run,
+            record=str(recording.path),
+            writer=recording.header.writer,
+            n_rollouts=len(found),
+            alternatives_of=str(get(recording.header.config, "teacher.top_k_of") or "teacher"),
+            notes=notes,
+        )
+    content = page.html(facts).encode()
+    file = asked.run / FILE
+    write_atomic(file, content)
+    print(f"{file}: {page.n_rollouts:,} of {len(found):,} rollouts, {len(content) / 1e6:.1f} MB")
+    for note in notes:
+        print(f"note: {note}")
+    return file
+
+
+def _decoder(student: str, fingerprint: str, given: str) -> tuple[Decoder | None, tuple[str, ...]]:
+    """The tokenizer, or None and a note. Raises ConfigError for one that was asked for and does not fit."""
+    try:
+        return open_decoder(student, fingerprint), ()
+    except TokenizerError as error:
+        if given:
+            raise ConfigError(f"view: --tokenizer: {error}") from error
+        return None, (f"tokens are shown as ids: {error}; name the student's tokenizer with --tokenizer DIR",)
+
+
+def _sampled(found: Sequence[Found], chosen: Sequence[Found], max_mb: int) -> Iterator[str]:
+    if len(chosen) < len(found):
+        n_tasks, n_shown = (len({(one.offline, one.item.task_id) for one in some}) for some in (found, chosen))
+        yield (
+            f"this page shows {len(chosen):,} of {len(found):,} rollouts ({n_shown:,} of {n_tasks:,} tasks, evenly "
+            f"spaced over the run): all of them would take more than {max_mb} MB; --max-mb N changes that"
+        )
+
+
+def _about(recording: Recording) -> Iterator[str]:
+    """What a reader of the page should know of the record."""
+    if recording.torn_bytes:
+        yield f"left out: {_number(recording.torn_bytes, 'byte')} of an unfinished batch at the record's end"
+    if recording.abandoned:
+        yield f"left out: {_number(recording.abandoned, 'batch', 'batches')} on a branch of weights that was abandoned"
+    if recording.missing:
+        yield f"missing in the record: {_number(recording.missing, 'step')}"
+    if recording.header.writer == "teacher":
+        yield "the teacher wrote these rollouts; 'student' is the teacher's own log-prob when it wrote"
+    if recording.header.writer == "data":
+        yield "this text was there before; nobody's log-probs of it are known but the teacher's"
+
+
+def _number(n: int, one: str, more: str = "") -> str:
+    return f"{n:,} {one if n == 1 else more or one + 's'}"
+
+
+def _has_screen() -> bool:
+    """Without a screen, `webbrowser` may start a browser in the terminal."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

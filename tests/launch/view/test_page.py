@@ -1,0 +1,191 @@
+"""The page of a run holds what the record has, token by token, and no text of it can become markup."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.view.command import main
+from launch.view.rollouts import Found, choose
+from protocol.messages import Branch
+from tests.launch.view import made_record as made
+from tests.launch.view.slow_reader import PageRead, Seen, recorded
+
+HALF_STEP = 0.5 / 1024 + 1e-9
+
+
+def page_of(run: Path, *arguments: str) -> PageRead:
+    assert main([str(run), "--no-open", *arguments]) == 0
+    return PageRead((run / "view.html").read_text(encoding="utf-8"))
+
+
+def same_logprob(shown: float | None, expected: float | None) -> bool:
+    if shown is None or expected is None:
+        return shown is expected
+    return abs(shown - max(expected, -65_533 / 1024)) <= HALF_STEP
+
+
+def same(shown: Seen, expected: Seen) -> bool:
+    pairs = list(zip(shown.tokens, expected.tokens, strict=True))
+    return (
+        (shown.id, shown.tag, shown.reward, shown.n_prompt)
+        == (expected.id, expected.tag, expected.reward, expected.n_prompt)
+        and all((a.id, a.version, a.trained) == (b.id, b.version, b.trained) for a, b in pairs)
+        and all(same_logprob(a.student, b.student) for a, b in pairs)
+        and all(len(a.teachers) == len(b.teachers) for a, b in pairs)
+        and all(same_logprob(*both) for a, b in pairs for both in zip(a.teachers, b.teachers, strict=True))
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_is_as_a_reader_that_shares_no_code_finds_it_in_the_record(tmp_path: Path, seed: int) -> None:
+    run = made.everything(tmp_path, seed)
+    page, expected = page_of(run), recorded((run / "batches.record").read_bytes())
+    assert page.n_rollouts == len(expected) == 7
+    for index, (key, one) in enumerate(expected.items()):
+        shown = page.rollout(index)
+        assert same(shown, one), key
+        assert page.columns["length"][index] == sum(token.version is not None for token in one.tokens)
+        assert page.columns["trained"][index] == sum(token.trained is not None for token in one.tokens)
+        gaps = [t.student - q for t in one.tokens if t.student is not None for q in t.teachers if q is not None]
+        gap = page.columns["gap"][index]
+        assert math.isclose(gap, sum(gaps) / len(gaps), abs_tol=1e-5) if gaps else math.isnan(gap)
+        words = [made.WORDS[token.id] for token in one.tokens[: one.n_prompt]]
+        assert page.data["prompts"]["texts"][page.columns["prompt"][index]] == " ".join(words)
+    assert [page.columns["flags"][i] for i in range(7)] == [0, 0, 0, 0, 2, 1, 0]
+
+
+def test_the_worst_tokens_are_those_with_the_largest_difference_and_what_the_teacher_would_have_written(
+    tmp_path: Path,
+) -> None:
+    random = np.random.default_rng(3)
+    one = made.rollout(random, "train-0-0-0", prompt=[7], turns=((30, 0),), with_top_k=True)
+    again = np.random.default_rng(3)
+    made.rollout(again, "x", prompt=[7], turns=((30, 0),))
+    _, ids, logprobs = made.top_k(again, 30)
+    page = page_of(made.write_run(tmp_path, made.batch((0, 0), [one])))
+    gaps = {i: float(one.arrays[1][i]) - float(one.arrays[3][0, i]) for i in range(1, 31)}
+    expected = sorted((i for i in gaps if gaps[i] >= 0.1), key=lambda i: -gaps[i])[:8]
+    found = page.details(0)["worst"]
+    assert [(teacher, at) for teacher, at, _ in found] == [(0, at) for at in expected] and len(found) == 8
+    for _, at, others in found:
+        assert [page.piece(number) for number, _ in others] == [made.WORDS[i] for i in ids[at - 1, :5]]
+        assert np.allclose([value for _, value in others], logprobs[at - 1, :5], atol=0.02)
+
+
+def test_staleness_counts_the_way_over_the_checkpoint_that_a_learner_went_on_from(tmp_path: Path) -> None:
+    """0.0 - 0.1 - 0.2 - 0.3 (left); 1.2 goes on from 0.2. A token of 0.3 trained by 1.4: 1 back, 2 on."""
+    random = np.random.default_rng(0)
+    rollouts = {
+        (0, 0): made.rollout(random, "a", prompt=[7], task=0),
+        (0, 1): made.rollout(random, "b", prompt=[7], version=0, task=1),
+        (0, 2): made.rollout(random, "left", prompt=[7], version=2, task=2),
+        (1, 2): made.rollout(random, "c", prompt=[7], version=1, task=2),
+        (1, 3): made.rollout(random, "d", prompt=[7], version=3, epoch=0, task=3),
+        (1, 4): made.rollout(random, "e", prompt=[7], version=3, epoch=1, task=4),
+    }
+    batches = [made.batch(version, [one]) for version, one in rollouts.items()]
+    batches.insert(3, made.resumed((1, 2), (0, 2)))
+    page = page_of(made.write_run(tmp_path, *batches))
+    names = [page.details(i)["id"] for i in range(page.n_rollouts)]
+    assert dict(zip(names, page.columns["staleness"], strict=True)) == {"a": 0, "b": 1, "c": 1, "d": 2, "e": 1}
+    assert any("left out: 1 batch on a branch" in note for note in page.data["facts"]["notes"])
+
+
+def test_no_text_of_a_run_becomes_markup_and_nothing_is_loaded(tmp_path: Path) -> None:
+    run = made.everything(tmp_path)
+    page = page_of(run)
+    kinds = [script.get("type") for script in page.scripts]
+    assert kinds == ["application/json", "application/octet-stream", None]
+    assert page.links == []
+    text = (run / "view.html").read_text(encoding="utf-8")
+    assert "<img" not in text and text.count("<script") == text.count("</script") == 3
+    assert made.HOSTILE[0] in page.data["pieces"]["texts"] and made.HOSTILE[0] in page.data["tag"]
+    assert page.data["facts"]["run"] == made.HOSTILE[0]
+
+
+def test_turns_branches_and_rewards_of_an_episode_are_there(tmp_path: Path) -> None:
+    page = page_of(made.everything(tmp_path))
+    details = page.details(3)
+    assert details["branches"] == [[9, 5], [12, 0]] == [[b.start, b.follows] for b in (Branch(9, 5), Branch(12, 0))]
+    assert details["turn_rewards"] == [[7, 0.25], [12, 0.75]]
+
+
+def test_a_record_that_is_too_large_is_shown_in_whole_groups_over_the_whole_run_and_the_page_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random = np.random.default_rng(0)
+    tasks = 150
+    batches = [
+        made.batch(
+            (0, t),
+            [made.rollout(random, f"{t}-{s}", prompt=[7], turns=((700, 0),), task=t, sample=s) for s in range(2)],
+        )
+        for t in range(tasks)
+    ]
+    run = made.write_run(tmp_path, *batches)
+    page = page_of(run, "--max-mb", "1")
+    shown = page.columns["task"]
+    assert 1 < page.n_rollouts < 2 * tasks
+    assert sorted(shown) == sorted(2 * list(dict.fromkeys(shown))), "a group is torn apart"
+    assert (run / "view.html").stat().st_size < 1.3 * (1 << 20)
+    steps = sorted(set(shown))
+    gaps = [b - a for a, b in pairwise(steps)]
+    assert steps[0] == 0 and tasks - steps[-1] <= max(gaps) and max(gaps) - min(gaps) <= 1, "not evenly over the run"
+    sentence = f"this page shows {page.n_rollouts} of {2 * tasks} rollouts"
+    assert page.data["facts"]["n_rollouts"] == 2 * tasks
+    assert any(note.startswith(sentence) for note in page.data["facts"]["notes"])
+    assert sentence in capsys.readouterr().out
+
+
+def test_one_group_is_shown_even_if_it_is_larger_than_the_page_should_be() -> None:
+    item = made.rollout(np.random.default_rng(0), "a", prompt=[7]).item
+    found = [Found(item, False, [])]
+    assert choose(found, 1) == found and choose([], 1) == []
+
+
+def test_without_the_tokenizer_the_page_shows_ids_and_says_why(tmp_path: Path) -> None:
+    run = made.everything(tmp_path)
+    (tmp_path / "student" / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
+    page = page_of(run)
+    assert page.piece(0).startswith("<") and page.piece(0)[1:-1].isdecimal()
+    assert any("tokens are shown as ids" in note and "fingerprint" in note for note in page.data["facts"]["notes"])
+    assert main([str(run), "--no-open", "--tokenizer", str(tmp_path / "student")]) == 2
+
+
+def test_a_damaged_logprob_is_named_and_does_not_hide_the_others(tmp_path: Path) -> None:
+    one = made.rollout(np.random.default_rng(0), "a", prompt=[7], turns=((4, 0),))
+    mu = one.arrays[1].copy()
+    mu[2], mu[3] = np.nan, -500.0
+    run = made.write_run(tmp_path, made.batch((0, 0), [one._replace(arrays=(one.arrays[0], mu, *one.arrays[2:]))]))
+    shown = [token.student for token in page_of(run).rollout(0).tokens]
+    assert shown[0] is None and math.isnan(shown[2] or 0) and shown[3] == -65_533 / 1024
+    assert same_logprob(shown[1], float(mu[1])) and same_logprob(shown[4], float(mu[4]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "got nothing, expected RUN"),
+        (["nowhere"], "no run nowhere"),
+        (["RUN", "--wrong"], "unknown flag --wrong"),
+        (["RUN", "--max-mb", "0"], "--max-mb: got '0'"),
+        (["RUN", "--record"], "--record: got nothing"),
+        (["EMPTY"], "config.yaml cannot be read"),
+        (["RUN", "--record", "missing.record"], "no file 'missing.record'"),
+    ],
+)
+def test_mistakes_are_named_in_one_line_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"RUN": str(made.everything(tmp_path)), "EMPTY": str(tmp_path / "empty")}
+    assert main([places.get(word, word) for word in arguments] + ["--no-open"]) == 2
+    error = capsys.readouterr().err
+    assert says in error and all(line.startswith("stillhouse: ") for line in error.splitlines())
