@@ -61,7 +61,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     n_rollouts: int
     """In the record, of which the page may show fewer."""
     alternatives_of: str
-    """Whose likeliest tokens the top-k sets hold: teacher or student."""
+    """The model whose likeliest tokens the top-k sets hold: teacher or student."""
     notes: tuple[str, ...]
 
 

@@ -78,8 +78,8 @@ class Read:
 
     @property
     def gaps(self) -> npt.NDArray[np.float64]:
-        """Student minus teacher [M, L], in nats; NaN for a token that is not scored. Where the student's log-prob is not
-        known it counts as 0, so that what remains is the teacher's surprise."""
+        """Student minus teacher [M, L], in nats; NaN for a token that is not scored. Where the student's log-prob is
+        not known it counts as 0, so that what remains is the teacher's surprise."""
         gap_ML = self.behaviour_L.astype(np.float64)[None, :] * self.behaviour_known - self.teacher_ML
         return np.where(self.scored_ML, gap_ML, np.nan)
 
