@@ -23,7 +23,7 @@ from recording.format import RecordError
 from recording.reader import Recording
 
 FILE: Final = "view.html"
-MAX_MB: Final = 64
+MAX_MB: Final = 128
 USAGE: Final = f"""\
 usage: cluster.py view RUN [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
 
@@ -122,7 +122,7 @@ def write_view(asked: Asked) -> Path:
         student = asked.tokenizer or str(get(recording.header.config, "models.student") or "")
         decoder, notes = _decoder(student, recording.header.vocab_fingerprint, asked.tokenizer)
         found = find_rollouts(recording)
-        chosen = choose(found, asked.max_mb << 20)
+        chosen = choose(found, asked.max_mb * 1_000_000)
         page = Page(Pieces(decoder))
         for one in chosen:
             page.add(read(recording, one))

@@ -3,6 +3,17 @@
 const ROW_PIXELS = 24, SPARE_ROWS = 8;
 const RANGES = ["reward", "length", "staleness"];
 let listed = [], chosen = -1, lowered = null;
+const nShared = sharedPrefix(DATA.prompts.texts);
+
+// Characters with which all prompts begin (a chat template's), which the list leaves out.
+function sharedPrefix(texts) {
+  let n = texts.length > 1 ? texts[0].length : 0;
+  for (const text of texts) {
+    n = Math.min(n, text.length);
+    while (!texts[0].startsWith(text.slice(0, n))) n--;
+  }
+  return n;
+}
 
 function bounds(name) {
   return ["from", "to"].map((side) => {
@@ -45,7 +56,7 @@ function drawRows() {
     const i = listed[place], gap = rows.gap[i];
     const texts = [String(rows.step[i]), visible(DATA.tag[rows.tag[i]]), Number.isNaN(rows.reward[i]) ? "–" : figure(rows.reward[i]),
       String(rows.length[i]), rows.staleness[i] < 0 ? "–" : String(rows.staleness[i]), Number.isNaN(gap) ? "–" : signed(gap),
-      excerpt(DATA.prompts.texts[rows.prompt[i]])];
+      (nShared ? "…" : "") + excerpt(DATA.prompts.texts[rows.prompt[i]].slice(nShared))];
     const row = make("div", { className: "row", role: "option", id: `row-${i}`, "aria-selected": i === chosen, dataset: { place } },
       ...texts.map((text) => make("span", {}, text)));
     row.setAttribute("aria-posinset", place + 1);

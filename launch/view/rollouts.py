@@ -22,8 +22,10 @@ _IDS, _BEHAVIOUR, _TRAIN_MASK, _TEACHER, _PAYLOADS = range(5)
 """Places of an item's frames (protocol.messages.BatchItem)."""
 TOKEN_BYTES: Final = 12
 """What one token takes in the page, about: its id and two log-probs, in base64."""
-ROLLOUT_BYTES: Final = 1000
+ROLLOUT_BYTES: Final = 600
 """What a rollout takes beside its tokens, about: its row, its spans and its worst tokens."""
+TOP_K_BYTES: Final = 600
+"""What the alternatives to its worst tokens take, about, for each teacher that sent top-k sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Found:
     @property
     def page_bytes(self) -> int:
         """Estimate of what it takes in the page."""
-        return ROLLOUT_BYTES + self.item.end * (TOKEN_BYTES + 3 * max(0, len(self.item.teachers) - 1))
+        n_sent = len({piece.teacher for piece in self.item.top_k})
+        token = TOKEN_BYTES + 3 * max(0, len(self.item.teachers) - 1)
+        return ROLLOUT_BYTES + TOP_K_BYTES * n_sent + self.item.end * token
 
 
 class Trained(NamedTuple):

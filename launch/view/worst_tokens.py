@@ -21,7 +21,7 @@ ALTERNATIVES: Final = 5
 
 
 class Alternative(NamedTuple):
-    """A token that the teacher might have written, and its log-prob in nats."""
+    """A token that the teacher might have written, and its log-prob in nats, to three digits."""
 
     token_id: int
     logprob: float
@@ -63,7 +63,7 @@ def _alternatives(
             some = slice(start, start + int(top.counts_T[row]))
             ids, logprobs = top.ids_S[some], top.logprobs_S[some]
             best = np.argsort(-logprobs, kind="stable")[:ALTERNATIVES].tolist()
-            return tuple(Alternative(int(ids[i]), float(logprobs[i])) for i in best)
+            return tuple(Alternative(int(ids[i]), round(float(logprobs[i]), 3)) for i in best)
     return None
 
 

@@ -159,6 +159,59 @@ def test_everything_is_reached_by_keyboard_and_each_token_says_its_values(tmp_pa
     asyncio.run(_with_tab(tmp_path, go))
 
 
+def test_turns_are_a_tree_in_which_a_branch_stands_inside_the_turn_that_it_leaves(tmp_path: Path) -> None:
+    """Token 9 follows token 4, inside the first response; token 12 begins a new root."""
+    file = view(made.everything(tmp_path))
+    inside = "[...document.querySelectorAll('#turns li')].map((li) => [li.firstChild.textContent, depth(li)])"
+    depth = (
+        "window.depth = (li) => { let n = 0; while ((li = li.parentElement.closest('#turns li'))) n++; return n; }; 0"
+    )
+
+    async def go(page: Tab) -> None:
+        await page.open(file)
+        await page.value("choose(3)")
+        await page.value(depth)
+        assert await page.value(inside) == [
+            ["prompt, tokens 0 to 2", 0],
+            ["student, tokens 3 to 4", 0],
+            ["student, tokens 9 to 11", 1],
+            ["student, tokens 5 to 6", 0],
+            ["given, tokens 7 to 8", 0],
+            ["student, tokens 12 to 14", 0],
+        ]
+        text = await page.value("byId('turns').innerText")
+        assert (
+            text.count("reward") == 2 and "tokens 9 to 11 reward 0.75" in text and "tokens 5 to 6 reward 0.25" in text
+        )
+        assert "tokens 12 to 14 (a new root)" in text
+        await page.value("document.querySelectorAll('#turns button')[2].click()")
+        assert await page.value("Number(document.activeElement.dataset.i)") == 9
+        await page.value("choose(0)")
+        assert await page.value("byId('turns-part').hidden")
+
+    asyncio.run(_with_tab(tmp_path, go))
+
+
+def test_a_long_rollout_is_shown_in_parts_and_a_strip_leads_to_each_token(tmp_path: Path) -> None:
+    one = made.rollout(np.random.default_rng(0), "long", prompt=[7], turns=((9_999, 0),))
+    file = view(made.write_run(tmp_path, made.batch((0, 0), [one])))
+
+    async def go(page: Tab) -> None:
+        await page.open(file)
+        assert await page.value("byId('shown').textContent") == "tokens 0 to 3999 of 10000"
+        await page.value("goTo(9_500)")
+        assert await page.value("[byId('shown').textContent, document.activeElement.dataset.i]") == [
+            "tokens 8000 to 9999 of 10000",
+            "9500",
+        ]
+        click = "new MouseEvent('click', { clientX: box.left + box.width / 4, clientY: box.top + 5, bubbles: true })"
+        strip = "document.querySelector('#strips canvas')"
+        await page.value(f"{{ const box = {strip}.getBoundingClientRect(); {strip}.dispatchEvent({click}); }}")
+        assert abs(int(await page.value("document.activeElement.dataset.i")) - 2500) < 20
+
+    asyncio.run(_with_tab(tmp_path, go))
+
+
 def number(pattern: str, text: str) -> float:
     found = re.search(pattern, text)
     assert found is not None, (pattern, text)
