@@ -60,9 +60,11 @@ def rollout(
     reward: float | None = 1.0,
     branches: tuple[Branch, ...] = (),
     turn_rewards: tuple[TurnReward, ...] = (),
-    with_top_k: bool = False,
+    sets: dict[tuple[int, int], tuple[list[int], list[float]]] | None = None,
 ) -> Rollout:
-    """Turns are (sampled tokens, tokens of the environment after them); the version rises by one from turn to turn."""
+    """Turns are (sampled tokens, tokens of the environment after them); the version rises by one from turn to turn.
+    `sets`: not None for one with top-k sets, a payload for each turn and teacher; (teacher, token) -> (ids, log-probs)
+    is entered."""
     spans, at = list[VersionSpan](), len(prompt)
     for number, (n_sampled, n_given) in enumerate(turns):
         spans.append(VersionSpan(WeightVersion(epoch, version + number), at, at + n_sampled))
@@ -78,10 +80,16 @@ def rollout(
         (-random.exponential(2.0, (len(teachers), at)) * sampled).astype(np.float32),
     ]
     pieces = list[TopKPiece]()
-    if with_top_k:
-        payload, _, _ = top_k(random, at - len(prompt))
-        pieces.append(TopKPiece(0, len(prompt), at, len(payload)))
-        arrays.append(np.frombuffer(payload, np.uint8))
+    payloads = b""
+    for span in spans if sets is not None else ():
+        for teacher in range(len(teachers)):
+            payload, set_ids, logprobs = top_k(random, span.end - span.start)
+            pieces.append(TopKPiece(teacher, span.start, span.end, len(payload)))
+            payloads += payload
+            for row, token in enumerate(range(span.start, span.end)):
+                sets[teacher, token] = (set_ids[row].tolist(), logprobs[row].tolist())  # pyright: ignore[reportOptionalSubscript]
+    if pieces:
+        arrays.append(np.frombuffer(payloads, np.uint8))
     item = BatchItem(
         rollout_id, task, sample, 4, tag, teachers, at, tuple(spans), True, "stop", reward, len(turns), branches,
         tuple(pieces), turn_rewards,
@@ -127,7 +135,8 @@ def write_run(folder: Path, *batches: bytes, **changes: Any) -> Path:
 
 
 def everything(folder: Path, seed: int = 0) -> Path:
-    """Two teachers, turns, branches, a rollout in two batches, one left out, one mixed in, and hostile texts."""
+    """Two teachers, turns, branches, a rollout in two batches, one left out, one mixed
+    in, one that is scored in part, and hostile texts."""
     random = np.random.default_rng(seed)
     prompt = [7, 8, 9]
     long = rollout(
@@ -137,10 +146,10 @@ def everything(folder: Path, seed: int = 0) -> Path:
     branched = rollout(
         random, "train-2-0-0", prompt=[0, 1, 5], turns=((4, 2), (3, 0), (3, 0)), task=2, tag=HOSTILE[0],
         branches=(Branch(9, 5), Branch(12, 0)), turn_rewards=(TurnReward(7, 0.25), TurnReward(12, 0.75)),
-        with_top_k=True,
+        sets={},
     )  # fmt: skip
     first = [
-        rollout(random, HOSTILE[1], prompt=prompt, sample=0, with_top_k=True),
+        rollout(random, HOSTILE[1], prompt=prompt, sample=0, sets={}),
         rollout(random, "train-0-1-0", prompt=prompt, sample=1, reward=None, teachers=()),
         cut(long, len(prompt) + 4, (3, 7)),
     ]
@@ -150,7 +159,9 @@ def everything(folder: Path, seed: int = 0) -> Path:
         rollout(random, "train-3-0-0", prompt=[2, 3, 4], version=1, task=3),
         rollout(random, "written", prompt=[2, 3, 4, 6], version=40, task=0, tag="text"),
     ]
-    third = [rollout(random, "train-4-0-0", prompt=prompt, version=2, task=4, turns=((1, 0),))]
+    stale = cut(rollout(random, "train-5-0-0", prompt=prompt, version=2, task=5), 8, (5, 8), final=True)
+    stale.arrays[3][:, 3:5] = 0  # masked as stale before a teacher scored them
+    third = [rollout(random, "train-4-0-0", prompt=prompt, version=2, task=4, turns=((1, 0),)), stale]
     return write_run(
         folder,
         batch((0, 0), first),

@@ -153,8 +153,11 @@ def test_everything_is_reached_by_keyboard_and_each_token_says_its_values(tmp_pa
         await page.press("/")
         await page.type("w2")
         found = [one.id for one in expected if 9 in [token.id for token in one.tokens[: one.n_prompt]]]
-        assert await page.value("listed.map((i) => rollout(i).id)") == found and len(found) == 4
-        assert await page.value("byId('count').textContent") == "4 of 7 rollouts"
+        assert await page.value("listed.map((i) => rollout(i).id)") == found and len(found) == 5
+        assert await page.value("byId('count').textContent") == "5 of 8 rollouts"
+        await page.value("byId('search').value = ''; byId('staleness-to').value = '9'; applyFilters()")
+        known = [one.id for one in expected if one.id not in ("written", "train-3-0-0")]
+        assert await page.value("listed.map((i) => rollout(i).id)") == known and len(known) == 6
 
     asyncio.run(_with_tab(tmp_path, go))
 

@@ -45,7 +45,7 @@ def same(shown: Seen, expected: Seen) -> bool:
 def test_every_token_is_as_a_reader_that_shares_no_code_finds_it_in_the_record(tmp_path: Path, seed: int) -> None:
     run = made.everything(tmp_path, seed)
     page, expected = page_of(run), recorded((run / "batches.record").read_bytes())
-    assert page.n_rollouts == len(expected) == 7
+    assert page.n_rollouts == len(expected) == 8
     for index, (key, one) in enumerate(expected.items()):
         shown = page.rollout(index)
         assert same(shown, one), key
@@ -56,25 +56,29 @@ def test_every_token_is_as_a_reader_that_shares_no_code_finds_it_in_the_record(t
         assert math.isclose(gap, sum(gaps) / len(gaps), abs_tol=1e-5) if gaps else math.isnan(gap)
         words = [made.WORDS[token.id] for token in one.tokens[: one.n_prompt]]
         assert page.data["prompts"]["texts"][page.columns["prompt"][index]] == " ".join(words)
-    assert [page.columns["flags"][i] for i in range(7)] == [0, 0, 0, 0, 2, 1, 0]
+    assert page.columns["flags"] == [0, 0, 0, 0, 2, 1, 0, 0]
+    assert any(token.version and token.teachers == [None] for token in expected["train-5-0-0"].tokens)
 
 
 def test_the_worst_tokens_are_those_with_the_largest_difference_and_what_the_teacher_would_have_written(
     tmp_path: Path,
 ) -> None:
-    random = np.random.default_rng(3)
-    one = made.rollout(random, "train-0-0-0", prompt=[7], turns=((30, 0),), with_top_k=True)
-    again = np.random.default_rng(3)
-    made.rollout(again, "x", prompt=[7], turns=((30, 0),))
-    _, ids, logprobs = made.top_k(again, 30)
+    sets: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
+    turns = ((15, 2), (14, 0))
+    one = made.rollout(np.random.default_rng(3), "a", prompt=[7], turns=turns, teachers=("x", "y"), sets=sets)
     page = page_of(made.write_run(tmp_path, made.batch((0, 0), [one])))
-    gaps = {i: float(one.arrays[1][i]) - float(one.arrays[3][0, i]) for i in range(1, 31)}
-    expected = sorted((i for i in gaps if gaps[i] >= 0.1), key=lambda i: -gaps[i])[:8]
     found = page.details(0)["worst"]
-    assert [(teacher, at) for teacher, at, _ in found] == [(0, at) for at in expected] and len(found) == 8
-    for _, at, others in found:
-        assert [page.piece(number) for number, _ in others] == [made.WORDS[i] for i in ids[at - 1, :5]]
-        assert np.allclose([value for _, value in others], logprobs[at - 1, :5], atol=0.02)
+    sampled = [i for i in range(one.item.end) if one.arrays[2][i]]
+    expected: list[tuple[int, int]] = []
+    for teacher in range(2):
+        gaps = {i: float(one.arrays[1][i]) - float(one.arrays[3][teacher, i]) for i in sampled}
+        expected += [(teacher, i) for i in sorted(gaps, key=lambda i: -gaps[i])[:8] if gaps[i] >= 0.1]
+    assert [(teacher, at) for teacher, at, _ in found] == expected
+    assert {(teacher, at > 16) for teacher, at in expected} == {(0, False), (0, True), (1, False), (1, True)}
+    for teacher, at, others in found:
+        ids, logprobs = sets[teacher, at]
+        assert [page.piece(number) for number, _ in others] == [made.WORDS[i] for i in ids[:5]]
+        assert np.allclose([value for _, value in others], logprobs[:5], atol=0.02)
 
 
 def test_staleness_counts_the_way_over_the_checkpoint_that_a_learner_went_on_from(tmp_path: Path) -> None:
