@@ -161,7 +161,9 @@ def everything(folder: Path, seed: int = 0) -> Path:
     ]
     stale = cut(rollout(random, "train-5-0-0", prompt=prompt, version=2, task=5), 8, (5, 8), final=True)
     stale.arrays[3][:, 3:5] = 0  # masked as stale before a teacher scored them
-    third = [rollout(random, "train-4-0-0", prompt=prompt, version=2, task=4, turns=((1, 0),)), stale]
+    certain = rollout(random, "train-4-0-0", prompt=prompt, version=2, task=4, turns=((1, 0),))
+    certain.arrays[3][:] = 0  # scored, with probability 1
+    third = [certain, stale]
     return write_run(
         folder,
         batch((0, 0), first),

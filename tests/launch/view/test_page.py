@@ -57,6 +57,7 @@ def test_every_token_is_as_a_reader_that_shares_no_code_finds_it_in_the_record(t
         words = [made.WORDS[token.id] for token in one.tokens[: one.n_prompt]]
         assert page.data["prompts"]["texts"][page.columns["prompt"][index]] == " ".join(words)
     assert page.columns["flags"] == [0, 0, 0, 0, 2, 1, 0, 0]
+    assert page.rollout(6).tokens[3].teachers == [0.0]
     assert any(token.version and token.teachers == [None] for token in expected["train-5-0-0"].tokens)
 
 
