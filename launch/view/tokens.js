@@ -149,7 +149,9 @@ function goTo(i) {
 
 function nextWorst(direction) {
   const places = shown.worst.filter(([m]) => m === teacher).map(([, i]) => i);
-  if (places.length) goTo(places[(places.indexOf(current) + direction + places.length + (current < 0 && direction < 0 ? 1 : 0)) % places.length]);
+  if (!places.length) return;
+  const at = places.indexOf(current); // -1: elsewhere; "next" is then the first, "previous" the last
+  goTo(places[at < 0 && direction < 0 ? places.length - 1 : (at + direction + places.length) % places.length]);
 }
 
 function tokenKey(event) {

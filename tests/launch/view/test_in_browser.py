@@ -150,6 +150,9 @@ def test_everything_is_reached_by_keyboard_and_each_token_says_its_values(tmp_pa
             await page.press("w")
             now = worst[(worst.index(now) + 1) % len(worst)] if now in worst else worst[0]
             assert await page.value("Number(document.activeElement.dataset.i)") == now
+        await page.value("goTo(0)")  # of the prompt, so none of the worst
+        await page.press("W")
+        assert await page.value("Number(document.activeElement.dataset.i)") == worst[-1]
         await page.press("/")
         await page.type("w2")
         found = [one.id for one in expected if 9 in [token.id for token in one.tokens[: one.n_prompt]]]
