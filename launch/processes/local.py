@@ -43,11 +43,20 @@ HANGS_S: Final = 60.0
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Both set torch's allocator of GPU memory; the first is the newer name."""
+
+
 def worker_environment(threads: int) -> dict[str, str]:
     """Environment of every child: our packages can be imported from any working folder, there are `threads` native
-    threads, and no tokenizer thread pool (it would not survive a fork)."""
+    threads, and no tokenizer thread pool (it would not survive a fork).
+
+    Batches differ in size from step to step. Torch's allocator would keep a block of GPU memory for each size, so it is
+    told to use segments that grow, unless the user has settings of their own. docs/gpu.md has what this saves."""
     path = os.environ.get("PYTHONPATH")
+    own_allocator = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     return {
+        **({} if own_allocator else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         **os.environ,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "TOKENIZERS_PARALLELISM": "false",
