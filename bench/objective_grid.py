@@ -10,6 +10,7 @@ from launch.config.run import RunConfig
 BATCH_ROLLOUTS: Final = 64
 USUAL: Final = RunConfig()
 BASE: Final = (
+    "--learner.lr=3e-4",  # the highest at which k1 holds
     f"--divergence={USUAL.learner.objective.divergence.name}",
     f"--teacher.top_k={USUAL.teacher.top_k}",
     f"--learner.tasks.group_size={USUAL.learner.tasks.group_size}",

@@ -344,6 +344,9 @@ class LearnerLoop:
         if figures is not None:
             self.progress.add(figures, vocab_rows=lm_head(self._trainer.model).weight_VH.shape[0])
         train = {"tokens": 0, "items": len(batch.items)} if figures is None else figures.as_dict()
+        rollouts = self._rollout_figures.update(batch.items, delivered.arrays)
+        alarms = self.progress.alarms
+        alarms.add(self.version.step, rollouts | {f"train/{name}": value for name, value in train.items()})
         self._metrics.step(
             self.version.step,
             {**train, "items_nonfinite": len(outcome.masked)},
@@ -357,7 +360,8 @@ class LearnerLoop:
                 **(self._mixer.figures if self._mixer is not None else {}),
                 **(self._recorder.figures if self._recorder is not None else {}),
                 **(self._group_rewards.figures if self._group_rewards is not None else {}),
-                **self._rollout_figures.update(batch.items, delivered.arrays),
+                **rollouts,
+                **alarms.figures(),
                 **self._worker_figures.update(batch.snapshot),
             },
         )

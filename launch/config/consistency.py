@@ -9,7 +9,7 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
@@ -22,6 +22,9 @@ from models.description import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.plugins import load
 from protocol.topk_codec import MAX_TOKENS_KEPT
+
+BUILTIN_RATE_LIMIT: Final = 6e-4
+"""Learning rate * (1 + max_staleness) up to which the built-in student learned steadily from sampled tokens."""
 
 
 class Findings(NamedTuple):
@@ -55,6 +58,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
         ],
         warnings=[
             *_left_to_others(config),
+            *_rate_for_the_bound(config),
             *_uneven_groups(config),
             *_little_room(config, student),
             *_little_room_for_teachers(config),
@@ -64,6 +68,20 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *batches_that_will_be_cut(config, rows, window),
         ],
     )
+
+
+def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
+    """Warn where the built-in student is known to collapse (docs/decisions/staleness-in-practice.md). The bias of stale
+    tokens grows with staleness times rate (arXiv 2607.01083), so a higher bound needs a lower rate."""
+    rate, bound = config.learner.lr, config.buffer.max_staleness
+    single = config.learner.objective.has_divergence and not config.learner.objective.needs_top_k
+    if config.models.student == BUILTIN and single and rate * (1 + bound) > BUILTIN_RATE_LIMIT * (1 + 1e-9):
+        yield (
+            f"learner.lr: {rate:g} with buffer.max_staleness = {bound}; with divergence = "
+            f"{config.learner.objective.divergence.name!r}, the built-in student collapsed in runs with lr * (1 + "
+            f"max_staleness) above {BUILTIN_RATE_LIMIT:g}. Lower one of them, or compare whole distributions: "
+            "--divergence reverse_kl --teacher.top_k 256"
+        )
 
 
 def check_join(config: RunConfig, student: Path | None) -> list[str]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.report.figures import Figures, Rates, RunView, clock, short
+from learner.reports.alarms import ALARM_SINCE
 
 log = logging.getLogger(__name__)
 LOST_SHOWN: Final = 6
@@ -96,7 +97,9 @@ def line(f: Figures) -> str:
     if f.step is None:
         there = f"{f.ready} of {f.expected} workers are connected" + (f", {_servers(f)}" if f.view.servers else "")
         return f"[{clock(f.view.elapsed_s)}] starting: {there}" + _ending(f)
-    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""  # first: long lines are cut at their end
+    # First: long lines are cut at their end.
+    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""
+    trouble += f"ALARM {alarms} | " if (alarms := _alarms(f)) else ""
     parts = [
         f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}",
         f"tokens/s {_rates(f)}",
@@ -143,6 +146,8 @@ def table(f: Figures) -> Table:
         grid.add_row("step", bar)
         grid.add_row("tokens/s", _rates(f))
         grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
+        if alarms := _alarms(f):
+            grid.add_row("ALARM", alarms)
         grid.add_row(
             "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
         )
@@ -179,6 +184,12 @@ def _learning(f: Figures, between: str) -> str:
     loss = f"loss {_number(f.learner.get('loss'))}"
     kl = f.learner.get("reverse_kl")
     return loss if kl is None else f"reverse KL {_number(kl)}{between}{loss}"
+
+
+def _alarms(f: Figures) -> str:
+    """The alarms that are on, and at which step each began; empty if there are none."""
+    since = {name: step for name, step in f.learner.items() if name.startswith(ALARM_SINCE)}
+    return ", ".join(f"{name.removeprefix(ALARM_SINCE)} since step {step:.0f}" for name, step in since.items())
 
 
 def _accuracy(f: Figures) -> str:

@@ -22,6 +22,7 @@ from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
 from learner.evaluation.figures import EvalPoint
+from learner.reports.alarms import Alarm
 from protocol.atomic_file import write_atomic
 from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
 
@@ -54,6 +55,8 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     reverse_kl_first: float | None = None
     """At this launch's first optimizer step."""
     reverse_kl_last: float | None = None
+    alarms: tuple[Alarm, ...] = ()
+    """Alarms of this launch (learner.reports.alarms)."""
     checkpoint: str | None = None
     """Hugging Face folder of the last student; None when this launch wrote none."""
     tensorboard: str | None = None

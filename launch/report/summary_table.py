@@ -58,6 +58,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
     if kl_first is not None and kl_last is not None:
         yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+    for name, alarms in alarms_by_name(summary).items():
+        yield f"ALARM {name}", alarms
     if (noise := summary.teacher_noise) is not None:
         between = "" if noise.teachers is None else f"; {noise.teachers:.1g} nats between teachers"
         yield "teacher noise", f"{noise.batch:.1g} nats (change of a log-prob when scored in another batch){between}"
@@ -96,6 +98,20 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     if not summary.ok:
         yield "to resume", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
     yield "run folder", str(folder.path)
+
+
+def alarms_by_name(summary: Summary) -> dict[str, str]:
+    """One line per figure that left its range: when, and how far at the first time."""
+    lines: dict[str, str] = {}
+    for alarm in summary.alarms:
+        if alarm.name in lines:
+            continue
+        times = [one for one in summary.alarms if one.name == alarm.name]
+        steps = ", ".join(f"{one.began} to {'the end' if one.over is None else one.over}" for one in times)
+        lines[alarm.name] = (
+            f"{alarm.tag} {alarm.start:.3g} at the start, {alarm.value:.3g} at step {alarm.raised}; steps {steps}"
+        )
+    return lines
 
 
 def lost_steps(summary: Summary) -> str:

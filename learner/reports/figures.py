@@ -21,6 +21,9 @@ MAX_TAGS: Final = 32
 """Number of tags with figures of their own, in order of appearance. Later tags share `other`: a data set may have
 thousands, and TensorBoard keeps every figure forever."""
 OTHER_TAG: Final = "other"
+REPEATED_TOKENS: Final = 8
+"""Length of a run of tokens that counts as repeated if it comes twice: longer than most set phrases."""
+_HASH_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 ENVIRONMENT: Final = "env_"
 """Prefix of the totals that environments report through `info` (`actors.rollouts_running`)."""
 SCORER_TOTALS: Final = ("computed_tokens", "prefix_hits", "prefix_evicted_tokens")
@@ -84,7 +87,7 @@ class RolloutFigures:
         """`items` and `arrays` are those of one batch (`protocol.messages.Batch`). A rollout counts in the step that
         trains its last piece; a step without such a rollout has no figures of rollouts."""
         ended = [item for item in items if item.final]
-        figures = {"rollouts/ended": float(len(ended)), **_of_rollouts("rollouts", ended)}
+        figures = {"rollouts/ended": float(len(ended)), **_of_rollouts("rollouts", ended), **_repetition(items, arrays)}
         for tag, its in self._by_tag(ended):
             figures |= _of_rollouts(f"rollouts/{tag}", its)
         return figures | _of_pools(items, arrays)
@@ -156,6 +159,24 @@ def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
     if turns := [len(item.turn_rewards) for item in ended if item.turn_rewards]:
         figures["rewarded_turns_mean"] = float(np.mean(turns))
     return {f"{prefix}/{name}": value for name, value in figures.items()}
+
+
+def _repetition(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
+    """Share of runs of REPEATED_TOKENS trained tokens that their rollout had before, over all rollouts of the batch."""
+    runs = repeated = at = 0
+    for item in items:
+        ids_T, _, trained_T, _ = arrays[at : at + 4]
+        at += 5 if item.top_k else 4
+        ids = ids_T[trained_T.astype(bool)].astype(np.uint64)
+        n = len(ids) - REPEATED_TOKENS + 1
+        if n < 1:
+            continue
+        run_n = np.zeros(n, np.uint64)
+        for place in range(REPEATED_TOKENS):  # a hash, modulo 2^64
+            run_n = run_n * _HASH_FACTOR + ids[place : place + n] + np.uint64(1)
+        runs += n
+        repeated += n - len(np.unique(run_n))
+    return {"rollouts/repetition": repeated / runs} if runs else {}
 
 
 def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from learner.evaluation.evaluation import EvaluationResult
+from learner.reports.alarms import ALARM_SINCE, Alarms
 from learner.reports.step_metrics import StepMetrics
 from protocol.atomic_file import write_atomic
 from protocol.messages import WeightVersion
@@ -46,6 +47,7 @@ class Progress:
     """Checkpoints that came due while the one before was still being written."""
     steps_skipped: int = 0
     """Steps without a finite rollout to train."""
+    alarms: Alarms = field(default_factory=Alarms)
 
     def add(self, figures: StepMetrics, *, vocab_rows: int) -> None:
         """Count an optimizer step. `vocab_rows` is the number of rows of the student's head."""
@@ -72,6 +74,7 @@ class Progress:
         if own := [result for result in self.evaluations if not result.name]:
             newest = own[-1]
             found |= {"eval_greedy": newest.accuracy_greedy, "eval_sampled": newest.accuracy_sampled}
+        found |= {f"{ALARM_SINCE}{name}": began for name, began in self.alarms.on.items()}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def account(self) -> dict[str, Any]:
@@ -82,6 +85,7 @@ class Progress:
             "tokens_trained_offline": self.tokens_trained_offline,
             "reverse_kl_first": self.reverse_kl_first,
             "reverse_kl_last": self.reverse_kl_last,
+            "alarms": [msgspec.to_builtins(alarm) for alarm in self.alarms.raised],
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
         }
 

@@ -363,3 +363,35 @@ def test_a_pool_has_no_sets_of_its_own_where_all_score_the_students(fields: dict
         build(RunConfig, plain | {"teacher": STUDENTS})
     both = build(RunConfig, plain | {"teacher": STUDENTS, "pools": {"math": {}, "style": {}}})
     assert both.top_ids == TopIdsWanted(16, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("lr", "bound", "objective", "top_k", "warned"),
+    [
+        (3e-4, 1, {}, 0, False),
+        (3e-4, 4, {}, 0, True),
+        (1e-3, 1, {}, 0, True),
+        (1e-3, 1, {"divergence": "k3"}, 0, True),
+        (1e-3, 1, {"divergence": "reverse_kl"}, 256, False),
+        (1e-3, 1, {"coef": 0.0, "advantage": "grpo"}, 0, False),
+    ],
+)
+def test_a_rate_too_high_for_the_bound_gets_a_warning(
+    lr: float, bound: int, objective: dict[str, Any], top_k: int, warned: bool
+) -> None:
+    found = [
+        one
+        for one in warnings(
+            learner={"lr": lr, "objective": objective},
+            buffer={"max_staleness": bound, "release": "rollout"},
+            teacher={"top_k": top_k},
+        )
+        if "collapsed" in one
+    ]
+    assert bool(found) == warned
+    assert all(f"lr: {lr:g} with buffer.max_staleness = {bound}" in one for one in found)
+
+
+def test_nothing_is_known_of_the_rate_of_other_students() -> None:
+    given = {"learner": {"lr": 1e-3}, "models": {"student": str(builtin.STUDENT_DIR)}}
+    assert not [one for one in warnings(**given) if "collapsed" in one]
