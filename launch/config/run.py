@@ -11,6 +11,7 @@ import msgspec
 
 from actors.config import ActorConfig, EnvConfig
 from buffer.config import BufferConfig
+from launch.config.cluster import ClusterConfig
 from learner.config import LearnerConfig
 from protocol.messages import TopIdsWanted
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
@@ -84,6 +85,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     """Several teacher models: one section `[pools.NAME]` each, with a model, a count, and settings that differ from
     `teacher`. learner.tasks.routes says which tags a pool scores. Empty: one pool of `teachers` with models.teacher."""
     launch: LaunchConfig = msgspec.field(default_factory=LaunchConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
 
     @property
     def environments(self) -> dict[str, EnvConfig]:

@@ -1,0 +1,40 @@
+"""The machines that a run is rendered for (`cluster.py render`). No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from protocol.settings import NonNegativeInt, PositiveInt, Settings
+
+
+class HostConfig(Settings, frozen=True, kw_only=True):
+    """What each host of the learner is asked for. The first one also has the launcher, the buffer, and the workers of
+    roles without hosts of their own."""
+
+    cpus: PositiveInt = 8
+    """CPU cores of each host."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each host."""
+    memory_gib: PositiveInt = 32
+    """Memory of each host, GiB."""
+
+
+class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
+    """Hosts of actors, or of teachers."""
+
+    each: NonNegativeInt = 0
+    """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner."""
+
+
+class ClusterConfig(Settings, frozen=True, kw_only=True):
+    """Machines by role, for a scheduler (launch/cluster.py render). Only render reads this section: a run that you
+    start yourself uses the machine that it is on."""
+
+    learner: HostConfig = msgspec.field(default_factory=HostConfig)
+    actors: RoleHostsConfig = msgspec.field(default_factory=RoleHostsConfig)
+    teachers: RoleHostsConfig = msgspec.field(default_factory=RoleHostsConfig)
+    port: Annotated[int, Meta(ge=1, le=65535)] = 5555
+    """Port of the buffer on the learner's first host, where other hosts join the run."""

@@ -1,0 +1,69 @@
+"""Which hosts a run needs, and what starts on each: a pure function of its configuration.
+
+Roles with hosts of their own (`cluster.actors.each`, `cluster.teachers.each`) join the run from there; the others run
+beside the learner. The renderers turn this into the files of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+from launch.config.cluster import HostConfig
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from protocol.addresses import is_local
+
+GroupName: TypeAlias = Literal["run", "ranks", "actors", "teachers"]
+
+
+class HostGroup(NamedTuple):
+    """Hosts with the same task."""
+
+    name: GroupName
+    """run: the launcher, the buffer, the learner (or its first ranks), and roles without hosts of their own. ranks:
+    further ranks of the learner."""
+    workers: tuple[int, ...]
+    """Workers on each host, as even as possible; of `run` and `ranks`, the learner's ranks there."""
+    host: HostConfig
+
+
+def host_groups(config: RunConfig) -> tuple[HostGroup, ...]:
+    """All groups; that of the run is the first. Raises ConfigError for a configuration that cannot be spread."""
+    cluster, learner = config.cluster, config.learner
+    groups = [HostGroup("run", (learner.ranks_each,), cluster.learner)]
+    if learner.hosts > 1:
+        groups.append(HostGroup("ranks", (learner.ranks_each,) * (learner.hosts - 1), cluster.learner))
+    if cluster.teachers.each and config.teachers:
+        groups.append(HostGroup("teachers", _shares(config.teachers, cluster.teachers.each), cluster.teachers))
+    if cluster.actors.each and config.actors:
+        groups.append(HostGroup("actors", _shares(config.actors, cluster.actors.each), cluster.actors))
+    if mistakes := list(_mistakes(config, groups)):
+        raise ConfigError(*mistakes)
+    return tuple(groups)
+
+
+def _shares(count: int, each: int) -> tuple[int, ...]:
+    """`count` workers on as few hosts as `each` allows, as evenly as possible, larger shares first."""
+    hosts = -(-count // each)
+    return tuple(count // hosts + (host < count % hosts) for host in range(hosts))
+
+
+def _mistakes(config: RunConfig, groups: Sequence[HostGroup]) -> Iterator[str]:
+    names = [group.name for group in groups]
+    if "actors" in names and config.actor.urls:
+        yield "cluster.actors.each: expected 0 with actor.urls, whose servers are there already"
+    if "teachers" in names and (config.teacher.urls or config.pools):
+        yield (
+            "cluster.teachers.each: expected 0 with teacher.urls or pools; let those teachers run beside the learner, "
+            "or start them by `cluster.py join RUN --pool NAME`"
+        )
+    if ("actors" in names or "ranks" in names) and not config.weights.allow_plain_network:
+        yield (
+            "weights.allow_plain_network: got false, but weights go to other hosts, without encryption (SECURITY.md); "
+            "set it to true if the network between these hosts is private"
+        )
+    if len(groups) > 1 and not (is_local(config.buffer.bind) and is_local(config.weights.host)):
+        yield (
+            "buffer.bind, weights.host: got an address of a host, expected none: which hosts the job gets is known "
+            "when it starts, and it uses that of its first one, with cluster.port"
+        )

@@ -1,0 +1,154 @@
+"""One sbatch script for a run: a component of the job for each group of hosts, and a job step for each role.
+
+The run's launcher is on the first host. Other hosts join the run by its folder, which all hosts must see. A script that
+Slurm starts again continues the run from its newest checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from launch.render.hosts import HostGroup
+
+STOP_S: Final = 180
+"""Seconds before the end of the job's time at which Slurm tells the script to stop the run and to requeue itself. A
+learner finishes its step and writes a checkpoint in this time."""
+JOINS_END_S: Final = 60
+"""Seconds that the joined hosts have to leave after the run has ended."""
+REJOIN_S: Final = 10
+"""Seconds between two tries to join the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """What to render."""
+
+    name: str
+    run_dir: Path
+    """Absolute; all hosts see it."""
+    home: Path
+    """Absolute: the clone of Stillhouse, on all hosts, with its virtual environment."""
+    arguments: tuple[str, ...]
+    """Words of the command line that describe the run, as the user typed them."""
+    groups: tuple[HostGroup, ...]
+    port: int
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, for every component: --partition=gpu."""
+
+
+def sbatch_script(job: SlurmJob) -> str:
+    """The whole script."""
+    return "\n".join((*_header(job), *_body(job))) + "\n"
+
+
+def _header(job: SlurmJob) -> Iterator[str]:
+    command = shlex.join(("launch/cluster.py", "render", "slurm", "--run-dir", str(job.run_dir), *job.arguments))
+    yield "#!/bin/bash"
+    yield f"# Made by: {command}"
+    yield f"#SBATCH --job-name={job.name}"
+    yield f"#SBATCH --output={job.run_dir}.slurm-%j.log --open-mode=append"
+    yield f"#SBATCH --requeue --signal=B:USR1@{STOP_S}"
+    for index, group in enumerate(job.groups):
+        if index:
+            yield "#SBATCH hetjob"
+        hosts = f"{len(group.workers)} host{'s' if len(group.workers) > 1 else ''}"
+        yield f"# {group.name}: {hosts}"
+        gpus = f" --gres=gpu:{group.host.gpus}" if group.host.gpus else ""
+        yield (
+            f"#SBATCH --nodes={len(group.workers)} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
+            f"--mem={group.host.memory_gib}G{gpus}"
+        )
+        if job.options:
+            yield f"#SBATCH {' '.join(job.options)}"
+
+
+def _body(job: SlurmJob) -> Iterator[str]:
+    alone = len(job.groups) == 1
+    yield ""
+    yield f"cd {shlex.quote(str(job.home))} || exit 1"
+    yield f"export RUN={shlex.quote(str(job.run_dir))} PYTHONUNBUFFERED=1"
+    yield 'stillhouse() { exec .venv/bin/python launch/cluster.py "$@"; }'
+    yield "export -f stillhouse"
+    if not alone:
+        yield from _address(job.port)
+        yield from _joining()
+    yield from _run_step(job)
+    for index, group in enumerate(job.groups):
+        if index:
+            yield from _join_step(index, group)
+    yield from _ending(alone=alone)
+
+
+def _address(port: int) -> Iterator[str]:
+    yield ""
+    yield "# The address of the first host, at which the others reach the run."
+    yield 'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)'
+    yield "name=$(scontrol --oneliner show node \"$first\" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)"
+    yield "ADDRESS=$(getent ahostsv4 \"$name\" | awk 'NR == 1 { print $1 }')"
+    yield f'network=(--buffer.bind "tcp://${{ADDRESS:?has no IPv4 address}}:{port}" --weights.host "$ADDRESS")'
+
+
+def _joining() -> Iterator[str]:
+    yield ""
+    yield "# Joins the run; again after 1 and 75: it broke off, or cannot be joined yet (docs/cluster.md)."
+    yield 'export ENDED="$RUN.ended.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
+    yield "join_run() {"
+    yield '    while [ ! -f "$ENDED" ]; do'
+    yield '        if [ ! -f "$RUN/run.json" ]; then sleep 1; continue; fi'
+    yield '        (stillhouse join "$RUN" "$@"); code=$?'
+    yield f"        case $code in 1|75) sleep {REJOIN_S} ;; *) return $code ;; esac"
+    yield "    done"
+    yield "}"
+    yield "export -f join_run"
+
+
+def _run_step(job: SlurmJob) -> Iterator[str]:
+    words = shlex.join(job.arguments)
+    counts = "".join(f" --{other.name} 0" for other in job.groups[1:] if other.name in ("actors", "teachers"))
+    network = "" if len(job.groups) == 1 else ' "${network[@]}"'
+    yield ""
+    yield "# The run: launcher, buffer, learner, and roles without hosts of their own; on the host of this script."
+    yield "# If Slurm starts the job again, the run continues from its newest checkpoint."
+    yield 'resume=(); [ -f "$RUN/run.json" ] && resume=(--resume)'
+    yield f'(stillhouse --run-dir "$RUN" "${{resume[@]}}"{network} --launch.status plain \\'
+    yield f"    {words}{counts}) &"
+    yield "run=$!"
+
+
+def _join_step(index: int, group: HostGroup) -> Iterator[str]:
+    flag = "learner-ranks" if group.name == "ranks" else group.name
+    hosts = len(group.workers)
+    yield ""
+    yield f"# {group.name}: {sum(group.workers)}, on {hosts} host{'s' * (hosts > 1)}"
+    yield (
+        f"srun --het-group={index} --nodes={hosts} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
+        "--kill-on-bad-exit=0 \\"
+    )
+    yield f"    bash -c 'shares=({' '.join(map(str, group.workers))}); join_run --{flag} ${{shares[SLURM_PROCID]}} \\"
+    yield f"        --name-prefix {group.name}-$SLURM_PROCID' &"
+    yield "joins+=($!)"
+
+
+def _ending(*, alone: bool) -> Iterator[str]:
+    yield ""
+    yield "# USR1: the time of the job is nearly over. TERM: you stop the run (scancel --signal=TERM --batch JOB)."
+    yield "# In both cases the run writes a checkpoint; after USR1 the job is queued again and goes on from there."
+    yield "again="
+    yield "trap 'again=yes; kill -TERM $run' USR1"
+    yield "trap 'kill -TERM $run' TERM"
+    yield "while kill -0 $run 2> /dev/null; do wait $run; code=$?; done"
+    if not alone:
+        yield ""
+        yield "# The other hosts leave by themselves when the run has ended."
+        yield 'touch "$ENDED"'
+        yield f"for _ in $(seq {JOINS_END_S}); do"
+        yield '    kill -0 "${joins[@]}" 2> /dev/null || break'
+        yield "    sleep 1"
+        yield "done"
+        yield 'kill "${joins[@]}" 2> /dev/null'
+        yield 'wait; rm "$ENDED"'
+    yield '[ -z "$again" ] || scontrol requeue "$SLURM_JOB_ID"'
+    yield "exit $code"

@@ -1,0 +1,109 @@
+"""The rendered script on a real Slurm: a run over several hosts is stopped near the end of its time, queued again, and
+goes on from its checkpoint. The record of all batches is audited."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.audit.run import audit
+from tests.launch.render.slurm_cluster import CORES, Slurm, missing
+from tests.patience import RUN_PATIENCE_S, eventually
+
+ROOT = Path(__file__).parents[3]
+STEPS = 60
+TOPOLOGY = """\
+steps = 60
+actors = 3
+teachers = 2
+learner = { lr = 3e-4, eval_every = 0, checkpoint_every = 5, record = "RECORD" }
+weights = { allow_plain_network = true }
+buffer = { batch_rollouts = 16 }
+cluster = { port = PORT, learner = { cpus = 1, memory_gib = 4 }, actors = { each = 2, cpus = 1, memory_gib = 4 }, \
+teachers = { each = 2, cpus = 1, memory_gib = 4 } }
+"""
+
+
+def render(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py"), "render", *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) -> None:
+    (tmp_path / "topology.toml").write_text(
+        TOPOLOGY.replace("RECORD", str(tmp_path / "record")).replace("PORT", "5555")
+    )
+    run = ("--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml"))
+    script = render("slurm", *run, "--sbatch=--partition=gpu --time=1:00:00", "--cluster.actors.gpus", "2")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    components = script.split("#SBATCH hetjob")
+    assert [part.count("--nodes=") - part.count("srun") for part in components] == [1, 1, 1]
+    assert [("--gres=gpu:2" in part) for part in components] == [False, False, True]
+    assert all("#SBATCH --partition=gpu --time=1:00:00" in part for part in components)
+    alone = render("slurm", *run, "--cluster.actors.each", "0", "--cluster.teachers.each", "0")
+    subprocess.run(["bash", "-n"], input=alone, text=True, check=True)
+    assert "hetjob" not in alone
+    assert "srun" not in alone
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_run_over_hosts_is_requeued_and_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = Path(tmp_path_factory.mktemp("slurm"))
+    run_dir, file = folder / "run", folder / "topology.toml"
+    with Slurm(folder, hosts=4) as slurm:
+        file.write_text(TOPOLOGY.replace("RECORD", str(folder / "record")).replace("PORT", str(_free_port())))
+        script = folder / "job.sbatch"
+        script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file)))
+        assert CORES > 1
+        job = slurm.run("sbatch", "--parsable", str(script)).split(";")[0]
+        log = folder / f"run.slurm-{job}.log"
+        text = lambda: log.read_text() if log.is_file() else "(no log yet)"  # noqa: E731
+        eventually(lambda: _steps(run_dir) >= 8, lambda: f"8 steps; the log:\n{text()}", RUN_PATIENCE_S)
+        slurm.run("scancel", "--signal=USR1", "--batch", job)
+        eventually(lambda: slurm.states(job) == {"PENDING"}, lambda: f"in the queue again; the log:\n{text()}")
+        stopped_at = _steps(run_dir)
+        assert stopped_at < STEPS
+        assert "stopped by SIGTERM" in text()
+        for component in range(3):
+            slurm.run("scontrol", "update", f"JobId={job}+{component}", "StartTime=now")
+        eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{text()}", RUN_PATIENCE_S)
+        said = text()
+    assert "resuming run" in said
+    assert _steps(run_dir) == STEPS
+    report = audit(run_dir)
+    assert report.clean, str(report)
+    joined = _json(run_dir / "summary.json")["workers"]
+    assert {name.rpartition("-")[0] for name in joined if name.startswith("actor")} == {
+        "actor-actors-0",
+        "actor-actors-1",
+    }
+    assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
+
+
+def _steps(run_dir: Path) -> int:
+    """Steps made, from the metrics alone."""
+    file = run_dir / "metrics.jsonl"
+    if not file.is_file():
+        return 0
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    return max((row["step"] for row in rows if row["kind"] == "step"), default=0)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text())
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
