@@ -2,7 +2,7 @@
 Add workers:   python launch/cluster.py join RUN --actors 8            (on another machine, with what `export` writes)
 Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
 See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
-Make a script for a scheduler: python launch/cluster.py render slurm --config FILE
+Make a job for Slurm, Kubernetes or SkyPilot: python launch/cluster.py render slurm --config FILE
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
 
 Only finds the packages, and an interpreter that has what they need. launch.run does the rest.

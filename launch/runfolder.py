@@ -222,7 +222,8 @@ def _lock(path: Path) -> int:
 
 
 def _expect_empty(path: Path) -> None:
-    others = sorted(entry.name for entry in path.iterdir() if entry.name != "lock")
+    """Keys may be there before the run is, where a scheduler hands them out (launch.render)."""
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS))
     if others:
         (path / "lock").unlink()
         raise LaunchError(
