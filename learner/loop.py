@@ -326,6 +326,7 @@ class LearnerLoop:
 
     def _finish(self, *, ok: bool, reason: str) -> None:
         """End the run for all workers. Raises RunStopped unless it ended well."""
+        self._metrics.ended(ok=ok)
         self._client.send(RunFinished(ok=ok, reason=reason))
         self._heartbeat(at_once=True)  # the last figures, for the buffer's final report
         deadline_s = time.monotonic() + GOODBYE_S

@@ -32,6 +32,7 @@ from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.reports.progress import AccountFile
+from learner.reports.settings import compared_settings
 from learner.run_config import LearnerRunConfig
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
@@ -249,7 +250,9 @@ def _make_loop(
 
     parent = start.version or WeightVersion(0, 0)
     resume = version if version.epoch else None
-    metrics = stack.enter_context(MetricsWriter(ctx.run_dir, resume=resume, parent=parent))
+    metrics = stack.enter_context(
+        MetricsWriter(ctx.run_dir, resume=resume, parent=parent, settings=compared_settings(config))
+    )
     account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:

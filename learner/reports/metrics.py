@@ -30,9 +30,11 @@ import numpy as np
 from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
+from learner.reports import board
 from learner.reports.event_file import EventFile
 from learner.reports.figures import TokenRates
 from learner.reports.figures import staleness as staleness_of
+from learner.reports.settings import Setting
 from learner.reports.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten
@@ -59,10 +61,16 @@ class MetricsWriter:
     """Writes the metrics of one run folder. Owned by one thread. A context manager; `close` is idempotent."""
 
     def __init__(
-        self, folder: Path, *, resume: WeightVersion | None = None, parent: WeightVersion | None = None
+        self,
+        folder: Path,
+        *,
+        resume: WeightVersion | None = None,
+        parent: WeightVersion | None = None,
+        settings: Mapping[str, Setting] | None = None,
     ) -> None:
         """`resume`: version that a resumed learner starts with, of a new epoch; new rows are appended to the existing
-        files. `parent`: version of its checkpoint; None = the last epoch in the file. Raises FileExistsError if there
+        files. `parent`: version of its checkpoint; None = the last epoch in the file. `settings`: keys
+        by which boards tell this run from others (`learner.reports.settings`). Raises FileExistsError if there
         are metrics of a run and `resume` is None. Failed writes are counted in `unwritten`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
@@ -81,8 +89,12 @@ class MetricsWriter:
             resumed = self._row("resume", resume.step, {**left, "torn_bytes": torn_bytes})
         self._metrics = AppendFile(metrics_file, self.unwritten, first=_json_line(resumed) if resumed else b"")
         self._samples = AppendFile(samples_file, self.unwritten)
+        board_folder = _board_folder(folder)
         self._board = EventFile(
-            folder / TENSORBOARD_FOLDER, self.unwritten, purge_step=resume.step + 1 if resume else None
+            board_folder,
+            self.unwritten,
+            about=[board.layout(), *board.run_starts(board_folder.name, settings or {}, time.time())],
+            purge_step=resume.step + 1 if resume else None,
         )
 
     def step(
@@ -139,6 +151,10 @@ class MetricsWriter:
         extra |= {"set": result.name} if result.name else {}
         return self._record("eval", result.step, scalars, extra, shown)
 
+    def ended(self, *, ok: bool) -> None:
+        """Tell boards that the run is over, and how."""
+        self._board.add([board.run_ends("SUCCESS" if ok else "FAILURE", time.time())], step=0, rows=0)
+
     def close(self) -> None:
         self._board.close()
         self._metrics.close()
@@ -176,6 +192,14 @@ class MetricsWriter:
 
     def _row(self, kind: str, step: int, figures: Row) -> Row:
         return {"kind": kind, "step": step, "epoch": self._epoch, "unix_s": time.time(), **figures}
+
+
+def _board_folder(folder: Path) -> Path:
+    """A folder with the name of the run: TensorBoard tells runs apart by it. A run that is resumed under another name
+    keeps the one that it has."""
+    boards = folder / TENSORBOARD_FOLDER
+    former = sorted(path for path in boards.iterdir() if path.is_dir()) if boards.is_dir() else []
+    return former[0] if former else boards / (folder.resolve().name or "run")
 
 
 def newest_epoch(folder: Path) -> int | None:
