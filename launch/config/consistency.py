@@ -74,7 +74,7 @@ def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
     """Warn where the built-in student is known to collapse (docs/decisions/staleness-in-practice.md). The bias of stale
     tokens grows with staleness times rate (arXiv 2607.01083), so a higher bound needs a lower rate."""
     rate, bound = config.learner.lr, config.buffer.max_staleness
-    single = config.learner.objective.has_divergence and not config.learner.objective.needs_top_k
+    single = config.learner.objective.has_divergence and not config.learner.objective.compares_distributions
     if config.models.student == BUILTIN and single and rate * (1 + bound) > BUILTIN_RATE_LIMIT * (1 + 1e-9):
         yield (
             f"learner.lr: {rate:g} with buffer.max_staleness = {bound}; with divergence = "
@@ -190,9 +190,9 @@ def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
         teacher = pool.config.teacher
         if objective.needs_top_k and not teacher.sends_distributions:
             yield (
-                f"learner.objective.divergence: got {objective.divergence.name!r} with {pool.key}.top_k = 0, expected "
-                "one above 0, e.g. 256, so that teachers send their likeliest tokens; or "
-                f"{pool.key}.payload = hidden; or one of k1, k2, k3, which do not need them"
+                f"learner.objective.{objective.needs_top_k_for} needs {pool.key}.top_k: got 0, expected one above 0, "
+                f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
+                "learner.objective.divergence = k1 without a baseline, which needs neither"
             )
         if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
             yield (

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from learner.objectives.options import Capped, Distributions, Sampled
+from learner.objectives.options import Capped, Distributions, LogRatio, Sampled
 from learner.objectives.registry import (
     ADVANTAGE,
     AGGREGATIONS,
@@ -34,7 +34,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     """The loss. Divergence, importance weight and advantage are each a name, with the options that this name has.
     docs/objectives.md lists all names; packages add more by entry point, and module:function names a function."""
 
-    divergence: Annotated[Member, DIVERGENCE] = Sampled()
+    divergence: Annotated[Member, DIVERGENCE] = LogRatio()
     """Divergence between student and teachers. On sampled tokens: k1, k2 (s - q, the gradient of the reverse KL), k3
     (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote).
     Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample."""
@@ -101,7 +101,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
                 "expected an advantage, or length_penalty = 'none'"
             )
-        if self.domain_scale != "none" and self.needs_top_k:
+        if self.domain_scale != "none" and self.compares_distributions:
             raise ValueError(
                 f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence.name!r}: only costs of "
                 "sampled tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
@@ -113,9 +113,25 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         return self.coef > 0.0 or any(self.teacher_coefs.values())
 
     @property
-    def needs_top_k(self) -> bool:
-        """True for a divergence between distributions: teachers must send top-k sets."""
+    def compares_distributions(self) -> bool:
+        """True for a divergence between distributions; False for a cost of sampled tokens."""
         return isinstance(self.divergence, Distributions)
+
+    @property
+    def has_baseline(self) -> bool:
+        """True if the mean cost is subtracted from the cost of a sampled token."""
+        return isinstance(self.divergence, LogRatio) and self.divergence.baseline != "none"
+
+    @property
+    def needs_top_k(self) -> bool:
+        """True if teachers must send top-k sets, or hidden states in place of them."""
+        return self.compares_distributions or self.has_baseline
+
+    @property
+    def needs_top_k_for(self) -> str:
+        """Key and value that make `needs_top_k` true, for messages."""
+        name = self.divergence.name
+        return f"divergence.baseline = 'expected_cost' of {name!r}" if self.has_baseline else f"divergence = {name!r}"
 
     def check_tasks(self, tasks: TaskConfig) -> None:
         """Raises ValueError for tasks without anything to learn from, or with sampling that cannot be corrected."""
@@ -193,7 +209,7 @@ def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
 
 
 def _reads_no_sample(objective: ObjectiveConfig) -> bool:
-    return objective.divergence.name == "seq_kd" or objective.needs_top_k
+    return objective.divergence.name == "seq_kd" or objective.compares_distributions
 
 
 class OfflineConfig(Settings, frozen=True, kw_only=True):
@@ -221,6 +237,11 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
         if isinstance(self.divergence, Sampled) and self.divergence.kl_student == "behaviour":
             raise ValueError(
                 "divergence.kl_student: got behaviour, expected current: mu of these tokens is the teacher's log-prob"
+            )
+        if isinstance(self.divergence, LogRatio) and self.divergence.baseline != "none":
+            raise ValueError(
+                f"divergence.baseline: got {self.divergence.baseline}, expected none: over text that the teacher "
+                "wrote, a baseline would change the expected gradient"
             )
         if isinstance(self.divergence, Distributions) and self.divergence.context_cap:
             raise ValueError(

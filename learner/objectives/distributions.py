@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
+from learner.objectives.sampled import CostFn
 from learner.payloads import HiddenRows, TopRows
 from models.logprobs import LmHead
 from models.transfer import upload
@@ -53,6 +54,13 @@ DistributionFn: TypeAlias = Callable[[Tensor, Tensor, Any], Bucketed]
 `uniform_CS`: independent numbers in [0, 1) of these positions, one per draw."""
 Between: TypeAlias = Callable[[Tensor, Tensor], Bucketed]
 """A `DistributionFn` with its options and draws bound."""
+
+
+class Buckets(NamedTuple):
+    """Log-probs of the same buckets on both sides."""
+
+    student_CB: Tensor
+    teacher_CB: Tensor
 
 
 def forward_kl(student_CB: Tensor, teacher_CB: Tensor, options: Distributions) -> Bucketed:
@@ -124,6 +132,12 @@ def by_autograd(divergence: Callable[[Tensor, Tensor, Any], Tensor]) -> Distribu
     return member
 
 
+def mean_cost(student_CB: Tensor, teacher_CB: Tensor, cost: CostFn) -> Tensor:
+    """[C] sum p cost(log p, log q): the mean cost of a sampled token over the student's distribution. For k1 it is
+    `reverse_kl`. A token outside of a top-k set counts with the cost of the tail as one bucket."""
+    return (student_CB.exp() * cost(student_CB, teacher_CB)).sum(dim=1)
+
+
 def log_tail(logprobs_CK: Tensor) -> Tensor:
     """[C] log1p(-sum p): the log-mass outside a teacher's top-k set, at least LOG_TAIL_FLOOR. In float64, because the
     sum is usually near 1."""
@@ -145,6 +159,19 @@ def uniforms(
     key = hashlib.blake2b(json.dumps([seed, step, rollout_id, teacher]).encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     return generator.random((int(offsets.max()) + 1, n_each))[offsets]
+
+
+class _Parts(NamedTuple):
+    """What a gradient by the logits needs beside the buckets."""
+
+    ids_CK: Tensor
+    valid_CK: Tensor
+    top_CK: Tensor
+    """The student's log-probs of the set."""
+    outside_CV: Tensor
+    """exp of its shifted logits; 0 in the set."""
+    outside_C1: Tensor
+    total_C1: Tensor
 
 
 @dataclass(frozen=True)
@@ -213,6 +240,20 @@ class TopKTeacher:
     def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
         """(divergence [C], its gradient by the logits [C, V]) of the student's logits at the rows `place`.
         May overwrite `z_CV`."""
+        sides, parts = self._bucketed(z_CV, place)
+        divergence_C, slope_CB = divergence(*sides)
+        total_slope_C1 = slope_CB.sum(dim=1, keepdim=True)
+        # of the others: p_v * (h_tail / p_tail - sum h), with p_v / p_tail = exp_v / outside
+        slope_outside_C1 = slope_CB[:, -1:] / parts.outside_C1 - total_slope_C1 / parts.total_C1
+        grad_CV = parts.outside_CV.mul_(slope_outside_C1)
+        own_CK = slope_CB[:, :-1] - parts.top_CK.exp() * total_slope_C1
+        return divergence_C, grad_CV.scatter_add_(1, parts.ids_CK, torch.where(parts.valid_CK, own_CK, 0.0))
+
+    def buckets(self, z_CV: Tensor, place: slice) -> Buckets:
+        """The two sides that `compare` compares. May overwrite `z_CV`."""
+        return self._bucketed(z_CV, place)[0]
+
+    def _bucketed(self, z_CV: Tensor, place: slice) -> tuple[Buckets, _Parts]:
         valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
         ids_CK = torch.where(valid_CK, self.ids_TK[place], first_C1)  # a repeated token does no harm below
         tail_C1 = self.tail_T[place, None].to(z_CV.dtype)
@@ -227,13 +268,8 @@ class TopKTeacher:
         top_CK = top_z_CK - normaliser_C1
         student_CB = _padded(top_CK, outside_C1.log() - total_C1.log(), valid_CK, has_tail_C1)
         teacher_CB = _padded(self.logprobs_TK[place].to(z_CV.dtype), tail_C1, valid_CK, has_tail_C1)
-        divergence_C, slope_CB = divergence(student_CB, teacher_CB)
-        total_slope_C1 = slope_CB.sum(dim=1, keepdim=True)
-        # of the others: p_v * (h_tail / p_tail - sum h), with p_v / p_tail = exp_v / outside
-        slope_outside_C1 = slope_CB[:, -1:] / outside_C1 - total_slope_C1 / total_C1
-        grad_CV = outside_CV.mul_(slope_outside_C1)
-        own_CK = slope_CB[:, :-1] - top_CK.exp() * total_slope_C1
-        return divergence_C, grad_CV.scatter_add_(1, ids_CK, torch.where(valid_CK, own_CK, 0.0))
+        parts = _Parts(ids_CK, valid_CK, top_CK, outside_CV, outside_C1, total_C1)
+        return Buckets(student_CB, teacher_CB), parts
 
     def _valid(self, place: slice) -> Tensor:
         columns_K = torch.arange(self.ids_TK.shape[1], device=self.ids_TK.device)
@@ -258,20 +294,24 @@ class WholeTeacher:
         bits = upload(np.ascontiguousarray(rows.states_RH.astype(np.uint16, copy=False)).view(np.int16), device)
         self.states_TH = bits.view(torch.bfloat16)
         self.error_T = torch.zeros_like(sent_T)
-        """How far its log-prob of the sampled token is from the one that was sent. Filled in by `compare`."""
+        """How far its log-prob of the sampled token is from the one that was sent. Filled in by `buckets`."""
         self._head, self._vocab_tokens = head, vocab_tokens
         self._sampled_T, self._sent_T = sampled_T, sent_T
 
     def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
         """As `TopKTeacher.compare`, with a bucket for each token."""
+        student_CV, teacher_CV = self.buckets(z_CV, place)
+        divergence_C, slope_CV = divergence(student_CV, teacher_CV)
+        total_C1 = slope_CV.sum(dim=1, keepdim=True)
+        return divergence_C, slope_CV.sub_(student_CV.exp_().mul_(total_C1))
+
+    def buckets(self, z_CV: Tensor, place: slice) -> Buckets:
+        """As `TopKTeacher.buckets`. Fills in `error_T`."""
         logits_CV = self._head.logits(self.states_TH[place].to(self._head.weight_VH.dtype))
         teacher_CV = torch.log_softmax(logits_CV[:, : self._vocab_tokens].to(z_CV.dtype), dim=1)
         chosen_C = teacher_CV.gather(1, self._sampled_T[place, None]).squeeze(1)
         self.error_T[place] = (chosen_C - self._sent_T[place]).abs().to(self.error_T.dtype)
-        student_CV = torch.log_softmax(z_CV, dim=1)
-        divergence_C, slope_CV = divergence(student_CV, teacher_CV)
-        total_C1 = slope_CV.sum(dim=1, keepdim=True)
-        return divergence_C, slope_CV.sub_(student_CV.exp_().mul_(total_C1))
+        return Buckets(torch.log_softmax(z_CV, dim=1), teacher_CV)
 
 
 def _padded(top_CK: Tensor, tail_C1: Tensor, valid_CK: Tensor, has_tail_C1: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The objective on packed 1-D tensors: pure functions, no model.
 
     cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
-    A_t    = A_reward - sum over the token's teachers of coef * cost_t
+    A_t    = A_reward - sum over the token's teachers of coef * (cost_t - baseline_t)
     w_t    = sg[weight of exp(s_t - mu_t)]                           learner.objectives.importance
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor
 
@@ -9,6 +9,9 @@ s: the current student's log-prob of the sampled token (the only term with a gra
 reported when it sampled the token; q: a teacher's log-prob. The discount of costs is 0: a token answers only for
 itself. A token that no teacher scores has A = A_reward. With a divergence between distributions A = A_reward, too, and
 the divergence is added in `learner.step.step_loss`.
+
+baseline_t is 0, or the mean of the cost over the student's whole distribution at the token's context, which does not
+depend on the token. Since grad s has mean 0 over that distribution, it changes the variance and not the expectation.
 
 With `turn_discount` the costs of a token are multiplied by turn_discount ** depth, where depth is the number of turns
 before its own (learner.turns).
@@ -32,7 +35,7 @@ from learner.objectives.advantages import RewardSignal, make_signal
 from learner.objectives.config import DomainScale, ObjectiveConfig
 from learner.objectives.importance import ImportanceFn, TokenRatios
 from learner.objectives.length import LengthPenalty, make_length_penalty
-from learner.objectives.options import KlStudent, Sampled
+from learner.objectives.options import KlStudent, LogRatio, Sampled
 from learner.objectives.registry import (
     AGGREGATIONS,
     DIVERGENCE,
@@ -125,6 +128,8 @@ class TokenInputs:
     """s at the first of several updates on one batch; None in the first update."""
     divergence_weight_N: Tensor | None = None
     """Weight of the token's divergence, by its turn; None = 1."""
+    baseline_MN: Tensor | None = None
+    """Mean cost at the token's context; 0 where not routed. None = 0."""
 
     def at(self, place: slice) -> TokenInputs:
         """The inputs of some tokens."""
@@ -139,6 +144,7 @@ class TokenInputs:
             cost_scale_N=None if self.cost_scale_N is None else self.cost_scale_N[place],
             proximal_N=None if self.proximal_N is None else self.proximal_N[place],
             divergence_weight_N=None if self.divergence_weight_N is None else self.divergence_weight_N[place],
+            baseline_MN=None if self.baseline_MN is None else self.baseline_MN[:, place],
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
@@ -177,7 +183,7 @@ class LossTerms:
     slope_N: Tensor
     """d loss / d s."""
     divergence_N: Tensor
-    """Cost of the token, summed over its teachers without their coefficients."""
+    """Cost of the token, summed over its teachers without their coefficients and baselines."""
     student_N: Tensor
     """sg[s]."""
     weights_N: Tensor
@@ -205,7 +211,7 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     by_turn = counts_by_turn(config.aggregation)
     aggregation = find_member(TURN_AGGREGATIONS if by_turn else AGGREGATIONS, config.aggregation)
     return Objective(
-        cost=no_cost if config.needs_top_k else _cost(divergence),
+        cost=no_cost if config.compares_distributions else _cost(divergence),
         coef=config.coef,
         teacher_coefs=config.teacher_coefs,
         kl_student=divergence.kl_student if isinstance(divergence, Sampled) else "current",
@@ -223,7 +229,9 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
 
 def _cost(divergence: Member) -> CostFn:
     cost, options, own_options = DIVERGENCE.load(divergence)
-    return (lambda student, teacher: cost(student, teacher, options)) if own_options else cost
+    if not own_options or isinstance(options, LogRatio):  # its baseline is subtracted outside of the cost
+        return cost
+    return lambda student, teacher: cost(student, teacher, options)
 
 
 def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
@@ -237,7 +245,7 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
     cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
-    weighted_MN = cost_MN / scale
+    weighted_MN = (cost_MN if inputs.baseline_MN is None else cost_MN - inputs.baseline_MN) / scale
     if inputs.divergence_weight_N is not None:
         weighted_MN = weighted_MN * inputs.divergence_weight_N.to(current_N.dtype)
     advantage_N = combined_advantage(

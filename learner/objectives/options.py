@@ -14,6 +14,7 @@ from msgspec import Meta
 from protocol.settings import Member, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Share
 
 KlStudent: TypeAlias = Literal["current", "behaviour"]
+Baseline: TypeAlias = Literal["none", "expected_cost"]
 
 
 class Sampled(Member, frozen=True, kw_only=True):
@@ -22,6 +23,15 @@ class Sampled(Member, frozen=True, kw_only=True):
     name: str = "k1"
     kl_student: KlStudent = "current"
     """Log-prob of the student inside the cost. current: recomputed in this step. behaviour: reported when sampled."""
+
+
+class LogRatio(Sampled, frozen=True, kw_only=True):
+    """The cost s - q."""
+
+    baseline: Baseline = "none"
+    """Subtracted from the cost of each token. expected_cost: the mean cost over all tokens that the student could have
+    sampled there, which is the reverse KL (vOPD). The expected gradient stays the same; its variance usually falls.
+    Needs teacher.top_k, or teacher.payload = hidden. none: nothing."""
 
 
 class Distributions(Member, frozen=True, kw_only=True):

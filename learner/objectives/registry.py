@@ -32,6 +32,7 @@ from learner.objectives.options import (
     Grpo,
     Gspo,
     Jsd,
+    LogRatio,
     Mixed,
     MultiSample,
     Overlong,
@@ -68,7 +69,7 @@ DIVERGENCES = Group(
     "stillhouse.divergences",
     {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd")},
     Sampled,
-    {"seq_kd": Member},
+    {"k1": LogRatio, "k2": LogRatio, "seq_kd": Member},
 )
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
 

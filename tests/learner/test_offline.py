@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from learner.batch import TrainItem
 from learner.config import LearnerConfig
 from learner.objectives.config import OfflineConfig
-from learner.objectives.options import Capped, Distributions, Sampled
+from learner.objectives.options import Capped, Distributions, LogRatio
 from learner.offline import OfflineMixer, open_mixer
 from learner.step.train_step import NonFiniteError, Trainer
 from protocol.settings import Member
@@ -137,7 +137,8 @@ def test_files_that_do_not_serve_are_refused(mixer: Mixing, teachers_file: Path,
         ({"file": "f", "student_fraction": 1.5}, "student_fraction: got 1.5, expected float >= 0 and <= 1"),
         ({"importance": Capped()}, "cross-entropy is on the text"),
         ({"divergence": Member(name="k9")}, r"did you mean 'k[123]'"),
-        ({"divergence": Sampled(kl_student="behaviour")}, "mu of these tokens is the teacher's log-prob"),
+        ({"divergence": LogRatio(kl_student="behaviour")}, "mu of these tokens is the teacher's log-prob"),
+        ({"divergence": LogRatio(baseline="expected_cost")}, "would change the expected gradient"),
         ({"divergence": Distributions(context_cap=2.0)}, "context_cap: got 2.0, expected 0"),
         ({"coef": 0.0}, "coef: got 0.0, expected float > 0"),
     ],
@@ -227,7 +228,7 @@ def test_packing_does_not_change_a_mixed_gradient(tiny_student: Student, make_it
 def test_a_rollout_of_the_file_whose_gradient_is_not_finite_is_named(
     tiny_student: Student, make_item: Make, tmp_path: Path
 ) -> None:
-    config = LearnerConfig(**SGD_LIKE, offline=offline(tmp_path, divergence=Sampled()))
+    config = LearnerConfig(**SGD_LIKE, offline=offline(tmp_path, divergence=LogRatio()))
     theirs = make_item("wild", [0, 1, 1])
     theirs.teacher_ML[:] = -3e38
     with pytest.raises(NonFiniteError, match="wild"):

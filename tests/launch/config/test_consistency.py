@@ -224,7 +224,7 @@ def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> N
     for name in ("reverse_kl", "forward_kl", "mixed", "jsd", "multi_sample"):
         (told,) = mistakes(learner={"objective": {"divergence": name}})
         assert told.startswith(
-            f"learner.objective.divergence: got {name!r} with teacher.top_k = 0, expected one above 0, e.g. 256"
+            f"learner.objective.divergence = {name!r} needs teacher.top_k: got 0, expected one above 0, e.g. 256"
         )
         assert mistakes(learner={"objective": {"divergence": name}}, teacher={"top_k": 256}) == []
         assert warnings(learner={"objective": {"divergence": name}}, teacher={"top_k": 256}) == []
@@ -233,7 +233,17 @@ def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> N
     (told,) = mistakes(
         learner={"objective": {"divergence": "jsd"}, "tasks": {"routes": routes}}, pools=of_two, teachers=2
     )
-    assert "with pools.style.top_k = 0" in told
+    assert "needs pools.style.top_k: got 0" in told
+
+
+def test_a_baseline_needs_teachers_that_send_sets_or_hidden_states() -> None:
+    k1: dict[str, Any] = {"objective": {"divergence": {"name": "k1", "baseline": "expected_cost"}}}
+    (told,) = mistakes(learner=k1)
+    assert told.startswith(
+        "learner.objective.divergence.baseline = 'expected_cost' of 'k1' needs teacher.top_k: got 0, expected one"
+    )
+    for teacher in ({"top_k": 256}, {"payload": "hidden"}):
+        assert mistakes(learner=k1, teacher=teacher) == [] and warnings(learner=k1, teacher=teacher) == []
 
 
 def test_hidden_states_do_for_every_divergence_between_distributions() -> None:

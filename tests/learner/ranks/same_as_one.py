@@ -44,6 +44,7 @@ PLAIN: Final[dict[str, Any]] = {"warmup_steps": 0, "schedule": "constant", "eps"
 GAE: Final = ("gae", {"value": {"lr": 2e-2, "through_backbone": True}})
 CASES: Final[dict[str, dict[str, Any]]] = {
     "k1": {},
+    "baselines": {"divergence": ("k1", {"baseline": "expected_cost"}), "importance": ("sequence", {})},
     "one pass": {"pack_tokens": 4096},
     "sequences": {"importance": ("gspo", {}), "advantage": ("grpo", {"std": False}), "coef": 0.3},
     "several updates": {"importance": "decoupled", "updates_per_batch": 3, "advantage": ("grpo", {}), "coef": 0.3},

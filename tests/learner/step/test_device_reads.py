@@ -29,6 +29,11 @@ VOCAB = 23
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "k1": {},
+    "k1 with a baseline": {"divergence": ("k1", {"baseline": "expected_cost"})},
+    "a baseline, ratios of whole rollouts": {
+        "divergence": ("k1", {"baseline": "expected_cost"}),
+        "importance": "sequence",
+    },
     "several updates": {"updates_per_batch": 3, "importance": "decoupled"},
     "ratios of whole rollouts": {"importance": "gspo", "advantage": "grpo"},
     "distributions": {"divergence": "reverse_kl"},

@@ -45,7 +45,7 @@ def _config(**fields: Any) -> LearnerConfig:
     return learner_config(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, **fields})
 
 
-def _teacher(train_item: TrainItem, name: str) -> Floats:
+def teacher_logprobs(train_item: TrainItem, name: str) -> Floats:
     """A teacher's log-probs [L, V] at every position of an item."""
     random = np.random.default_rng(sum(f"{name} {train_item.item.rollout_id}".encode()))
     logits_LV = random.normal(0.0, 2.0, (train_item.item.end, VOCAB))
@@ -71,7 +71,7 @@ def with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) 
     payloads: list[bytes] = []
     for start, end in itertools.pairwise(edges):
         for m, name in enumerate(train_item.item.teachers):
-            logprobs_TV = _teacher(train_item, name)[start:end]
+            logprobs_TV = teacher_logprobs(train_item, name)[start:end]
             ids_TK = np.argsort(-logprobs_TV, axis=1)[:, :k]
             logprobs_TK = np.take_along_axis(logprobs_TV, ids_TK, 1)
             payloads.append(encode_top_k(ids_TK, logprobs_TK, vocab_size=VOCAB, mass=1.0, max_k=k, logprob_bits=16))
@@ -88,7 +88,7 @@ def with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) 
     return train_items([item], frames)[0]
 
 
-def _items(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
+def items_with_sets(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
     made = [
         make_item("a", [0, 0, 1, 1, 1], vocab=VOCAB, task_id=7, reward=1.0),
         make_item("b", [0, 1, 1, 0, 0, 1, 0], teachers=("math", "style"), vocab=VOCAB, task_id=7, reward=0.0),
@@ -144,7 +144,7 @@ def _slow(
             log_ratio_before += s.item() - mu
             total = 0.0
             for name in train_item.item.teachers:
-                q_V = torch.from_numpy(np.exp(_teacher(train_item, name)[t]))
+                q_V = torch.from_numpy(np.exp(teacher_logprobs(train_item, name)[t]))
                 top = torch.argsort(-q_V)[:k]
                 p_B, q_B = tokens_LV[t - 1][top], q_V[top]
                 if k < VOCAB:
@@ -184,7 +184,7 @@ def test_gradient_equals_the_slow_reference(
     tiny_student: Student, make_item: Make, k: int, fields: dict[str, Any]
 ) -> None:
     """Payloads of 16 bits: what is left is their rounding (see tests/builtin/test_topk_payloads.py for fewer)."""
-    items, config = _items(make_item, k=k), _config(**fields, pack_tokens=16, logprob_chunk_tokens=5)
+    items, config = items_with_sets(make_item, k=k), _config(**fields, pack_tokens=16, logprob_chunk_tokens=5)
     trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB)
     got = step_gradients(trainer, items)
     expected, divergence = _slow(tiny_student("eager", torch.float64), items, config, k=k)
@@ -209,7 +209,7 @@ def test_gradient_equals_the_slow_reference(
 def test_packing_and_order_do_not_change_the_gradient(
     tiny_student: Student, make_item: Make, fields: dict[str, Any], pack_tokens: int
 ) -> None:
-    items = _items(make_item, k=6)
+    items = items_with_sets(make_item, k=6)
     whole = step_gradients(
         Trainer(tiny_student(dtype=torch.float64), _config(**fields), total_steps=10, vocab_tokens=VOCAB), items
     )
@@ -222,7 +222,7 @@ def test_packing_and_order_do_not_change_the_gradient(
 
 def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student: Student, make_item: Make) -> None:
     """Of every teacher with its coefficient, at every trained token; the value too."""
-    items, fields = _items(make_item, k=6), {"coef": 0.5, "teacher_coefs": {"math": 2.0}}
+    items, fields = items_with_sets(make_item, k=6), {"coef": 0.5, "teacher_coefs": {"math": 2.0}}
 
     def trained(**more: Any) -> tuple[dict[str, Tensor], float]:
         model, config = tiny_student(dtype=torch.float64), _config(**fields, **more, logprob_chunk_tokens=5)
@@ -244,7 +244,7 @@ def test_draws_of_many_samples_have_the_gradient_of_the_reverse_kl(tiny_student:
 def test_draws_are_the_steps_own(tiny_student: Student, make_item: Make) -> None:
     """The same after a resume, whatever was looked at in between, without one rollout of the batch; others in another
     step, and in a run with another seed."""
-    items, config = _items(make_item, k=6), _config(divergence=("multi_sample", {"samples": 2}))
+    items, config = items_with_sets(make_item, k=6), _config(divergence=("multi_sample", {"samples": 2}))
 
     def trainer(seed: int = 0) -> Trainer:
         return Trainer(tiny_student(dtype=torch.float64), config, total_steps=9, vocab_tokens=VOCAB, seed=seed)
@@ -354,7 +354,7 @@ def test_a_rollout_whose_sets_cannot_be_read_is_left_out_of_the_step(tiny_studen
 
 def test_a_turn_discount_weighs_divergences_between_distributions(tiny_student: Student, make_item: Make) -> None:
     """Linear in the turns: the gradient is that of first turns plus discount times that of second ones."""
-    items = _items(make_item)
+    items = items_with_sets(make_item)
 
     def gradients(keep: int | None, **fields: Any) -> dict[str, Tensor]:
         """`keep`: train turns of this depth only. "b" has two turns, all others one."""

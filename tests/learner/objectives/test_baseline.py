@@ -1,0 +1,136 @@
+"""The baseline of a cost of sampled tokens, by enumeration of a vocabulary in float64: every token that could have been
+sampled, with its probability. Nothing is drawn. The gradient of each token is that of `token_loss`; the baseline is
+summed by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.objectives.distributions import mean_cost
+from learner.objectives.losses import TokenInputs, make_objective, token_loss
+from learner.objectives.sampled import k1, k3
+from tests.learner.settings import objective_config
+
+V = 6
+
+
+def _logprobs(seed: int, scale: float = 1.0) -> list[float]:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(V, generator=generator, dtype=torch.float64) * scale).log_softmax(0).tolist()
+
+
+class Moments(NamedTuple):
+    mean_V: Tensor
+    """Expected gradient by the student's logits."""
+    variance: float
+    """E |gradient|^2 - |E gradient|^2."""
+
+
+def _moments(s_V: list[float], mu_V: list[float], q_V: list[float], importance: Any, baseline: float) -> Moments:
+    objective = make_objective(objective_config(importance=importance), max_new_tokens=1)
+    mean_V, square = torch.zeros(V, dtype=torch.float64), 0.0
+    for v in range(V):
+        logits_V = torch.tensor(s_V, dtype=torch.float64).requires_grad_()
+        inputs = TokenInputs(
+            behaviour_N=torch.tensor([mu_V[v]], dtype=torch.float64),
+            teacher_MN=torch.tensor([[q_V[v]]], dtype=torch.float64),
+            routed_MN=torch.ones((1, 1), dtype=torch.bool),
+            coef_M=torch.ones(1, dtype=torch.float64),
+            reward_advantage_N=torch.zeros(1, dtype=torch.float64),
+            share_N=torch.ones(1, dtype=torch.float64),
+            sequence_N=torch.zeros(1, dtype=torch.int64),
+            n_sequences=1,
+            baseline_MN=torch.tensor([[baseline]], dtype=torch.float64),
+        )
+        token_loss(logits_V.log_softmax(0)[v : v + 1], inputs, objective, 1).loss.backward()
+        assert logits_V.grad is not None
+        mean_V += math.exp(mu_V[v]) * logits_V.grad
+        square += math.exp(mu_V[v]) * float(logits_V.grad.square().sum())
+    return Moments(mean_V, square - float(mean_V.square().sum()))
+
+
+def _kl(s_V: list[float], q_V: list[float]) -> float:
+    return sum(math.exp(s) * (s - q) for s, q in zip(s_V, q_V, strict=True))
+
+
+def _pooled_kl(s_V: list[float], q_V: list[float], k: int) -> float:
+    """From the teacher's k likeliest tokens and one bucket for the others."""
+    top = sorted(range(V), key=lambda v: -q_V[v])[:k]
+    inside = sum(math.exp(s_V[v]) * (s_V[v] - q_V[v]) for v in top)
+    p, q = (sum(math.exp(side[v]) for v in range(V) if v not in top) for side in (s_V, q_V))
+    return inside + p * (math.log(p) - math.log(q))
+
+
+@pytest.mark.parametrize("importance", ["none", ("truncated", {"cap": 1e9})], ids=["none", "truncated"])
+@pytest.mark.parametrize("k", [V, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_expected_gradient_is_unchanged(importance: Any, k: int, seed: int) -> None:
+    """`none` where the student itself sampled; `truncated` below its cap where an older student did. A pooled tail
+    changes the baseline, and still not the expectation."""
+    s_V, q_V = _logprobs(seed), _logprobs(100 + seed)
+    mu_V = s_V if importance == "none" else _logprobs(200 + seed)
+    baseline = _kl(s_V, q_V) if k == V else _pooled_kl(s_V, q_V, k)
+    assert baseline > 0.1
+    without, having = (_moments(s_V, mu_V, q_V, importance, b) for b in (0.0, baseline))
+    torch.testing.assert_close(having.mean_V, without.mean_V, atol=1e-14, rtol=1e-12)
+    p, kl = [math.exp(s) for s in s_V], _kl(s_V, q_V)
+    expected_V = [p[v] * (s_V[v] - q_V[v] - kl) for v in range(V)]
+    torch.testing.assert_close(having.mean_V, torch.tensor(expected_V, dtype=torch.float64), atol=1e-14, rtol=1e-12)
+
+
+@pytest.mark.parametrize("cap", [1.2, 2.0])
+def test_what_a_cap_does_to_the_expected_gradient(cap: float) -> None:
+    """It changes by baseline * sum over v of max(0, p_v - cap * mu_v) * grad s_v: what the cap cuts off."""
+    s_V, q_V, mu_V = _logprobs(0), _logprobs(100), _logprobs(200)
+    baseline = _kl(s_V, q_V)
+    without, having = (_moments(s_V, mu_V, q_V, ("truncated", {"cap": cap}), b) for b in (0.0, baseline))
+    p, mu = [math.exp(s) for s in s_V], [math.exp(m) for m in mu_V]
+    cut = [max(0.0, p[v] - cap * mu[v]) for v in range(V)]
+    change_V = [baseline * (cut[j] - p[j] * sum(cut)) for j in range(V)]
+    torch.testing.assert_close(
+        having.mean_V - without.mean_V, torch.tensor(change_V, dtype=torch.float64), atol=1e-14, rtol=1e-10
+    )
+    assert max(map(abs, change_V)) > 0.01
+
+
+def test_without_weights_an_older_students_tokens_are_biased_and_the_baseline_adds_to_that() -> None:
+    s_V, q_V, mu_V = _logprobs(0), _logprobs(100), _logprobs(200)
+    without, having = (_moments(s_V, mu_V, q_V, "none", b) for b in (0.0, _kl(s_V, q_V)))
+    p, mu = [math.exp(s) for s in s_V], [math.exp(m) for m in mu_V]
+    change_V = torch.tensor([-_kl(s_V, q_V) * (mu[j] - p[j]) for j in range(V)], dtype=torch.float64)
+    torch.testing.assert_close(having.mean_V - without.mean_V, change_V, atol=1e-14, rtol=1e-10)
+
+
+def test_the_variance_falls_where_the_teacher_is_surer_and_can_rise_where_it_is_less_sure() -> None:
+    """Subtracting b lowers it exactly where 0 < b < 2 E[c |g|^2] / E[|g|^2] (c the cost, g = grad s)."""
+    seeds = range(30)
+    for scale_q, share_expected in ((2.0, 0.9), (1.0, 0.5), (0.3, 0.0)):
+        fell = 0
+        for seed in seeds:
+            s_V, q_V = _logprobs(seed), _logprobs(seed, scale_q)  # the same logits, sharper or flatter
+            if scale_q == 1.0:
+                q_V = _logprobs(100 + seed)
+            kl = _kl(s_V, q_V)
+            without, having = (_moments(s_V, s_V, q_V, "none", b) for b in (0.0, kl))
+            p = [math.exp(s) for s in s_V]
+            sizes = [1.0 - 2.0 * p[v] + sum(x * x for x in p) for v in range(V)]  # |onehot - p|^2
+            weighted = sum(p[v] * sizes[v] * (s_V[v] - q_V[v]) for v in range(V))
+            best = weighted / sum(p[v] * sizes[v] for v in range(V))
+            assert (having.variance < without.variance) == (kl < 2.0 * best)
+            fell += having.variance < without.variance
+        if share_expected:
+            assert fell >= share_expected * len(seeds)
+        else:
+            assert fell < 0.5 * len(seeds)
+
+
+def test_the_mean_cost_is_the_sum_over_the_vocabulary() -> None:
+    s, q = (torch.tensor([_logprobs(seed) for seed in range(first, first + 3)]) for first in (0, 50))
+    got = mean_cost(s, q, k1)
+    assert got.tolist() == pytest.approx([_kl(a, b) for a, b in zip(s.tolist(), q.tolist(), strict=True)], rel=1e-5)
+    assert float(mean_cost(s, q, k3).abs().max()) < 1e-6  # 1 - sum of q: k3 has no use for a baseline
