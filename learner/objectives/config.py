@@ -16,6 +16,7 @@ from learner.objectives.options import Capped, Distributions, LogRatio, Sampled
 from learner.objectives.registry import (
     ADVANTAGE,
     AGGREGATIONS,
+    COST_TRANSFORM,
     DIVERGENCE,
     LENGTH_PENALTY,
     WEIGHT,
@@ -38,6 +39,10 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     """Divergence between student and teachers. On sampled tokens: k1, k2 (s - q, the gradient of the reverse KL), k3
     (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote).
     Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample."""
+    cost_transform: Annotated[Member, COST_TRANSFORM] = Member(name="none")
+    """Change of each cost of a sampled token, before anything else is done with it. clip: limited to `limit` nats in
+    both directions. log: sign(cost) * log(1 + |cost|). Either makes single tokens count less, and the gradient is then
+    no longer that of the named divergence. none: no change."""
     coef: NonNegativeFloat = 1.0
     """Weight of the divergence. On sampled tokens A = A_reward - sum over teachers of coef * cost; between
     distributions coef * divergence is added to the loss. 0: train on rewards only; teachers = 0 then runs without
@@ -72,6 +77,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         DIVERGENCE.check(self.divergence)
+        COST_TRANSFORM.check(self.cost_transform)
         WEIGHT.check(self.importance)
         ADVANTAGE.check(self.advantage)
         LENGTH_PENALTY.check(self.length_penalty)
@@ -100,6 +106,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
                 "expected an advantage, or length_penalty = 'none'"
+            )
+        if self.cost_transform.name != "none" and self.compares_distributions:
+            raise ValueError(
+                f"cost_transform = {self.cost_transform.name!r} with divergence = {self.divergence.name!r}: only costs "
+                "of sampled tokens are transformed; use divergence = 'k1', 'k2' or 'k3', or cost_transform = 'none'"
             )
         if self.domain_scale != "none" and self.compares_distributions:
             raise ValueError(

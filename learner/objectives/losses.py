@@ -1,6 +1,6 @@
 """The objective on packed 1-D tensors: pure functions, no model.
 
-    cost_t = cost(sg[s_t], q_t)                     per teacher      learner.objectives.sampled; k1: s - q
+    cost_t = transform(cost(sg[s_t], q_t))          per teacher      learner.objectives.sampled; k1: s - q
     A_t    = A_reward - sum over the token's teachers of coef * (cost_t - baseline_t)
     w_t    = sg[weight of exp(s_t - mu_t)]                           learner.objectives.importance
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor
@@ -38,6 +38,7 @@ from learner.objectives.length import LengthPenalty, make_length_penalty
 from learner.objectives.options import KlStudent, LogRatio, Sampled
 from learner.objectives.registry import (
     AGGREGATIONS,
+    COST_TRANSFORM,
     DIVERGENCE,
     TURN_AGGREGATIONS,
     WEIGHT,
@@ -211,7 +212,7 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     by_turn = counts_by_turn(config.aggregation)
     aggregation = find_member(TURN_AGGREGATIONS if by_turn else AGGREGATIONS, config.aggregation)
     return Objective(
-        cost=no_cost if config.compares_distributions else _cost(divergence),
+        cost=no_cost if config.compares_distributions else _cost(config),
         coef=config.coef,
         teacher_coefs=config.teacher_coefs,
         kl_student=divergence.kl_student if isinstance(divergence, Sampled) else "current",
@@ -227,11 +228,12 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     )
 
 
-def _cost(divergence: Member) -> CostFn:
-    cost, options, own_options = DIVERGENCE.load(divergence)
-    if not own_options or isinstance(options, LogRatio):  # its baseline is subtracted outside of the cost
-        return cost
-    return lambda student, teacher: cost(student, teacher, options)
+def _cost(config: ObjectiveConfig) -> CostFn:
+    """The cost of a sampled token, transformed."""
+    cost, options, own_options = DIVERGENCE.load(config.divergence)
+    more = (options,) if own_options and not isinstance(options, LogRatio) else ()  # a baseline is not part of the cost
+    transform, how, _ = COST_TRANSFORM.load(config.cost_transform)
+    return lambda student, teacher: transform(cost(student, teacher, *more), how)
 
 
 def no_cost(student: Tensor, teacher: Tensor) -> Tensor:

@@ -34,6 +34,14 @@ class LogRatio(Sampled, frozen=True, kw_only=True):
     Needs teacher.top_k, or teacher.payload = hidden. none: nothing."""
 
 
+class Clip(Member, frozen=True, kw_only=True):
+    """Costs limited in both directions."""
+
+    name: str = "clip"
+    limit: PositiveFloat = 5.0
+    """Largest cost, and minus the smallest one, in nats."""
+
+
 class Distributions(Member, frozen=True, kw_only=True):
     """A divergence between distributions."""
 

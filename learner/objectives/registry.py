@@ -25,6 +25,7 @@ import msgspec
 from learner.objectives.options import (
     Bounded,
     Capped,
+    Clip,
     Clipped,
     Decoupled,
     Distributions,
@@ -82,6 +83,14 @@ DISTRIBUTION_DIVERGENCES = Group(
 )
 """Between whole distributions: `learner.objectives.distributions.DistributionFn`. They have the same key as the
 costs."""
+
+COST_TRANSFORMS = Group(
+    "cost_transform",
+    "stillhouse.cost_transforms",
+    {"none": f"{_HERE}.sampled:unchanged", "clip": f"{_HERE}.sampled:clip", "log": f"{_HERE}.sampled:log"},
+    sections={"clip": Clip},
+)
+"""Changes of costs of sampled tokens: `learner.objectives.sampled.CostTransformFn`."""
 
 IMPORTANCE = Group(
     "importance",
@@ -229,6 +238,7 @@ class Choice(Members):
 
 
 DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
+COST_TRANSFORM = Choice(COST_TRANSFORMS)
 WEIGHT = Choice(IMPORTANCE)
 ADVANTAGE = Choice(ADVANTAGES, TURN_ADVANTAGES, TOKEN_ADVANTAGES)
 LENGTH_PENALTY = Choice(LENGTH_PENALTIES)

@@ -8,20 +8,28 @@ The estimators are those of Schulman, "Approximating KL divergence" (2020). What
 give as a gradient: k3 estimates the REVERSE KL, and its gradient is the FORWARD KL's. `tests/learner/objectives`
 proves every line below by enumeration of a vocabulary. `seq_kd` is the exception: for tokens that the teacher sampled.
 
+A cost may then be transformed: made smaller where it is large. A transform keeps the sign, and what it returns is the
+cost in all that follows (baseline, scale, coefficient).
+
 Legend: N tokens, M teachers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from learner.objectives.options import Clip
+from protocol.settings import Member
+
 CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(student log-probs without gradient, teacher log-probs), shapes that broadcast -> cost per sampled token. One that
 brings options of its own takes them as its third argument."""
+CostTransformFn: TypeAlias = Callable[[Tensor, Any], Tensor]
+"""(costs, the member's own options: `learner.objectives.options`) -> costs."""
 
 
 def k1(student: Tensor, teacher: Tensor) -> Tensor:
@@ -48,3 +56,20 @@ def seq_kd(student: Tensor, teacher: Tensor) -> Tensor:
     for the student's own tokens, over which grad s has mean 0; where the TEACHER sampled the token, the expected
     gradient is that of the FORWARD KL(teacher || student)."""
     return -torch.ones_like(student + teacher)
+
+
+def unchanged(cost: Tensor, options: Member) -> Tensor:
+    """The cost as it is."""
+    return cost
+
+
+def clip(cost: Tensor, options: Clip) -> Tensor:
+    """The cost, limited to [-limit, limit]: one token on which student and teacher differ by many nats no longer
+    decides the gradient of a batch (arXiv 2607.13399)."""
+    return cost.clamp(-options.limit, options.limit)
+
+
+def log(cost: Tensor, options: Member) -> Tensor:
+    """sign(cost) * log(1 + |cost|): small costs stay as they are, large ones grow with their logarithm (arXiv
+    2607.13399)."""
+    return cost.sign() * cost.abs().log1p()

@@ -8,10 +8,11 @@ import msgspec
 
 from learner.config import LearnerConfig
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import ADVANTAGE, DIVERGENCE, LENGTH_PENALTY, WEIGHT
+from learner.objectives.registry import ADVANTAGE, COST_TRANSFORM, DIVERGENCE, LENGTH_PENALTY, WEIGHT
 
 CHOICES: Final = {
     "divergence": DIVERGENCE,
+    "cost_transform": COST_TRANSFORM,
     "importance": WEIGHT,
     "advantage": ADVANTAGE,
     "length_penalty": LENGTH_PENALTY,

@@ -106,8 +106,8 @@ def test_the_pages_options_reach_its_function(installed_page: None) -> None:
         ({"name": "huber", "bound": -1.0}, "divergence.bound: got -1.0 (float), expected float > 0"),
         (
             {"name": "k1", "bound": 1.0},
-            "divergence.bound: k1 does not read it, expected one of its options: kl_student; bound is an option of "
-            "huber",
+            "divergence.bound: k1 does not read it, expected one of its options: baseline, kl_student; bound is an "
+            "option of huber",
         ),
         (
             {"name": "my_objectives:huber", "bound": 1.0},

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.registry import DIVERGENCES, find_member
+from learner.objectives.losses import make_objective
+from learner.objectives.registry import COST_TRANSFORMS, DIVERGENCES, find_member
 from learner.objectives.sampled import CostFn, k1, k2, k3, seq_kd
+from tests.learner.settings import objective_config
 
 V = 5
 NAMED_GRADIENT = {"k1": "reverse", "k2": "reverse", "k3": "forward"}
@@ -98,3 +100,44 @@ def test_cross_entropy_on_the_teachers_tokens_has_the_gradient_of_the_forward_kl
 
 def test_k3_stays_exact_where_student_and_teacher_nearly_agree() -> None:
     assert float(k3(torch.tensor(-1.0), torch.tensor(-1.0 + 1e-6))) == pytest.approx(-1e-6, rel=0.1)
+
+
+# ------------------------------------------------------------------------------------------------------- transforms
+
+TRANSFORMS = {"none": "none", "clip": ("clip", {"limit": 0.7}), "log": "log"}
+
+
+def _by_hand(name: str, cost: float) -> float:
+    if name == "clip":
+        return 0.7 if cost > 0.7 else -0.7 if cost < -0.7 else cost
+    if name == "log":
+        return math.log(1 + cost) if cost >= 0 else -math.log(1 - cost)
+    return cost
+
+
+def test_every_transform_is_tested_here() -> None:
+    assert TRANSFORMS.keys() == COST_TRANSFORMS.built_in.keys()
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("divergence", ["k1", "k3"])
+def test_the_expected_gradient_is_that_of_the_transformed_cost(name: str, divergence: str) -> None:
+    """d/dz_j of sum p_v f(cost_v) log p_v, costs held: p_j (f_j - sum p f), in Python floats."""
+    config = objective_config(divergence=divergence, cost_transform=TRANSFORMS[name])
+    student_V, teacher_V = _logits(0), _logits(1)
+    got_V = _expected_gradient(make_objective(config, max_new_tokens=1).cost, student_V, teacher_V)
+    s_V, q_V = student_V.log_softmax(0).tolist(), teacher_V.log_softmax(0).tolist()
+    costs = [s - q if divergence == "k1" else 1.0 - math.exp(q - s) for s, q in zip(s_V, q_V, strict=True)]
+    assert max(map(abs, costs)) > 0.7 > min(map(abs, costs))  # some beyond the limit, some below it
+    assert divergence == "k3" or max(costs) > 0.7 > -0.7 > min(costs)
+    p, f = [math.exp(s) for s in s_V], [_by_hand(name, cost) for cost in costs]
+    mean = sum(a * b for a, b in zip(p, f, strict=True))
+    expected = [p[j] * (f[j] - mean) for j in range(V)]
+    torch.testing.assert_close(got_V, torch.tensor(expected, dtype=torch.float64), atol=1e-14, rtol=1e-12)
+
+
+def test_only_costs_of_sampled_tokens_are_transformed() -> None:
+    with pytest.raises(
+        ValueError, match="cost_transform = 'clip' with divergence = 'jsd': only costs of sampled tokens"
+    ):
+        objective_config(divergence="jsd", cost_transform="clip")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from learner.batch import BatchError, TrainItem
 from learner.config import LearnerConfig
-from learner.objectives.options import Capped
+from learner.objectives.options import Capped, Clip
 from learner.prompts.config import TaskConfig
 from learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
@@ -36,12 +36,17 @@ def _trainer(model: PreTrainedModel, config: LearnerConfig) -> Trainer:
     return Trainer(model, config, total_steps=10, vocab_tokens=VOCAB, head_of=hidden.head_of)
 
 
-def _reverse_kl(p_V: Tensor, q_V: Tensor, k: int) -> float:
+def _transformed(cost: float, config: LearnerConfig) -> float:
+    transform = config.objective.cost_transform
+    return max(-transform.limit, min(transform.limit, cost)) if isinstance(transform, Clip) else cost
+
+
+def _mean_cost(p_V: Tensor, q_V: Tensor, k: int, config: LearnerConfig) -> float:
     top = set(torch.argsort(-q_V)[:k].tolist())
     pairs = [(float(p_V[v]), float(q_V[v])) for v in range(VOCAB) if v in top]
     if k < VOCAB:
         pairs.append((1.0 - sum(p for p, _ in pairs), 1.0 - sum(q for _, q in pairs)))
-    return sum(p * math.log(p / q) for p, q in pairs)
+    return sum(p * _transformed(math.log(p / q), config) for p, q in pairs)
 
 
 def _slow(
@@ -64,8 +69,8 @@ def _slow(
         for t in trained:
             s, advantage = every_LV[t - 1, ids_L[t]], 0.0
             for m, name in enumerate(train_item.item.teachers):
-                cost = s.item() - float(train_item.teacher_ML[m, t])
-                mean = _reverse_kl(tokens_LV[t - 1].detach(), logprobs_of(train_item, name)[t].exp(), k)
+                cost = _transformed(s.item() - float(train_item.teacher_ML[m, t]), config)
+                mean = _mean_cost(tokens_LV[t - 1].detach(), logprobs_of(train_item, name)[t].exp(), k, config)
                 advantage -= objective.teacher_coefs.get(name, objective.coef) * (cost - mean)
             whole = objective.importance.name == "sequence"
             log_ratio = sum(log_ratios.values()) if whole else log_ratios[t]
@@ -99,6 +104,14 @@ def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Ma
     plain = step_gradients(_trainer(tiny_student(dtype=torch.float64), without), items)
     scale = max(float(gradient.abs().max()) for gradient in plain.values())
     assert max(float((got[name] - gradient).abs().max()) for name, gradient in plain.items()) > 0.1 * scale
+
+
+def test_with_a_transform_the_baseline_is_the_mean_of_the_transformed_cost(
+    tiny_student: Student, make_item: Make
+) -> None:
+    items, config = items_with_sets(make_item), _config(cost_transform=("clip", {"limit": 0.8}))
+    got = step_gradients(_trainer(tiny_student(dtype=torch.float64), config), items)
+    _compare(got, _slow(tiny_student("eager", torch.float64), items, config, VOCAB, _of_sets))
 
 
 @pytest.mark.parametrize("importance", ["truncated", "sequence"])
