@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | openenv | verifiers | smollm2 | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-all | check | agents | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -17,13 +17,15 @@ OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
+TRL_VENV := .venv-trl
+TRL_INSTALLED := $(TRL_VENV)/.installed
 SMOLLM2 := examples/smollm2/model
 SMOLLM2_WHEELS := build/smollm2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents openenv verifiers smollm2 demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -57,6 +59,13 @@ $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
 	@# Most of its hundred packages are never imported: byte code is made of those that are, when they are.
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
+	@touch $@
+
+trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/against_trl.py (docs/results/against-peers.md)
+
+$(TRL_INSTALLED): bench/trl_requirements.txt
+	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r bench/trl_requirements.txt
 	@touch $@
 
 smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weights, as a folder (examples/smollm2): 92 MB to download, 540 MB on disk
@@ -100,5 +109,5 @@ sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
-	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
