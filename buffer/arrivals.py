@@ -12,7 +12,8 @@ from typing import Literal
 
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
-from buffer.ledger import UNSCORABLE, RejectReason
+from buffer.groups import GroupFilter
+from buffer.ledger import EQUAL_REWARDS, TRUNCATED, UNSCORABLE, RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
 from buffer.release import BatchDesk
@@ -36,6 +37,7 @@ class Arrivals:
         scoring: ScoreDesk,
         batches: BatchDesk,
         evals: EvalDesk,
+        groups: GroupFilter,
         outbox: Outbox,
         vocab_size: int | None,
     ) -> None:
@@ -46,6 +48,7 @@ class Arrivals:
         self._scoring = scoring
         self._batches = batches
         self._evals = evals
+        self._groups = groups
         self._checker = SegmentChecker(config, life.versions, vocab_size)
         self._outbox = outbox
         self.reissued_total = 0
@@ -105,6 +108,8 @@ class Arrivals:
                 self._scoring.offer(rollout, segment)
             if message.final:
                 self._life.mask_dropped(rollout, message.dropped, self._scoring.cancel)
+                if self._config.mask_truncated and rollout.kind == "train" and message.finish_reason == "length":
+                    self._life.mask_rollout(rollout, TRUNCATED, self._scoring.cancel)
                 self._life.finish(rollout, message)
                 self._tickets.returned(rollout)
                 actor.done_total += 1
@@ -226,13 +231,19 @@ class Arrivals:
         self.given_up_total += 1
         self._life.slot_over(slot)
         if slot.task.task.kind == "train":
-            self._batches.touch(slot)
+            self._group_changed(slot)
             return
         self._evals.given_up(slot.task.task.eval_id)
 
     def _advance(self, rollout: Rollout) -> None:
         """Something arrived or was settled: release it if it may leave now."""
         if rollout.kind == "train":
-            self._batches.touch(rollout.slot)
+            self._group_changed(rollout.slot)
         elif rollout.whole:
             self._evals.whole(rollout)
+
+    def _group_changed(self, slot: Slot) -> None:
+        """Drop the sample's group if there is nothing to learn from it. Otherwise it may be able to leave now."""
+        for rollout in self._groups.take(slot.task):
+            self.abandon(rollout, EQUAL_REWARDS)
+        self._batches.touch(slot)

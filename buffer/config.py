@@ -45,6 +45,15 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     the learner idle."""
     idle_release_s: PositiveFloat = 2.0
     """`deadline` only: how long the learner waits with no batch to train, before scored prefixes may fill one."""
+    dynamic_sampling: NonNegativeInt = 0
+    """Dynamic sampling of DAPO: drop a group whose rollouts all have the same reward, which teaches nothing, and sample
+    another prompt in its place. The value is the limit: the run ends, with a checkpoint, when as many batches of
+    rollouts in a row were dropped without one to train (max_num_gen_batches in verl); 10 is usual. 0: drop none. Needs
+    release = rollout, group_size above 1 and an advantage that compares a group."""
+    mask_truncated: bool = False
+    """Overlong filtering of DAPO (mask_truncated_completions in TRL): do not train a rollout that ended at a length
+    limit. Its tokens are masked as truncated; its reward still counts in the mean of its group. Needs release =
+    rollout."""
     lease_s: PositiveFloat = 60.0
     """Time that a teacher has to return scores. After that the item goes to another teacher."""
     hedge_multiple: NonNegativeFloat = 3.0

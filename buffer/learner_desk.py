@@ -11,6 +11,7 @@ from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.go_back import go_back
+from buffer.groups import GroupFilter
 from buffer.ledger import RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.peers import Outbox, Peer
@@ -32,6 +33,7 @@ class LearnerDesk:
         tickets: TicketDesk,
         batches: BatchDesk,
         evals: EvalDesk,
+        groups: GroupFilter,
         arrivals: Arrivals,
         out: Outbox,
         vocab_size: int | None,
@@ -50,6 +52,7 @@ class LearnerDesk:
         self._tickets = tickets
         self._batches = batches
         self._evals = evals
+        self._groups = groups
         self._arrivals = arrivals
         self._out = out
         self._vocab_size = vocab_size
@@ -174,6 +177,7 @@ class LearnerDesk:
             return
         batch = self._batches.form(self._nothing_follows)
         if batch is not None:
+            self._groups.batch_left()
             self._send_batch(now_s, batch)
         elif self._pacing.live == 0 and self._tasks.stream_ended and self._nothing_follows():
             self._batches.forget_request()

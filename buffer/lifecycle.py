@@ -201,6 +201,17 @@ class Lifecycle:
                 self._settle_segment(rollout, segment)
         self._offer_again(rollout)
 
+    def mask_rollout(self, rollout: Rollout, reason: str, cancel: Callable[[Segment], None]) -> None:
+        """Mask all open tokens of a rollout of which nothing has left. `cancel` as in `mask_dropped`."""
+        for segment in rollout.segments:
+            if segment.state.settled:
+                continue
+            self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
+            if segment.state is SegmentState.UNSCORED:
+                cancel(segment)
+            self._settle_segment(rollout, segment)
+        self._offer_again(rollout)
+
     def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
         """Put everything that the rollout could release into a batch, and return it."""
         segments = tuple(rollout.offered_segments())

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
+from buffer.groups import GroupFilter
 from buffer.learner_desk import LearnerDesk
 from buffer.ledger import RUN_ENDED, RejectReason
 from buffer.lifecycle import Lifecycle
@@ -70,9 +71,10 @@ class BufferState:
         scoring = self._scoring = ScoreDesk(config, life.book, out)
         batches = self._batches = BatchDesk(config, life)
         evals = self._evals = EvalDesk(life, out)
-        arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, batches, evals, out, vocab_size)
+        groups = self._groups = GroupFilter(config)
+        arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, batches, evals, groups, out, vocab_size)
         self._learner = LearnerDesk(
-            config, life, tickets, batches, evals, arrivals, out, vocab_size, snapshot=self.snapshot
+            config, life, tickets, batches, evals, groups, arrivals, out, vocab_size, snapshot=self.snapshot
         )
 
     def __repr__(self) -> str:
@@ -211,6 +213,7 @@ class BufferState:
                 "rollouts_reissued_total": self._arrivals.reissued_total,
                 "rollouts_given_up_total": self._arrivals.given_up_total,
                 **self._scoring.counts,
+                **self._groups.counts,
             },
             staleness_hist=dict(sorted(self._learner.staleness_hist.items())),
             max_staleness=self._config.max_staleness,

@@ -90,10 +90,12 @@ class LearnerLoop:
         group_rewards: GroupRewards | None = None,
         stop: StopRequest | None = None,
         fetch_ahead: bool = True,
+        max_equal_batches: int = 0,
     ) -> None:
         """`version` and `parent` are those of LearnerStarted. `mixer` adds the teacher's rollouts to the batches,
         `recorder` writes them to a file, `group_rewards` judges their groups, `stop` ends the loop early. With
-        `fetch_ahead` a batch is asked for while the one before it trains; without staleness it could hold nothing."""
+        `fetch_ahead` a batch is asked for while the one before it trains; without staleness it could hold nothing.
+        `max_equal_batches`: `buffer.dynamic_sampling`."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
@@ -111,6 +113,7 @@ class LearnerLoop:
         self._recorder = recorder
         self._group_rewards = group_rewards
         self._stop = stop or StopRequest()
+        self._max_equal_batches = max_equal_batches
         self.clock = WaitClock()
         self._rollout_figures = RolloutFigures()
         self._worker_figures = WorkerFigures()
@@ -241,8 +244,23 @@ class LearnerLoop:
             "learner.lr, and see learner-0.log",
         )
 
+    def _stop_if_all_groups_are_equal(self) -> None:
+        """End the run for all workers when dynamic sampling has reached its limit, with a checkpoint."""
+        snapshot, limit = self._inbox.snapshot, self._max_equal_batches
+        n = snapshot.queues.get("batches_equal_in_a_row", 0) if snapshot is not None else 0
+        if not limit or n < limit:
+            return
+        self._save_before_leaving()
+        self._finish(
+            ok=False,
+            reason=f"dynamic sampling dropped {n} batches of rollouts in a row at step {self.version.step}, because "
+            f"all rewards of a group were equal; expected fewer than buffer.dynamic_sampling = {limit}. The prompts "
+            "are too hard or too easy for the student, or no rollout gets a reward; try others, or a larger group_size",
+        )
+
     def _meanwhile(self) -> None:
         """What goes on while the loop waits for a batch."""
+        self._stop_if_all_groups_are_equal()
         self._desk.ask()
         self._offer_tasks()
 
@@ -289,7 +307,7 @@ class LearnerLoop:
     def _save_before_leaving(self) -> None:
         """Save what was trained before leaving. If that fails, the learner logs why and leaves all the same."""
         if self._last_batch_id is None:
-            log.info("asked to stop before the first step of this process; there is nothing new to save")
+            log.info("this process has made no step; there is nothing new to save")
             return
         try:
             self._checkpoint(self._last_batch_id, last=True)

@@ -35,6 +35,8 @@ class PoolSettings(Protocol):
 class BufferSettings(Protocol):
     @property
     def max_staleness(self) -> int: ...
+    @property
+    def dynamic_sampling(self) -> int: ...
 
 
 class LearnerRunConfig(Protocol):

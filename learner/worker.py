@@ -277,6 +277,7 @@ def _make_loop(
         group_rewards=_group_rewards(ctx, start),
         stop=stop,
         fetch_ahead=ctx.config.buffer.max_staleness > 0,
+        max_equal_batches=ctx.config.buffer.dynamic_sampling,
     )
     return loop, write_account
 

@@ -24,6 +24,7 @@ from buffer import (
     config,
     core,
     evals,
+    groups,
     history,
     learner_desk,
     ledger,
@@ -52,8 +53,8 @@ _PROTOCOL: Final = ("bit_words", "codec", "flow", "handshake", "session", "top_i
 """Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
 _STATE: Final = (
-    arrivals, batch_size, breaker, config, core, evals, history, learner_desk, ledger, lifecycle, pacing, peers, pools,
-    release, rollouts, scoring, state, task_book, tickets, tokens, validation, versions,
+    arrivals, batch_size, breaker, config, core, evals, groups, history, learner_desk, ledger, lifecycle, pacing, peers,
+    pools, release, rollouts, scoring, state, task_book, tickets, tokens, validation, versions,
 )  # fmt: skip
 _WIRE: Final = (learner_messages, shared, workers)
 

@@ -56,6 +56,8 @@ class Sampled(msgspec.Struct, frozen=True):
     sample_index: int
     group_size: int
     spans: tuple[Span, ...]
+    finish_reason: str | None = None
+    reward: float | None = None
 
     @property
     def sample(self) -> tuple[int, int]:

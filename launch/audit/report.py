@@ -20,6 +20,8 @@ SKIPPED_TASKS: Final = "tasks skipped"
 SKIPPED_SAMPLES: Final = "samples skipped"
 SETTLED_TWICE: Final = "samples settled twice"
 SETTLED_WRONG: Final = "samples settled wrongly"
+EQUAL_GROUPS: Final = "groups of equal rewards trained"
+TRUNCATED: Final = "tokens of truncated rollouts"
 NOT_RECORDED: Final = "steps not in the record"
 RECORDED_TWICE: Final = "steps recorded twice"
 OTHER_TOKENS: Final = "steps with a different token count"
@@ -32,7 +34,10 @@ KINDS: Final[Mapping[str, str]] = {
     SKIPPED_TASKS: "a task before the checkpoint's next one that is not open, and of which nothing is settled",
     SKIPPED_SAMPLES: "a sample of such a task that is neither settled nor open",
     SETTLED_TWICE: "a sample is settled in two kept steps, or is settled and open",
-    SETTLED_WRONG: "trained after it was settled, settled as trained without a token, or not as the checkpoint has it",
+    SETTLED_WRONG: "trained after it was settled, settled as trained without a token, dropped for equal rewards and "
+    "trained, or not as the checkpoint has it",
+    EQUAL_GROUPS: "with buffer.dynamic_sampling, a group in a batch of which no two rewards differ",
+    TRUNCATED: "with buffer.mask_truncated, trained tokens of a rollout that ended at the length limit",
     NOT_RECORDED: "a kept step without a batch in the record: what it trained cannot be counted",
     RECORDED_TWICE: "two batches of the record made the same version",
     OTHER_TOKENS: "metrics.jsonl and the record have different numbers of trained tokens",
@@ -99,6 +104,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens trained in kept steps."""
     samples: int
     """Samples with tokens trained in kept steps."""
+    fates: dict[str, int]
+    """Samples that the kept steps settled, by fate and reason."""
     bound: int
     """max_staleness."""
     stalest: int
@@ -121,6 +128,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             f"steps       {self.steps_kept:,} kept, {self.steps_abandoned:,} abandoned, in {self.epochs} epochs",
             f"tokens      {self.tokens:,} trained, of {self.samples:,} samples; "
             f"the stalest {self.stalest} steps old, bound {self.bound}",
+            f"settled     {', '.join(f'{n:,} {fate}' for fate, n in sorted(self.fates.items())) or 'nothing'}",
             f"tasks       {self.tasks:,} before the next one of {self.checkpoint}" if self.checkpoint else
             "tasks       not followed: the kept branch has no checkpoint",
             "",

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import yaml
 
+from launch.audit.groups import Filters, GroupCount
 from launch.audit.history import History
-from launch.audit.record import AuditError, Batch, Begin, Place, RecordFile, Resumed, Version
+from launch.audit.record import AuditError, Batch, Begin, Item, Place, RecordFile, Resumed, Version
 from launch.audit.report import NOT_RECORDED, OTHER_TOKENS, RECORDED_TWICE, Faults, Report, Where
 from launch.audit.samples import Frontier, SampleCount
 from launch.audit.tokens import TokenCount
@@ -45,6 +46,7 @@ class Settings(NamedTuple):
     record: Path
     bound: int
     group_size: int
+    filters: Filters
 
 
 class Row(NamedTuple):
@@ -118,6 +120,7 @@ class _Count:
         self._kept = self._history.kept()
         self._bound = self._widest_bound(settings.bound)
         self._settings = settings
+        self._groups = GroupCount(self._filters(settings.filters), self._faults)
 
     def report(self) -> Report:
         tokens = TokenCount(self._history, self._bound, self._faults)
@@ -137,6 +140,7 @@ class _Count:
             epochs=self._history.n_epochs,
             tokens=tokens.tokens,
             samples=tokens.n_samples,
+            fates=samples.fates,
             bound=self._bound,
             stalest=tokens.stalest,
             checkpoint=checkpoint,
@@ -195,8 +199,12 @@ class _Count:
                 continue
             batch, before = self._file.batch(place), tokens.tokens
             samples.add(batch)
+            items: list[tuple[Item, int]] = []
             for item in batch.trained_items:
-                tokens.add(batch, item, self._file.runs(item, place.blob_at))
+                runs = self._file.runs(item, place.blob_at)
+                tokens.add(batch, item, runs)
+                items.append((item, sum(end - start for start, end in runs)))
+            self._groups.add(batch, items)
             trained[Version(version.epoch, version.step + 1)] = tokens.tokens - before
             if batch.masked is None:
                 self._maybe_less.add(Version(version.epoch, version.step + 1))
@@ -221,6 +229,12 @@ class _Count:
             if self._history.on_branch(frontier.version, newest)
         ]
         return max(found, key=lambda one: one[0].version.step, default=(None, ""))
+
+    def _filters(self, now: Filters) -> Filters:
+        """Those that are on now and were so at first: a run may be resumed with others."""
+        assert self._begin is not None
+        first = read_filters(self._begin.config)
+        return Filters(*(a and b for a, b in zip(first, now, strict=True)))
 
     def _widest_bound(self, bound: int) -> int:
         """The staleness bound. A run may be resumed with another bound; the wider one applies to all steps."""
@@ -249,7 +263,12 @@ def read_settings(run: Path, record: Path | None) -> Settings:
     path = path / DEFAULT_NAME if path.is_dir() else path
     if not path.is_file():
         raise AuditError(f"the record {path} is missing; give its path with --record FILE, or {HOW_TO_RECORD}")
-    return Settings(path, bound, size)
+    return Settings(path, bound, size, read_filters(plain))
+
+
+def read_filters(config: object) -> Filters:
+    """Files of older Stillhouse versions have neither key."""
+    return Filters(*(bool(_at(config, "buffer", key)) for key in ("dynamic_sampling", "mask_truncated")))
 
 
 def read_rows(file: Path) -> Iterator[Row]:

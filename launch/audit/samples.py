@@ -5,12 +5,17 @@ Task ids are unique in a run, whichever pass over the prompts a task belongs to,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from launch.audit.record import Batch, Settled, Version
 from launch.audit.report import SETTLED_TWICE, SETTLED_WRONG, SKIPPED_SAMPLES, SKIPPED_TASKS, Faults, Where
 from launch.audit.tokens import TokenCount
+
+EQUAL_REWARDS: Final = "equal_rewards"
+"""Reason of samples whose whole group was dropped before anything of it was trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,11 @@ class SampleCount:
     by_sample: bool = True
     """Whether every kept batch lists settled samples; older files list whole tasks."""
 
+    @property
+    def fates(self) -> dict[str, int]:
+        """Samples settled by kept steps, by fate and reason."""
+        return dict(Counter(_fate(settled) for _, settled in self.settled.values()))
+
     def leave(self, batch: Batch) -> None:
         """Record a step that is not on the kept branch."""
         for item in batch.items:
@@ -77,6 +87,8 @@ class SampleCount:
             last = tokens.last_step(key)
             if last is not None and last > version.step:
                 self._wrong(version, key, f"settled as {_fate(settled)}, and trained at step {last} again")
+            if last is not None and settled.reason == EQUAL_REWARDS:
+                self._wrong(version, key, f"settled as {_fate(settled)}, and trained at step {last}")
             if last is None and settled.fate == "trained":
                 self._wrong(version, key, "settled as trained, and no kept step trained a token of it")
         for task_id, version in {} if self.by_sample else self.tasks_done.items():

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import builtin
 from actors.envs.registry import UnknownEnvironment, check_options
 from engines.registry import BUILT_IN, find_engine
+from launch.config.group_filters import group_filters, undistilled_groups
 from launch.config.hidden_states import hidden_states
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
@@ -45,6 +46,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_environments(config),
             *_advantages_of_parts(config),
             *_group_rewards(config),
+            *group_filters(config),
             *_adapters(config),
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
@@ -60,6 +62,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_left_to_others(config),
             *_rate_for_the_bound(config),
             *_uneven_groups(config),
+            *undistilled_groups(config),
             *_little_room(config, student),
             *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),

@@ -80,6 +80,8 @@ class Figures:
     """Connected teachers that get no work, and why."""
     hedges: Mapping[str, int]
     """Items given to a second teacher so far, and the outcome; empty if there were none."""
+    equal_groups: str
+    """What dynamic sampling dropped since the last batch, if that is a batch or more; empty otherwise."""
     failed: str
     """Failed rollouts: their number and the newest cause; empty if there were none."""
 
@@ -121,6 +123,7 @@ class Rates:
             intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
             held_back={peer.name: peer.held_back for peer in peers if peer.held_back},
             hedges=_hedges(snapshot),
+            equal_groups=_equal_groups(snapshot),
             failed=failures_text(snapshot),
         )
 
@@ -177,6 +180,11 @@ def _hedges(snapshot: Snapshot | None) -> dict[str, int]:
         return {}
     wasted = sum(n for name, n in counts.items() if name.startswith("leases_wasted_hedge_"))
     return {"sent": counts["hedges_sent_total"], "won": counts["hedges_won_total"], "wasted": wasted}
+
+
+def _equal_groups(snapshot: Snapshot | None) -> str:
+    n = snapshot.queues.get("batches_equal_in_a_row", 0) if snapshot is not None else 0
+    return f"{n} {'batch' if n == 1 else 'batches'} of rollouts in a row dropped" if n else ""
 
 
 def _versions_listed(peers: Iterable[PeerView], own: Container[str]) -> str:

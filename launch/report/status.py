@@ -100,6 +100,7 @@ def line(f: Figures) -> str:
     # First: long lines are cut at their end.
     trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""
     trouble += f"ALARM {alarms} | " if (alarms := _alarms(f)) else ""
+    trouble += f"EQUAL REWARDS: {f.equal_groups} | " if f.equal_groups else ""
     parts = [
         f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}",
         f"tokens/s {_rates(f)}",
@@ -148,6 +149,8 @@ def table(f: Figures) -> Table:
         grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
         if alarms := _alarms(f):
             grid.add_row("ALARM", alarms)
+        if f.equal_groups:
+            grid.add_row("EQUAL REWARDS", f.equal_groups)
         grid.add_row(
             "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
         )

@@ -28,6 +28,8 @@ def test_twenty_thousand_random_events_break_nothing(seed: int) -> None:
         "tokens_masked:stale",
         "tokens_masked:unscorable",
         "tokens_dropped:actor_lost",
+        "tokens_dropped:equal_rewards",
+        "tokens_masked:truncated",
         "learner_restarts",
         "buffer_restarts",
         "hedges_won",

@@ -43,6 +43,8 @@ class BufferMachine(RuleBasedStateMachine):
         two_pools=st.booleans(),
         group=st.integers(1, 3),
         actors=st.integers(1, 3),
+        dynamic=st.booleans(),
+        mask_truncated=st.booleans(),
     )
     def begin(
         self,
@@ -55,11 +57,16 @@ class BufferMachine(RuleBasedStateMachine):
         two_pools: bool,
         group: int,
         actors: int,
+        dynamic: bool,
+        mask_truncated: bool,
     ) -> None:
+        dynamic = dynamic and release == "rollout" and (staleness + 1) * batch > 1
         config = BufferConfig(
             max_staleness=staleness,
             batch_rollouts=batch,
             release=release,
+            dynamic_sampling=10 if dynamic else 0,
+            mask_truncated=mask_truncated and release == "rollout",
             max_attempts=attempts,
             max_score_attempts=score_attempts,
             max_held_segments=held,
@@ -73,7 +80,7 @@ class BufferMachine(RuleBasedStateMachine):
             n_actors=actors,
             pools=(("default", 1), ("other", 2)) if two_pools else (("default", 2),),
             task_teachers=(("default",), ("other", "default"), ()) if two_pools else (("default",),),
-            group_sizes=(1, min(group, (staleness + 1) * batch)),
+            group_sizes=(2, min(3, (staleness + 1) * batch)) if dynamic else (1, min(group, (staleness + 1) * batch)),
         )
 
     def _do(self, action: act.Action, seed: int) -> None:

@@ -100,9 +100,9 @@ def learning(
 
     @contextmanager
     def make(address: str, *, steps: int, **settings: Any) -> Generator[Learner]:
-        tasks = msgspec.structs.replace(TASKS, prompts=str(rows))
+        tasks = msgspec.structs.replace(TASKS, prompts=str(rows), group_size=settings.pop("group_size", 1))
         defaults: dict[str, Any] = {"eval_every": 0, "checkpoint_every": 0, "warmup_steps": 0, "device": "cpu"}
-        fetch_ahead = settings.pop("fetch_ahead", True)
+        fetch_ahead, limit = settings.pop("fetch_ahead", True), settings.pop("max_equal_batches", 0)
         config = LearnerConfig(tasks=tasks, **(defaults | settings))
         prompts = load_prompts(tasks)
         stream = TaskStream(tasks, small_tokenizer, prompts, seed=1)
@@ -150,6 +150,7 @@ def learning(
                 steps=steps,
                 stop=stop,
                 fetch_ahead=fetch_ahead,
+                max_equal_batches=limit,
             )
             made = Learner(loop, trainer, client, tmp_path, stop)
             yield made
@@ -389,6 +390,33 @@ def test_an_evaluation_that_does_not_come_is_given_up_and_the_run_goes_on(learni
     evaluations = made.loop.progress.evaluations
     assert [(r.step, r.n_greedy, r.n_sampled, r.missing) for r in evaluations] == [(0, 2, 0, 2), (1, 2, 0, 2)]
     assert made.trainer.steps_done == 1
+
+
+def test_a_streak_of_equal_rewards_ends_the_run_with_a_checkpoint(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rewards of a group differ in the first tasks only; all made-up rollouts get 1, and here some get 0."""
+    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 0.05)
+    by_itself = made_up
+
+    def rewarded(ticket: m.Ticket, *arguments: Any) -> Any:
+        message, arrays = by_itself(ticket, *arguments)
+        differs = ticket.task_id < 3 and ticket.sample_index == 1
+        return msgspec.structs.replace(message, reward=0.0 if differs else 1.0), arrays
+
+    monkeypatch.setattr("tests.learner.test_loop.made_up", rewarded)
+    config = msgspec.structs.replace(BUFFER, dynamic_sampling=2)
+    with real_buffer(config, tmp_path) as (address, ended):
+        said = r"dropped \d+ batches of rollouts in a row at step 3.*fewer than buffer.dynamic_sampling = 2"
+        with learning(address, steps=50, group_size=2, max_equal_batches=2) as made, crowd(address):
+            with pytest.raises(RunStopped, match=said):
+                made.loop.run()
+            assert made.saved, "before the buffer ended the run"
+        assert ended.result(WAIT_S) == 1
+    (saved,) = made.saved
+    assert (saved.version.step, saved.steps_done) == (3, 3) and made.loop.version.step == 3
+    ledger = saved.snapshot.ledger
+    assert ledger.balanced and ledger.rollouts.dropped["equal_rewards"] >= 4 and ledger.rollouts.trained == 6
 
 
 def test_a_stall_says_what_the_buffer_holds(

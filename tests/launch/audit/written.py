@@ -54,6 +54,8 @@ def item(
     attempt: int = 0,
     spans: Sequence[tuple[Version, int, int]] | None = None,
     offline: bool = False,
+    reward: float | None = None,
+    finish: str = "stop",
     squeezed: bool = True,
 ) -> tuple[dict[str, Any], bytes]:
     """A rollout, trained at `runs`, sampled by one version."""
@@ -71,8 +73,8 @@ def item(
         "end": end,
         "spans": [(by, PROMPT, end)] if spans is None else spans,
         "final": True,
-        "finish_reason": "stop",
-        "reward": None,
+        "finish_reason": finish,
+        "reward": reward,
         "n_turns": 1,
         "top_k": [],
     }

@@ -249,6 +249,18 @@ def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
     assert "sent 5 won 3 wasted 1" in shown.get() and "teacher-1: leaving" in shown.get()
 
 
+@pytest.mark.parametrize(("n", "said"), [(1, "1 batch of"), (7, "7 batches of")])
+def test_batches_of_equal_rewards_in_a_row_are_seen(n: int, said: str) -> None:
+    calm = snapshot(1.0, 3, peer("learner", 0, 5))
+    for queues, shown in (({}, False), ({"batches_equal_in_a_row": 0}, False), ({"batches_equal_in_a_row": n}, True)):
+        figures = Rates().figures(view(msgspec.structs.replace(calm, queues=queues)))
+        console = Console(width=200)
+        with console.capture() as drawn:
+            console.print(table(figures))
+        expected = f"{said} rollouts in a row dropped"
+        assert (f"EQUAL REWARDS: {expected} | step 3" in line(figures)) == (expected in drawn.get()) == shown
+
+
 def test_before_the_learner_is_there_the_status_says_who_is() -> None:
     assert "starting: 1 of 4 workers" in line(Rates().figures(view(snapshot(1.0, 0, peer("actor", 0)))))
     assert "starting: 0 of 4 workers" in line(Rates().figures(view(None)))

@@ -71,6 +71,8 @@ class ModelRollout:
     trained: set[int] = field(default_factory=set[int])
     segments: int = 0
     final: bool = False
+    finish_reason: str | None = None
+    reward: float | None = None
 
     @property
     def length(self) -> int:
@@ -123,6 +125,12 @@ class BufferModel:
         self.trained_tokens_hist = Counter[int]()
         self.pending_segments: dict[tuple[str, int], tuple[m.Segment, tuple[Array, ...]]] = {}
         self.delivered: set[str] = set()
+        self.newest: dict[tuple[int, int], ModelRollout] = {}
+        """The newest attempt at each train sample."""
+        self._held: set[str] = set()
+        """Train rollouts that the buffer held after the last event."""
+        self._dropped_equal = 0
+        """Rollouts that it had dropped for equal rewards by then."""
 
     # --------------------------------------------------------------------------------------- what peers send
 
@@ -183,7 +191,9 @@ class BufferModel:
         life = attempt // ATTEMPTS_PER_EPOCH
         key = (ticket.kind, ticket.task_id, life, ticket.sample_index)
         order = self.orders.setdefault(key, state._life.rollouts[ticket.rollout_id].slot.order)
-        self.rollouts[ticket.rollout_id] = ModelRollout(ticket, order, task)
+        rollout = self.rollouts[ticket.rollout_id] = ModelRollout(ticket, order, task)
+        if ticket.kind == "train":
+            self.newest[ticket.task_id, ticket.sample_index] = rollout
 
     def _segment_ack(self, ack: m.SegmentAck) -> None:
         rollout = self.rollouts.get(ack.rollout_id)
@@ -203,7 +213,7 @@ class BufferModel:
         self.accepted[f"{kind} segments"] += 1
         self.accepted[f"{kind} tokens"] += int(sampled.sum())
         rollout.segments += 1
-        rollout.final = message.final
+        rollout.final, rollout.finish_reason, rollout.reward = message.final, message.finish_reason, message.reward
         rollout.ids.append(ids)
         rollout.logprobs.append(logprobs)
         rollout.sampled.append(sampled)
@@ -235,6 +245,7 @@ class BufferModel:
         if message.batch_id == 0:
             assert not message.items
             return
+        self._check_groups(message)
         tokens: dict[str, list[int]] = {}
         hist = Counter[int]()
         for i, item in enumerate(message.items):
@@ -243,6 +254,7 @@ class BufferModel:
                 continue
             rollout = self.rollouts[item.rollout_id]
             assert rollout.ticket.kind == "train"
+            assert not (self.config.mask_truncated and rollout.finish_reason == "length"), f"{item}: truncated"
             assert item.rollout_id not in tokens, "a rollout twice in one batch"
             for at in offsets:
                 version = rollout.versions[at]
@@ -258,6 +270,42 @@ class BufferModel:
         self._check_choice(state, message, tokens)
         assert dict(hist) == message.staleness, f"{dict(hist)} != {message.staleness}"
         self.batches[message.batch_id] = ModelBatch(message, arrays, tokens)
+
+    def _check_groups(self, message: m.Batch) -> None:
+        """With dynamic sampling: something can be learnt from each group that left, and nothing from those that are
+        settled as dropped for it."""
+        if not self.config.dynamic_sampling:
+            return
+        for task_id in {item.task_id for item in message.items}:
+            rewards = {self.rollouts[i.rollout_id].reward for i in message.items if i.task_id == task_id} - {None}
+            assert len(rewards) > 1, f"the rewards of task {task_id} are {rewards}, nothing to learn from"
+        for task_id in {one.task_id for one in message.settled if one.reason == "equal_rewards"}:
+            fates = [one for one in message.settled if one.task_id == task_id]
+            assert len(fates) == self.tasks["train", task_id].group_size, f"part of a dropped group: {fates}"
+            assert all(one.fate != "trained" for one in fates), fates
+            judged = [one for one in fates if one.fate == "masked" or one.reason == "equal_rewards"]
+            rewards = {self.newest[task_id, one.sample_index].reward for one in judged} - {None}
+            assert len(rewards) < 2, f"task {task_id} was dropped, its rewards are {rewards}"
+
+    def _check_drops(self, ledger: m.Ledger, state: BufferState) -> None:
+        """What was dropped for equal rewards in this event is whole, of a group whose rewards are equal, and counted
+        once."""
+        held = {rollout_id for rollout_id, one in state._life.rollouts.items() if one.kind == "train"}
+        gone, self._held = self._held - held, held
+        before, self._dropped_equal = self._dropped_equal, ledger.rollouts.dropped.get("equal_rewards", 0)
+        n_dropped = self._dropped_equal - before
+        if not n_dropped:
+            return
+        tasks = {self.rollouts[rollout_id].ticket.task_id for rollout_id in gone}
+        equal = [task_id for task_id in tasks if self._equal(task_id)]
+        fit = [i for i in gone if self.rollouts[i].final and self.rollouts[i].ticket.task_id in equal]
+        assert n_dropped <= len(fit), f"{n_dropped} rollouts dropped, of which only {fit} could be"
+
+    def _equal(self, task_id: int) -> bool:
+        """No two rewards differ among the newest attempts at the samples of the task. One that failed has none."""
+        samples = range(self.tasks["train", task_id].group_size)
+        newest = [one for i in samples if (one := self.newest.get((task_id, i))) is not None]
+        return len({one.reward for one in newest} - {None}) < 2
 
     def _check_choice(self, state: BufferState, message: m.Batch, ids: Collection[str]) -> None:
         """The right rollouts left: in order, the oldest, whole groups, and exactly those of the step. `ids`: of those
@@ -333,6 +381,7 @@ class BufferModel:
         open_tokens = sum(queues[f"tokens_{where}"] for where in ("unscored", "scoring", "scored", "in_batch"))
         assert open_tokens == ledger.tokens.waiting + ledger.tokens.in_flight
         self.teachers.check(queues, state)
+        self._check_drops(ledger, state)
         assert sum(snapshot.staleness_hist.values()) == ledger.tokens.trained
         assert snapshot.staleness_hist == self.trained_tokens_hist
         assert all(distance <= self.config.max_staleness for distance in snapshot.staleness_hist)
@@ -384,6 +433,21 @@ def audit(state: BufferState) -> None:
                 assert known or tokens.n_open(span.start, span.end) == 0, rollout
     audit_scoring(state)
     _audit_batches(state)
+    if state._config.dynamic_sampling:
+        _audit_groups(state)
+
+
+def _audit_groups(state: BufferState) -> None:
+    """No group is kept from which nothing can be learnt: it would hold places that others could use."""
+    for record in state._life.tasks.train_records:
+        kept = [slot for slot in record.slots if not slot.settled]
+        rollouts = [slot.rollout for slot in kept if slot.rollout is not None and slot.rollout.closed]
+        leased = any(rollout.n_in_batch or rollout.n_trained_tokens for rollout in rollouts)
+        if not kept or record.to_issue or len(rollouts) < len(kept) or leased:
+            continue
+        gone = [slot.witness for slot in record.slots if slot.witness is not None]
+        rewards = {rollout.reward for rollout in (*rollouts, *gone)} - {None}
+        assert len(rewards) > 1, f"task {record.task.task_id} is kept, with rewards {rewards}"
 
 
 def _audit_batches(state: BufferState) -> None:

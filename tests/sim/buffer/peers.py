@@ -246,6 +246,7 @@ def make_segment(
     follows = rng.randrange(rollout.length) if rollout.index and n and rng.random() < 0.25 else None
     if follows == 0 and sampled[0]:
         follows = 1  # the first token of a root has nothing that predicts it
+    reward = rng.choice((0.0, 1.0, 1.0, None)) if final else None
     message = m.Segment(
         rollout_id=rollout.ticket.rollout_id,
         index=rollout.index,
@@ -253,9 +254,9 @@ def make_segment(
         end=rollout.length + n,
         spans=tuple(spans),
         final=final,
-        finish_reason="stop" if final else None,
-        reward=1.0 if final else None,
-        turn_rewards=_turn_rewards(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
+        finish_reason=rng.choice(("stop", "stop", "length")) if final else None,
+        reward=reward,
+        turn_rewards=_turn_rewards(rollout.length + n, rng) if reward is not None and rng.random() < 0.3 else (),
         follows=follows,
         dropped=_dropped(rollout.length + n, rng) if final and rng.random() < 0.3 else (),
         own_prompt_tokens=len(prompt) if own else 0,

@@ -39,10 +39,14 @@ RELEASES: tuple[Release, ...] = ("rollout", "segment", "deadline")
 
 def random_world(rng: Random, check_every: int) -> World:
     """Small enough that looking at everything after each event is cheap."""
+    release = rng.choice(RELEASES)
+    by_group = release == "rollout" and rng.random() < 0.7
     config = BufferConfig(
         max_staleness=rng.randrange(5),
         batch_rollouts=rng.choice((2, 3, 4, 6)),
-        release=rng.choice(RELEASES),
+        release=release,
+        dynamic_sampling=10 if by_group else 0,
+        mask_truncated=release == "rollout" and rng.random() < 0.5,
         idle_release_s=rng.choice((0.5, 2.0)),
         lease_s=30.0,
         hedge_multiple=rng.choice((0.0, 1.0, 1.5, 3.0)),
@@ -60,13 +64,15 @@ def random_world(rng: Random, check_every: int) -> World:
     )
     pools = rng.choice(((("default", 2),), (("default", 4),), (("default", 1), ("other", 3))))
     names = tuple(name for name, _ in pools)
+    # Groups of one have equal rewards always: nothing would ever be trained.
+    sizes = ((2,), (2, 3)) if by_group else ((1,), (2,), (1, 2))
     most = (config.max_staleness + 1) * config.batch_rollouts
     return World(
         config,
         n_actors=rng.choice((1, 3, 5)),
         pools=pools,
         task_teachers=rng.choice(((names,), (("default",),), ((), names, names[::-1]))),
-        group_sizes=rng.choice(((1,), (2,), (1, 2), (min(4, most),))),
+        group_sizes=rng.choice((*(tuple(min(n, most) for n in some) for some in sizes), (min(4, most),))),
         check_every=check_every,
         journal=rng.random() < 0.5,
         learner_dies_often=rng.random() < 0.5,
