@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
@@ -63,6 +63,8 @@ class Recording:
                     branches.fork(kept.version, kept.parent)
                 case BatchRecord():
                     found_batches.append(Kept(kept, found.blob_at))
+        self.end = whole
+        """End of the last complete record."""
         self.torn_bytes = size - whole
         """Size of an unfinished last record."""
         if header is None:
@@ -127,9 +129,7 @@ class Recording:
 
     def rollout(self, batch: Kept, index: int) -> Rollout:
         """One item of a batch."""
-        record = batch.record.items[index]
-        self._stream.seek(batch.blob_at + record.start)
-        return _rollout(record, self._stream.read(record.stored_bytes))
+        return read_rollout(self._stream, batch, index)
 
     def close(self) -> None:
         self._stream.close()
@@ -151,6 +151,13 @@ def read_header(path: Path) -> RecordHeader:
     if first is None or not isinstance(first.kept, RecordHeader):
         raise RecordError(f"{path} ends within its header; nothing was recorded")
     return first.kept
+
+
+def read_rollout(stream: BinaryIO, batch: Kept, index: int) -> Rollout:
+    """One item of a batch, from an open file."""
+    record = batch.record.items[index]
+    stream.seek(batch.blob_at + record.start)
+    return _rollout(record, stream.read(record.stored_bytes))
 
 
 def _rollout(record: ItemRecord, stored: bytes) -> Rollout:

@@ -20,7 +20,7 @@ import base64
 import hashlib
 import html
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ COLUMNS: Final = {
     "staleness": "<i4", "gap": "<f4", "finish": "<u4", "prompt": "<u4", "flags": "<u4", "block": "<u4", "at": "<u4",
 }  # fmt: skip
 """Column of the list -> dtype. A missing reward or gap is NaN, a staleness that is not known -1."""
-OFFLINE, LEFT_OUT, UNFINISHED = 1, 2, 4
+OFFLINE, LEFT_OUT, UNFINISHED, ABANDONED = 1, 2, 4, 8
 """Bits of the column `flags`."""
 PROMPT_COLUMNS: Final = {"block": "<u4", "at": "<u4"}
 
@@ -105,6 +105,11 @@ class Page:
 
     def add(self, one: Read) -> None:
         """Add one rollout to the end of the list."""
+        for name, value in self._row(one).items():
+            self._rows[name].append(value)
+
+    def _row(self, one: Read) -> dict[str, float]:
+        """Store a rollout. Returns its row of the list."""
         item, tail = one.item, slice(one.n_prompt, None)
         gap_ML = one.gaps
         finite = gap_ML[np.isfinite(gap_ML)]
@@ -125,28 +130,32 @@ class Page:
             "block": block,
             "at": at,
         }
-        for name, value in row.items():
-            self._rows[name].append(float("nan") if value is None else value)
+        return {name: float("nan") if value is None else value for name, value in row.items()}
 
     def html(self, facts: Facts) -> str:
         """The whole file."""
-        script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+        return self._html(facts, SCRIPTS, {}, "")
+
+    def _html(self, facts: Facts, scripts: Sequence[str], more: Mapping[str, object], policy: str) -> str:
+        """`more`: further keys of the JSON block. `policy`: what the page may do beside running its scripts."""
+        script = "".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
         style = (HERE / "page.css").read_text(encoding="utf-8")
         whole = {
             "facts": facts,
-            "columns": _columns(self._rows, COLUMNS),
-            "prompts": {"texts": self._prompt_texts, "columns": _columns(self._prompt_rows, PROMPT_COLUMNS)},
-            "pieces": {"texts": self._pieces.texts, "ids": _base64(np.array(self._pieces.ids, "<i4").tobytes())},
+            "columns": encoded_columns(self._rows, COLUMNS),
+            "prompts": {"texts": self._prompt_texts, "columns": encoded_columns(self._prompt_rows, PROMPT_COLUMNS)},
+            "pieces": {"texts": self._pieces.texts, "ids": base64_of(np.array(self._pieces.ids, "<i4").tobytes())},
             **{name: list(names) for name, names in self._names.items()},
+            **more,
         }
         parts = {
             "TITLE": html.escape(facts.run),
             "POLICY": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-            "form-action 'none'",
+            f"form-action 'none'{policy}",
             "STYLE": style,
             "DATA": data_block("data", "application/json", _escaped(whole))
             + "".join(
-                data_block(f"block-{i}", "application/octet-stream", _base64(block))
+                data_block(f"block-{i}", "application/octet-stream", base64_of(block))
                 for i, block in enumerate(self._blocks)
             ),
             "SCRIPT": script,
@@ -234,16 +243,18 @@ def _escaped(value: object) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
-def _columns(rows: dict[str, list[float]], dtypes: dict[str, str]) -> dict[str, tuple[str, str]]:
-    return {name: (dtypes[name], _base64(np.array(rows[name], dtypes[name]).tobytes())) for name in dtypes}
+def encoded_columns(rows: Mapping[str, Sequence[float]], dtypes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Columns as the page's script reads them: (dtype, base64)."""
+    return {name: (dtypes[name], base64_of(np.array(rows[name], dtypes[name]).tobytes())) for name in dtypes}
 
 
-def _base64(raw: bytes | bytearray) -> str:
+def base64_of(raw: bytes | bytearray) -> str:
+    """As ASCII text."""
     return base64.b64encode(raw).decode("ascii")
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'"
+    return f"'sha256-{base64_of(hashlib.sha256(text.encode()).digest())}'"
 
 
 def _spans(spans: Iterable[VersionSpan]) -> tuple[tuple[int, int, str], ...]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from launch.given import DATA
 from protocol.messages import BatchItem, VersionSpan, WeightVersion
-from recording.format import Rollout
+from recording.format import Branches, RecordHeader, Rollout
 from recording.reader import Kept, Recording
 
 _IDS, _BEHAVIOUR, _TRAIN_MASK, _TEACHER, _PAYLOADS = range(5)
@@ -123,7 +123,18 @@ def choose(found: Sequence[Found], most_bytes: int) -> list[Found]:
     return [one for one in found if id(one) in chosen]
 
 
-def read(recording: Recording, found: Found) -> Read:
+class Source(Protocol):
+    """What `read` needs of a record: a `Recording`, or one that is still written to."""
+
+    @property
+    def header(self) -> RecordHeader: ...
+    @property
+    def branches(self) -> Branches: ...
+
+    def rollout(self, batch: Kept, index: int) -> Rollout: ...
+
+
+def read(recording: Source, found: Found) -> Read:
     """Read one rollout. Raises RecordError for frames that cannot be read."""
     records = [batch.record for batch, _ in found.items]
     parts = [recording.rollout(batch, index) for batch, index in found.items]

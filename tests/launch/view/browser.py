@@ -48,12 +48,12 @@ class Tab:
                 assert "error" not in message, message
                 return message["result"]
 
-    async def open(self, file: Path) -> None:
-        """Load a file and wait until its script has run."""
+    async def open(self, page: Path | str) -> None:
+        """Load a file or an address and wait until its script has run."""
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
         before = self.loaded
-        await self.call("Page.navigate", url=file.as_uri())
+        await self.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         while self.loaded == before:
             await self._next()
 
