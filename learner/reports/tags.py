@@ -118,6 +118,8 @@ TAGS: Final = {
         "the rest, by what the learner waited for: `data` (rollouts, or the rest of decoding them), `scoring` "
         "(teachers), `weights`, `eval`, `checkpoint`"
     ),
+    "queue/groups_equal_total": "groups that dynamic sampling dropped because all their rewards were equal",
+    "queue/batches_equal_in_a_row": "how many batches of such rollouts were dropped since the last batch left",
     "queue/<name>": (
         "what the buffer held when the step's batch was formed, mostly during the step before (tasks, tickets, "
         "rollouts, tokens), and running totals of reissued rollouts, hedged leases and circuit breakers"
