@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import builtin
 from launch.audit.record import Batch, RecordFile
 from tests.integration.conftest import Launched
+from tests.integration.test_exactly_once import fates, interrupt
 from tests.integration.test_whole_run import assert_balanced
 
 CODE = '''
@@ -131,3 +132,23 @@ def test_a_run_of_nothing_but_equal_rewards_ends_and_says_why(launch: Callable[.
     assert_balanced(summary)
     assert summary["workers"]["learner-0"]["restarts"] == 0 and summary["tokens"]["trained"] == 0
     assert summary["tokens"]["dropped"]["equal_rewards"] >= 3 * 16
+
+
+def test_each_sample_is_settled_once_when_learner_and_launcher_are_killed(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """A dropped group is settled in the checkpoint that knows it, and sampled again after one that does not."""
+    rows = prompts(tmp_path, "easy", "mixed", "hard")
+    words = (*OPTIONS, *rows, "--steps=12", "--learner.checkpoint_every=3", "--buffer.dynamic_sampling=10")
+    run = interrupt(launch, words, 4, 7)
+    run.expect_clean_audit()
+    assert_balanced(run.summary())
+    kinds = {int(rollout_id.split("-")[1]): one.kind for rollout_id, one in logged(tmp_path).items()}
+    settled, end = fates(run)
+    assert end >= 60 and {(task, i) for task in range(end) for i in range(4)} <= settled.keys()
+    for (task, _), one in settled.items():
+        if kinds[task] == "mixed":
+            assert one.fate == "trained" or one.reason == "stale", one
+        else:
+            assert (one.fate, one.reason) == ("dropped", "equal_rewards"), one
+    assert len({task for task, _ in settled if kinds[task] != "mixed"}) >= 40
