@@ -21,6 +21,9 @@ TOP_K: Final = ("--teacher.top_k=256",)
 WHOLE_GROUPS: Final = ("--buffer.release=rollout",)
 GRPO: Final = ("--advantage=grpo", "--importance=ppo", "--learner.objective.importance.low=0.8",
                "--learner.objective.importance.high=1.2", *WHOLE_GROUPS)  # fmt: skip
+UNLIKELY: Final = 1.5
+"""Nats; a fifth of the tokens that the built-in student samples before training are less likely. A teacher is there for
+the reverse KL of evaluations only."""
 STALENESS_LR: Final = "--learner.lr=1e-4"
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 
@@ -48,6 +51,15 @@ def objectives() -> list[Row]:
     rows = {
         "OPD, k1": (),
         "OPD, k3": ("--divergence=k3",),
+        "OPD, k1 with a baseline": ("--learner.objective.divergence.baseline=expected_cost", *TOP_K),
+        "OPD, k1 clipped at 2": (
+            "--learner.objective.cost_transform=clip",
+            "--learner.objective.cost_transform.limit=2",
+        ),
+        "OPD, k1 log": ("--learner.objective.cost_transform=log",),
+        "OPD, k1 early tokens 0.5": ("--learner.objective.prefix_gain=0.5",),
+        "OPD, k1 entropy 0.01": ("--learner.objective.entropy_coef=0.01",),
+        "no teacher, null": ("--divergence=null", f"--learner.objective.divergence.threshold={UNLIKELY}"),
         "OPD, multi-sample 4": (
             "--divergence=multi_sample",
             "--learner.objective.divergence.samples=4",

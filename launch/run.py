@@ -136,7 +136,7 @@ def own_workers(config: RunConfig) -> list[str]:
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
     what = "resuming run" if resume else "run"
-    teachers = "no teacher (rewards only)" if needs_no_teacher(config) else f"{config.teachers} teachers"
+    teachers = "no teacher" if needs_no_teacher(config) else f"{config.teachers} teachers"
     return (
         f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {teachers}, "
         f"max staleness {config.buffer.max_staleness}; files in {folder.path}"

@@ -1,19 +1,14 @@
-"""examples/smollm2 without its model: the control without a teacher, and the table of the comparison."""
+"""examples/smollm2 without its model: the table of the comparison."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-
-from learner.objectives.registry import DIVERGENCE, DIVERGENCES, find_member
 
 FOLDER = Path(__file__).parents[1] / "examples" / "smollm2"
 
@@ -25,21 +20,6 @@ def compare() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_null_teacher_reads_the_student_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    name = "null_teacher:unlikely"
-    options = DIVERGENCE.make(name, below=-2.0, penalty=0.25)
-    cost = find_member(DIVERGENCES, name)
-    student, teacher = torch.tensor([-0.1, -1.9, -2.1, -30.0]), torch.zeros(4, 3)
-    for q in (teacher, teacher - 50.0, torch.full((4, 3), -math.inf)):
-        costs = cost(student[:, None], q, options)
-        assert costs.shape == (4, 3) and costs.dtype == torch.float32
-        assert costs.tolist() == [[0.25 if s < -2.0 else 0.0] * 3 for s in student.tolist()]
-    loaded = DIVERGENCE.load(DIVERGENCE.make(name))
-    assert loaded.own_options and (loaded.options.below, loaded.options.penalty) == (-4.2, 0.5)  # pyright: ignore[reportAttributeAccessIssue]
-    sys.modules.pop("null_teacher")
 
 
 def write_run(compare: ModuleType, folder: Path, name: str, seed: int, kl: tuple[float, float], **changes: Any) -> None:

@@ -58,7 +58,7 @@ METHODS: Final = {
     "off_policy": Method("off-policy: the teacher's own answers", off_policy=True),
     "null": Method(
         "null teacher: -0.5 on unlikely tokens",
-        ("--divergence=null_teacher:unlikely", "--learner.objective.divergence.kl_student=behaviour"),
+        ("--divergence=null", "--learner.objective.divergence.kl_student=behaviour"),
     ),
     "lora": Method(
         "on-policy, LoRA of rank 16, rate 2e-4",
@@ -146,7 +146,7 @@ def make(folder: Path, name: str, seed: int) -> bool:
     shutil.rmtree(place, ignore_errors=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     python_path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH", ""))))
-    environment = {**os.environ, "PYTHONPATH": python_path}  # of null_teacher
+    environment = {**os.environ, "PYTHONPATH": python_path}  # of follow_up
     with log_of(folder, name, seed).open("wb") as log:
         for words in commands(place, METHODS[name], seed):
             done = subprocess.run(

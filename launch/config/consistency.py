@@ -77,7 +77,7 @@ def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
     """Warn where the built-in student is known to collapse (docs/decisions/staleness-in-practice.md). The bias of stale
     tokens grows with staleness times rate (arXiv 2607.01083), so a higher bound needs a lower rate."""
     rate, bound = config.learner.lr, config.buffer.max_staleness
-    single = config.learner.objective.has_divergence and not config.learner.objective.compares_distributions
+    single = config.learner.objective.reads_teachers and not config.learner.objective.compares_distributions
     if config.models.student == BUILTIN and single and rate * (1 + bound) > BUILTIN_RATE_LIMIT * (1 + 1e-9):
         yield (
             f"learner.lr: {rate:g} with buffer.max_staleness = {bound}; with divergence = "

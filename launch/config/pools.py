@@ -115,7 +115,7 @@ def without_idle_routes(config: RunConfig) -> RunConfig:
     """Drop the routes if there is no teacher and scores have no weight in the loss, because tasks would wait for a
     teacher forever. If there is a teacher, scores are still reported as a metric."""
     learner, objective = config.learner, config.learner.objective
-    if config.teachers or objective.coef or any(objective.teacher_coefs.values()):
+    if config.teachers or objective.reads_teachers:
         return config
     tasks, objective = replace(learner.tasks, routes={}), replace(objective, teacher_coefs={})
     return replace(config, learner=replace(learner, tasks=tasks, objective=objective))

@@ -74,7 +74,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     teachers: NonNegativeInt = 1
     """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
     counts. More can join. 0: the run waits for teachers to join, unless
-    learner.objective.coef = 0, which needs none."""
+    learner.objective.coef = 0 or learner.objective.divergence = null, which need none."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)

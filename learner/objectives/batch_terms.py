@@ -16,8 +16,8 @@ Legend: R items (rollouts) of the batch, N trained tokens of it in the order of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,9 +49,31 @@ def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
     return scale_D[[domains[train_item.item.tag] for train_item in items]]
 
 
-def teacher_coefs(teachers: Sequence[str], objective: Objective) -> Tensor:
-    """coef_M float64, in the order of `teachers`: the coefficient of each pool, else the common one."""
-    return torch.tensor([objective.teacher_coefs.get(name, objective.coef) for name in teachers], dtype=torch.float64)
+def teacher_coefs(teachers: Sequence[str], objective: Objective, scales: Mapping[str, float] | None = None) -> Tensor:
+    """coef_M float64, in the order of `teachers`: the coefficient of each pool, else the common one, times its scale
+    (`teacher_scales`) where the objective balances teachers."""
+    scales = scales if scales is not None and objective.teacher_balance == "tokens" else {}
+    coefs = [objective.teacher_coefs.get(name, objective.coef) * scales.get(name, 1.0) for name in teachers]
+    return torch.tensor(coefs, dtype=torch.float64)
+
+
+def teacher_scales(items: Sequence[TrainItem], share_N: Tensor) -> dict[str, float]:
+    """Pool -> factor of its divergences that makes the total weight of each pool's tokens in the batch the same, and
+    leaves the sum over all pools as it is.
+
+        W_m = sum of the shares of the tokens that pool m scores          factor_m = mean of W over the pools / W_m
+
+    Pools without a token are left out. The cause that Open-MOPD (arXiv 2608.19098) finds for teachers that are not
+    learned from is that others score more tokens."""
+    totals: dict[str, float] = {}
+    begin = 0
+    for train_item in items:
+        end = begin + train_item.n_trained
+        weight = float(share_N[begin:end].sum())
+        begin = end
+        for name in train_item.item.teachers if weight else ():
+            totals[name] = totals.get(name, 0.0) + weight
+    return {name: sum(totals.values()) / len(totals) / total for name, total in totals.items()}
 
 
 def domain_sums(cost_N: Tensor, domain_N: Tensor, n_domains: int) -> tuple[Tensor, Tensor]:
@@ -84,7 +106,9 @@ class BatchTerms:
     items_unrewarded: int
     """Rollouts that have trained tokens but no reward."""
     divergence_weight_N: Tensor | None = None
-    """Weight of each token's divergence; None without `turn_discount`."""
+    """Weight of each token's divergence; None without `turn_discount` and `prefix_gain`."""
+    teacher_scales: dict[str, float] = field(default_factory=dict[str, float])
+    """Factor of each pool's divergences; empty without `teacher_balance`."""
     length_penalty: float | None = None
     """Mean over the rollouts with a reward; None without one."""
 
@@ -128,7 +152,8 @@ def batch_terms(
         cost_scale_R=torch.cat([scale_R, _ones(len(offline))]),
         divisor=divisor,
         items_unrewarded=int(((rewards.tokens_R > 0) & ~rewards.rewarded_R).sum()),
-        divergence_weight_N=_discounts(items, n_offline, objective),
+        divergence_weight_N=_divergence_weights(items, n_offline, objective),
+        teacher_scales=teacher_scales(items, share_N) if objective.teacher_balance == "tokens" else {},
         length_penalty=penalty,
     )
 
@@ -143,12 +168,32 @@ def _shares(items: Sequence[TrainItem], tokens_R: Tensor, objective: Objective) 
     return shares.share_R.repeat_interleave(tokens_R), shares.divisor
 
 
-def _discounts(items: Sequence[TrainItem], n_offline: int, objective: Objective) -> Tensor | None:
-    """turn_discount ** depth for each trained token. Text of the teacher is not discounted."""
-    if objective.turn_discount == 1.0:
+def _divergence_weights(items: Sequence[TrainItem], n_offline: int, objective: Objective) -> Tensor | None:
+    """turn_discount ** depth for each trained token, times its prefix weight. Text of the teacher has the weight 1."""
+    if objective.turn_discount == 1.0 and not objective.prefix_gain:
         return None
-    turns = batch_turns(items)
-    return torch.cat([objective.turn_discount ** turns.depth_U[turns.turn_N].double(), _ones(n_offline)])
+    weight_N = _ones(sum(train_item.n_trained for train_item in items))
+    if objective.turn_discount != 1.0:
+        turns = batch_turns(items)
+        weight_N = objective.turn_discount ** turns.depth_U[turns.turn_N].double()
+    if objective.prefix_gain:
+        weight_N = weight_N * torch.cat([prefix_weights(one, objective.prefix_gain) for one in items])
+    return torch.cat([weight_N, _ones(n_offline)])
+
+
+def prefix_weights(train_item: TrainItem, gain: float) -> Tensor:
+    """[n] float64: 1 + gain * (1 - D_t / T) for each trained token (IW-OPD, arXiv 2606.22600).
+
+        d_t = |sum over its teachers of (mu_t - q_t)|          D_t = sum of d over the trained tokens before t
+        T   = sum of d over all of the rollout's trained tokens in the batch
+
+    A rollout on which student and teacher agree to the last bit has the weight 1 + gain everywhere."""
+    trained_L = train_item.train_mask_L
+    behaviour_n = torch.from_numpy(train_item.behaviour_L[trained_L]).double()
+    teacher_Mn = torch.from_numpy(train_item.teacher_ML[:, trained_L]).double()
+    distance_n = (behaviour_n - teacher_Mn).sum(dim=0).abs()
+    before_n = distance_n.cumsum(0) - distance_n
+    return 1.0 + gain * (1.0 - before_n / distance_n.sum().clamp(min=1e-8))
 
 
 def _penalised(rewards: Rewards, items: Sequence[TrainItem], objective: Objective) -> tuple[Rewards, float | None]:

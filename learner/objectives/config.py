@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from learner.objectives.options import Capped, Distributions, LogRatio, Sampled
+from learner.objectives.options import Capped, Distributions, LogRatio, Null, Sampled
 from learner.objectives.registry import (
     ADVANTAGE,
     AGGREGATIONS,
@@ -27,6 +27,7 @@ from learner.prompts.config import TaskConfig
 from protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings, Share
 
 DomainScale: TypeAlias = Literal["none", "rms"]
+TeacherBalance: TypeAlias = Literal["none", "tokens"]
 _NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
 """Importance weights that do not correct each token's distribution."""
 
@@ -37,7 +38,8 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
 
     divergence: Annotated[Member, DIVERGENCE] = LogRatio()
     """Divergence between student and teachers. On sampled tokens: k1, k2 (s - q, the gradient of the reverse KL), k3
-    (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote).
+    (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote),
+    null (a constant on unlikely tokens, without a teacher).
     Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample."""
     cost_transform: Annotated[Member, COST_TRANSFORM] = Member(name="none")
     """Change of each cost of a sampled token, before anything else is done with it. clip: limited to `limit` nats in
@@ -49,6 +51,10 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     teachers."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Teacher pool -> coefficient of this pool, in place of coef."""
+    teacher_balance: TeacherBalance = "none"
+    """Balance between pools whose tasks have more or longer rollouts than others. tokens: the divergences of all pools
+    have the same total weight in a batch, before coefficients, however many tokens each pool scored. none: each token
+    counts the same."""
     domain_scale: DomainScale = "none"
     """Scaling of the costs of sampled tokens. rms: divide the costs of each domain (tag) by their root mean square over
     the batch, so that every domain pulls equally hard. none: leave them as they are."""
@@ -68,6 +74,13 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     turn_discount: Share = 1.0
     """Discount of the divergence per turn: that of a token is multiplied by turn_discount ** (turns before its own).
     0: only the first turn is distilled. Rewards are not changed."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the student's entropy, in nats per token, which is added to what is maximised: it slows the loss of
+    variety. 0: off."""
+    prefix_gain: NonNegativeFloat = 0.0
+    """Extra weight of the divergence early in a rollout, where the text is still near the teacher's (gamma of IW-OPD,
+    published: 0.5). A token's divergence is multiplied by 1 + prefix_gain * (1 - D / T): D is the sum of |mu - q| over
+    the tokens before it, T that over all of them. 0: off."""
     aggregation: str = "token_mean"
     """Mean that makes the batch's loss from the losses of tokens. token_mean: over all tokens. sequence_mean: over
     rollouts, of their token means. turn_mean: over turns of the student, of their token means. sequence_turn_mean: over
@@ -102,6 +115,17 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"turn_discount = {self.turn_discount} with coef = 0: there is no divergence to discount; expected 1, "
                 "or a coef above 0"
             )
+        scaled = self.teacher_coefs or self.domain_scale != "none" or self.teacher_balance != "none"
+        if isinstance(self.divergence, Null) and scaled:
+            raise ValueError(
+                "divergence = 'null' reads no teacher: expected no teacher_coefs, domain_scale = 'none' and "
+                "teacher_balance = 'none'; coef is the weight of its cost"
+            )
+        if self.prefix_gain and not self.reads_teachers:
+            raise ValueError(
+                f"prefix_gain = {self.prefix_gain} without a teacher in the loss: its weights are from the scores of "
+                "teachers; expected 0, or a coef above 0 and a divergence other than null"
+            )
         if self.length_penalty.name != "none" and self.advantage.name == "none":
             raise ValueError(
                 f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
@@ -122,6 +146,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     def has_divergence(self) -> bool:
         """False if only rewards are trained on."""
         return self.coef > 0.0 or any(self.teacher_coefs.values())
+
+    @property
+    def reads_teachers(self) -> bool:
+        """False if the loss does not depend on what teachers say."""
+        return self.has_divergence and not isinstance(self.divergence, Null)
 
     @property
     def compares_distributions(self) -> bool:
@@ -152,7 +181,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 raise ValueError(
                     f"objective.teacher_coefs names the pool {pool!r}; expected one of tasks.routes: {pools}"
                 )
-        if not tasks.routes and self.advantage.name == "none":
+        if not tasks.routes and self.advantage.name == "none" and self.reads_teachers:
             raise ValueError(
                 "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from: no teacher "
                 "scores anything; expected a pool in tasks.routes, or an advantage"
@@ -182,6 +211,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"objective.domain_scale = {self.domain_scale!r} with {sampled}: the size of costs is measured by the "
                 "log-probs sampled with; use temperature 1, or domain_scale = 'none'"
+            )
+        if self.prefix_gain:
+            raise ValueError(
+                f"objective.prefix_gain = {self.prefix_gain} with {sampled}: its weights compare teachers with the "
+                "log-probs sampled with; use temperature 1, or prefix_gain = 0"
             )
         if self.importance.name in _NO_CORRECTION:
             raise ValueError(

@@ -38,6 +38,8 @@ from protocol.topk_codec import LOG_TAIL_FLOOR
 
 PADDING = -1e4
 """A log-prob whose exp is 0 in float32 and float64, and whose differences are 0 and not NaN."""
+LIKELIEST = 16
+"""Number of the student's likeliest tokens that are sought in a teacher's set, for the metrics."""
 MASS_ROUNDING = 1e-3
 """The probabilities of a top-k set may exceed a sum of 1 by this much."""
 
@@ -252,6 +254,21 @@ class TopKTeacher:
     def buckets(self, z_CV: Tensor, place: slice) -> Buckets:
         """The two sides that `compare` compares. May overwrite `z_CV`."""
         return self._bucketed(z_CV, place)[0]
+
+    def agreement(self, z_CV: Tensor, place: slice) -> Tensor:
+        """[3] float64, sums over the rows `place` of the student's logits: the teacher's probability of its set, the
+        student's, and the share of the student's likeliest tokens that are in the set: as many as the set has, at most
+        LIKELIEST. Reads nothing from the device."""
+        valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
+        z_CK = z_CV.gather(1, torch.where(valid_CK, self.ids_TK[place], first_C1)).masked_fill(~valid_CK, -torch.inf)
+        student_C = (z_CK.logsumexp(dim=1) - z_CV.logsumexp(dim=1)).double().exp()
+        teacher_C = 1.0 - self.tail_T[place].double().exp()
+        n_C = self.counts_T[place].clamp(max=min(LIKELIEST, z_CV.shape[1]))
+        largest = z_CV.topk(min(LIKELIEST, z_CV.shape[1]), dim=1).values
+        inside_C = (
+            (z_CK >= largest.gather(1, n_C[:, None] - 1)).sum(dim=1).clamp(max=n_C)
+        )  # more where logits are equal
+        return torch.stack([teacher_C.sum(), student_C.sum(), (inside_C.double() / n_C).sum()])
 
     def _bucketed(self, z_CV: Tensor, place: slice) -> tuple[Buckets, _Parts]:
         valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]

@@ -14,7 +14,10 @@ baseline_t is 0, or the mean of the cost over the student's whole distribution a
 depend on the token. Since grad s has mean 0 over that distribution, it changes the variance and not the expectation.
 
 With `turn_discount` the costs of a token are multiplied by turn_discount ** depth, where depth is the number of turns
-before its own (learner.turns).
+before its own (learner.turns), with `prefix_gain` by the weights of `learner.objectives.batch_terms.prefix_weights`.
+
+With `entropy_coef` the entropy of the student's whole distribution is added, token by token with the same share and
+divisor, in `learner.step.step_loss`.
 
 An aggregation gives each rollout (or turn) its share and the loss its divisor, both from the WHOLE batch. Neither
 depends on microbatches, so packing does not change the gradient; there is no mean of microbatch means.
@@ -32,10 +35,10 @@ import torch
 from torch import Tensor
 
 from learner.objectives.advantages import RewardSignal, make_signal
-from learner.objectives.config import DomainScale, ObjectiveConfig
+from learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
 from learner.objectives.importance import ImportanceFn, TokenRatios
 from learner.objectives.length import LengthPenalty, make_length_penalty
-from learner.objectives.options import KlStudent, LogRatio, Sampled
+from learner.objectives.options import KlStudent, LogRatio, Null, Sampled
 from learner.objectives.registry import (
     AGGREGATIONS,
     COST_TRANSFORM,
@@ -172,6 +175,11 @@ class Objective:
     turn_aggregation: TurnAggregationFn | None = None
     """In place of `aggregation`, if there is one."""
     turn_discount: float = 1.0
+    prefix_gain: float = 0.0
+    entropy_coef: float = 0.0
+    teacher_balance: TeacherBalance = "none"
+    reads_teachers: bool = True
+    """False: the cost is that of every token, once, whichever teachers it has."""
     length_penalty: LengthPenalty | None = None
 
 
@@ -224,6 +232,10 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
         domain_scale=config.domain_scale,
         turn_aggregation=cast(TurnAggregationFn, aggregation) if by_turn else None,
         turn_discount=config.turn_discount,
+        prefix_gain=config.prefix_gain,
+        entropy_coef=config.entropy_coef,
+        teacher_balance=config.teacher_balance,
+        reads_teachers=not isinstance(config.divergence, Null),
         length_penalty=make_length_penalty(config.length_penalty, max_new_tokens=max_new_tokens),
     )
 
@@ -244,6 +256,9 @@ def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
     """The loss above. `student_N` may carry a gradient; `divisor` >= 1 is that of the whole batch."""
     current_N = student_N.detach()
+    reverse_kl_N = torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0)
+    if not objective.reads_teachers:
+        inputs = _null_teacher(inputs, objective.coef)
     compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
     cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
@@ -266,8 +281,17 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         student_N=current_N,
         weights_N=weights_N,
         cut_N=cut_N,
-        reverse_kl_N=torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0),
+        reverse_kl_N=reverse_kl_N,
         advantage_N=advantage_N,
+    )
+
+
+def _null_teacher(inputs: TokenInputs, coef: float) -> TokenInputs:
+    """The inputs with one teacher in place of all others. It scores every token, and its scores mean nothing."""
+    every_1N = torch.ones_like(inputs.behaviour_N, dtype=torch.bool)[None]
+    scores_1N = torch.zeros_like(inputs.behaviour_N)[None]
+    return replace(
+        inputs, teacher_MN=scores_1N, routed_MN=every_1N, coef_M=torch.full_like(inputs.behaviour_N[:1], coef)
     )
 
 

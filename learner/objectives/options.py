@@ -34,6 +34,17 @@ class LogRatio(Sampled, frozen=True, kw_only=True):
     Needs teacher.top_k, or teacher.payload = hidden. none: nothing."""
 
 
+class Null(Sampled, frozen=True, kw_only=True):
+    """A cost of unlikely tokens that no teacher has a part in: the control of a distillation."""
+
+    name: str = "null"
+    threshold: PositiveFloat = 4.2
+    """Tokens whose log-prob under the student is below minus this, in nats, have the cost. About a fifth of the tokens
+    of a small pre-trained model are below -4.2; the published control takes the least likely fifth."""
+    cost: PositiveFloat = 0.5
+    """Cost of such a token, which is minus its advantage. Others have none."""
+
+
 class Clip(Member, frozen=True, kw_only=True):
     """Costs limited in both directions."""
 

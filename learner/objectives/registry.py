@@ -36,6 +36,7 @@ from learner.objectives.options import (
     LogRatio,
     Mixed,
     MultiSample,
+    Null,
     Overlong,
     Sampled,
     TokenAdvantage,
@@ -68,9 +69,9 @@ _HERE = "learner.objectives"
 DIVERGENCES = Group(
     "divergence",
     "stillhouse.divergences",
-    {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd")},
+    {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd", "null")},
     Sampled,
-    {"k1": LogRatio, "k2": LogRatio, "seq_kd": Member},
+    {"k1": LogRatio, "k2": LogRatio, "seq_kd": Member, "null": Null},
 )
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
 

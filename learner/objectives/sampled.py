@@ -6,7 +6,8 @@ token was sampled by the student. For an estimator known as a loss L(s, q) the c
 
 The estimators are those of Schulman, "Approximating KL divergence" (2020). What a name promises as a value it need not
 give as a gradient: k3 estimates the REVERSE KL, and its gradient is the FORWARD KL's. `tests/learner/objectives`
-proves every line below by enumeration of a vocabulary. `seq_kd` is the exception: for tokens that the teacher sampled.
+proves every line below by enumeration of a vocabulary. `seq_kd` is an exception, for tokens that the teacher sampled,
+and `null`, which knows no teacher.
 
 A cost may then be transformed: made smaller where it is large. A transform keeps the sign, and what it returns is the
 cost in all that follows (baseline, scale, coefficient).
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.objectives.options import Clip
+from learner.objectives.options import Clip, Null
 from protocol.settings import Member
 
 CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -56,6 +57,14 @@ def seq_kd(student: Tensor, teacher: Tensor) -> Tensor:
     for the student's own tokens, over which grad s has mean 0; where the TEACHER sampled the token, the expected
     gradient is that of the FORWARD KL(teacher || student)."""
     return -torch.ones_like(student + teacher)
+
+
+def null(student: Tensor, teacher: Tensor, options: Null) -> Tensor:
+    """options.cost where s < -options.threshold, else 0, whatever the teacher says: the null teacher, a control for any
+    claim about distillation (arXiv 2608.31046). The expected gradient is that of cost * P(s < -threshold): it makes the
+    student surer of what it says already."""
+    unlikely = (student < -options.threshold).to(student.dtype) * options.cost
+    return unlikely.expand_as(student + teacher)
 
 
 def unchanged(cost: Tensor, options: Member) -> Tensor:

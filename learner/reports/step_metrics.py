@@ -31,11 +31,30 @@ class StepSums:
     """|q computed from hidden states - q sent|, nats."""
     hidden_scores: int
     """Number of its terms, one per token and teacher; 0 without hidden states."""
+    scores: float
+    """Pairs of a token and a teacher that scores it."""
+    excess: float
+    """Those at which the student's probability of the sampled token is more than twice the teacher's."""
+    deficit: float
+    """Those at which it is less than half of the teacher's."""
+    set_teacher_mass: float
+    """Over pairs with a top-k set: the teacher's probability of its set."""
+    set_student_mass: float
+    set_overlap: float
+    """Share of the student's likeliest tokens in the set (`learner.objectives.distributions.TopKTeacher.agreement`)."""
+    set_scores: int
+    """Number of their terms; 0 without top-k sets that the objective uses."""
     ratio_max: float
 
     @classmethod
     def zero(cls) -> StepSums:
-        return cls(tokens=0, hidden_scores=0, **dict.fromkeys(SUMS, 0.0))
+        return cls(tokens=0, hidden_scores=0, set_scores=0, **dict.fromkeys(SUMS, 0.0))
+
+    def of_sets(self) -> dict[str, float]:
+        """Means over the scores that have a top-k set."""
+        n = self.set_scores
+        names = ("set_teacher_mass", "set_student_mass", "set_overlap")
+        return {name: float(getattr(self, name)) / n for name in names} if n else {}
 
     def plus(self, other: StepSums) -> StepSums:
         summed: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
@@ -43,7 +62,7 @@ class StepSums:
         return StepSums(**summed)
 
 
-COUNTS: Final = ("tokens", "hidden_scores")
+COUNTS: Final = ("tokens", "hidden_scores", "set_scores")
 """Sums that the host knows."""
 SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name not in COUNTS)
 """Names of the other sums, in the order in which a step reads them from the device."""
@@ -149,6 +168,17 @@ class StepMetrics:
     step_s: float
     hidden_error: float | None = None
     """Mean of |q computed from a teacher's hidden states - q that it sent|, nats; None without hidden states."""
+    excess_share: float | None = None
+    """Share of the scores (a token and one of its teachers) with s - q above log 2. None if no token was scored."""
+    deficit_share: float | None = None
+    """The same with q - s above log 2."""
+    set_teacher_mass: float | None = None
+    """Mean probability that a teacher gives to the tokens of the top-k set that it sent; None if the objective reads no
+    sets."""
+    set_student_mass: float | None = None
+    """The same of the student."""
+    set_overlap: float | None = None
+    """Mean share of the student's likeliest tokens, as many as the set has but at most 16, that are in the set."""
     length_penalty: float | None = None
     """Mean of the term that objective.length_penalty adds to rewards; None without it."""
     offline: OfflineMetrics | None = None
@@ -177,6 +207,9 @@ class StepMetrics:
             logprob=sums.logprob / n,
             advantage_mean=sums.advantage / n,
             hidden_error=sums.hidden_error / sums.hidden_scores if sums.hidden_scores else None,
+            excess_share=sums.excess / sums.scores if sums.scores else None,
+            deficit_share=sums.deficit / sums.scores if sums.scores else None,
+            **sums.of_sets(),
             **given,
         )
 

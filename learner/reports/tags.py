@@ -18,6 +18,27 @@ TAGS: Final = {
         "states and q as the teacher sent it, in nats; the rounding of bfloat16. A step at which it is above 0.5 "
         "is not made"
     ),
+    "train/excess_share": (
+        "share of the scores (a token and one of its teachers) at which the sampled token is more than twice "
+        "as likely for the student as for the teacher; with `k1` these are pushed down"
+    ),
+    "train/deficit_share": (
+        "share of the scores at which the sampled token is less than half as likely for the student as for "
+        "the teacher; with `k1` these are pushed up"
+    ),
+    "train/set_teacher_mass": (
+        "if the objective reads top-k sets: mean probability that the teacher gives to the set it sent. What "
+        "is missing to 1 is in the tail"
+    ),
+    "train/set_student_mass": (
+        "if the objective reads top-k sets: mean probability that the student gives to the set. Far below the"
+        " teacher's, much of the student's probability is compared as one bucket: raise `teacher.top_k`, or "
+        "use `teacher.top_k_of = student`"
+    ),
+    "train/set_overlap": (
+        "if the objective reads top-k sets: mean share of the student's likeliest tokens, as many as the set "
+        "has but at most 16, that are in the set"
+    ),
     "train/entropy": "mean entropy of the student at the trained positions",
     "train/logprob": "mean of s",
     "train/advantage_mean": "mean advantage of the trained tokens",

@@ -47,20 +47,48 @@ class ChunkPart(NamedTuple):
     weight_R: Tensor
     grad_RV: Tensor
     """Gradient of weight * divergence by the logits."""
-    error_R: Tensor | None = None
-    """How far the teacher's log-probs of the sampled tokens, computed from its hidden states, are from those that it
-    sent; None for a teacher that sent top-k sets."""
 
 
-ChunkParts: TypeAlias = Callable[[Tensor, slice], list[ChunkPart]]
+class PayloadSums(NamedTuple):
+    """Figures of the payloads of a chunk or of a microbatch, for the metrics."""
+
+    error: Tensor
+    """Sum over the scores from hidden states: how far the teacher's log-prob of the sampled token, computed from its
+    hidden state, is from the one that it sent."""
+    hidden_scores: int
+    """Number of its terms: pairs of a token and a teacher that sent its hidden state."""
+    sets_3: Tensor
+    """Sums of `TopKTeacher.agreement`."""
+    set_scores: int
+    """Number of their terms: pairs of a token and a teacher that sent a top-k set."""
+
+    @classmethod
+    def zero(cls, device: torch.device) -> PayloadSums:
+        zeros = torch.zeros(4, dtype=torch.float64, device=device)
+        return cls(zeros[0], 0, zeros[1:], 0)
+
+    def plus(self, other: PayloadSums) -> PayloadSums:
+        return PayloadSums(
+            self.error + other.error,
+            self.hidden_scores + other.hidden_scores,
+            self.sets_3 + other.sets_3,
+            self.set_scores + other.set_scores,
+        )
+
+
+class ChunkDivergences(NamedTuple):
+    parts: list[ChunkPart]
+    sums: PayloadSums | None = None
+
+
+ChunkParts: TypeAlias = Callable[[Tensor, slice], ChunkDivergences]
 """(logits of a chunk, its slice of N) -> parts to add. Must not change the logits."""
 
 
 class MeanCosts(NamedTuple):
     mean_MC: Tensor
     """Mean cost of each teacher; 0 where it has no score."""
-    errors: list[Tensor]
-    """As `ChunkPart.error_R`, for each teacher that has any."""
+    sums: PayloadSums
 
 
 ChunkMeans: TypeAlias = Callable[[Tensor, slice], MeanCosts]
@@ -85,7 +113,7 @@ class Between:
 
     def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
         """Prepare one microbatch. `ahead`: if `needs_logprobs`."""
-        return lambda z_CV, place: []
+        return lambda z_CV, place: ChunkDivergences([])
 
 
 class _TeacherRows(NamedTuple):
@@ -160,6 +188,14 @@ class _WithPayloads(Between):
         return z_CV.index_select(0, rows_R - place.start)[:, : self.vocab_tokens]
 
 
+def _sums(teacher: TopKTeacher | WholeTeacher, z_RV: Tensor, own: slice) -> PayloadSums:
+    """`own`: the teacher's rows; those of hidden states have been compared already."""
+    zero = PayloadSums.zero(z_RV.device)
+    if isinstance(teacher, WholeTeacher):
+        return zero._replace(error=teacher.error_T[own].double().sum(), hidden_scores=own.stop - own.start)
+    return zero._replace(sets_3=teacher.agreement(z_RV, own), set_scores=own.stop - own.start)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BetweenDistributions(_WithPayloads):
     """sum over the token's teachers of coef * share * w * D / divisor. D depends on the context alone, so w
@@ -201,16 +237,17 @@ class BetweenDistributions(_WithPayloads):
         uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
         rows = self._rows(microbatch, device)
 
-        def parts(z_CV: Tensor, place: slice) -> list[ChunkPart]:
-            found: list[ChunkPart] = []
+        def parts(z_CV: Tensor, place: slice) -> ChunkDivergences:
+            found, sums = list[ChunkPart](), PayloadSums.zero(device)
             for m, teacher, rows_R, own in rows(place):
                 student_RV, between = self._logits(z_CV, place, rows_R), self._given(uniforms_M[m][own])
+                of_sets = None if isinstance(teacher, WholeTeacher) else _sums(teacher, student_RV, own)
                 divergence_R, grad_RV = teacher.compare(student_RV, own, between)
+                sums = sums.plus(of_sets or _sums(teacher, student_RV, own))
                 weight_R = (inputs.coef_M[m] * weight_N[rows_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
-                error_R = teacher.error_T[own] if isinstance(teacher, WholeTeacher) else None
-                found.append(ChunkPart(rows_R - place.start, divergence_R, weight_R, grad_RV, error_R))
-            return found
+                found.append(ChunkPart(rows_R - place.start, divergence_R, weight_R, grad_RV))
+            return ChunkDivergences(found, sums)
 
         return parts
 
@@ -232,12 +269,13 @@ class ExpectedCosts(_WithPayloads):
 
         def means(z_CV: Tensor, place: slice) -> MeanCosts:
             mean_MC = z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0]))
-            errors: list[Tensor] = []
+            sums = PayloadSums.zero(z_CV.device)
             for m, teacher, rows_R, own in rows(place):
-                mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), own), self.cost)
+                student_RV = self._logits(z_CV, place, rows_R)
+                of_sets = None if isinstance(teacher, WholeTeacher) else _sums(teacher, student_RV, own)
+                mean_R = mean_cost(*teacher.buckets(student_RV, own), self.cost)
+                sums = sums.plus(of_sets or _sums(teacher, student_RV, own))
                 mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
-                if isinstance(teacher, WholeTeacher):
-                    errors.append(teacher.error_T[own])
-            return MeanCosts(mean_MC, errors)
+            return MeanCosts(mean_MC, sums)
 
         return means

@@ -10,6 +10,7 @@ head.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +102,7 @@ class BatchPart:
             behaviour_N=upload(microbatch.behaviour_N, device),
             teacher_MN=upload(microbatch.teacher_MN, device),
             routed_MN=upload(microbatch.routed_MN, device),
-            coef_M=upload(teacher_coefs(self.batch.teachers, self.loss.objective), device),
+            coef_M=upload(teacher_coefs(self.batch.teachers, self.loss.objective, whole.teacher_scales), device),
             reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
             share_N=upload(whole.share_N[token_N], device),
             sequence_N=item_N,
@@ -146,6 +147,7 @@ N_FIGURES: Final = len(SUMS) + 2
 """Number of figures per pass: the sums for the metrics, then two flags (1.0 if log-probs and loss are finite)."""
 
 
+TWICE: Final = math.log(2.0)
 LARGEST_HIDDEN_ERROR: Final = 0.5
 """Mean error of a microbatch, nats per token. bfloat16 gives hundredths at most; the head of another model, nats."""
 
@@ -162,7 +164,8 @@ class StepPass(NamedTuple):
 
     def left(self, microbatch: Microbatch) -> PassLeft:
         """Results of this pass for the step, without its graph."""
-        terms = self.student.terms
+        terms, payloads, routed_MN = self.student.terms, self.student.payloads, self.inputs.routed_MN
+        gap_MN = terms.student_N - self.inputs.teacher_MN
         scored_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
         sums = {
@@ -178,14 +181,26 @@ class StepPass(NamedTuple):
             "logprob": terms.student_N.double().sum(),
             "advantage": terms.advantage_N.double().sum(),
             "value_error": self.value.error_N.double().sum(),
-            "hidden_error": self.student.hidden_error.double(),
+            "hidden_error": payloads.error,
+            "scores": routed_MN.double().sum(),
+            "excess": (routed_MN & (gap_MN > TWICE)).double().sum(),
+            "deficit": (routed_MN & (gap_MN < -TWICE)).double().sum(),
+            "set_teacher_mass": payloads.sets_3[0],
+            "set_student_mass": payloads.sets_3[1],
+            "set_overlap": payloads.sets_3[2],
             "ratio_max": ratio_N.max(),
         }
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
         figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
         per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
         return PassLeft(
-            microbatch, figures, terms.student_N, per_token_N, self.value.error_N, self.student.hidden_scores
+            microbatch,
+            figures,
+            terms.student_N,
+            per_token_N,
+            self.value.error_N,
+            payloads.hidden_scores,
+            payloads.set_scores,
         )
 
 
@@ -201,6 +216,8 @@ class PassLeft(NamedTuple):
     value_error_N: Tensor
     hidden_scores: int
     """Number of scores that were computed from teachers' hidden states."""
+    set_scores: int
+    """Number of scores that came with a top-k set."""
 
     def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
         """Sums from the figures read. Raises NonFiniteError naming the rollouts, and BatchError for hidden states that
@@ -213,7 +230,9 @@ class PassLeft(NamedTuple):
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
         named = dict(zip(SUMS, sums, strict=True))
-        made = StepSums(tokens=len(self.student_N), hidden_scores=self.hidden_scores, **named)
+        made = StepSums(
+            tokens=len(self.student_N), hidden_scores=self.hidden_scores, set_scores=self.set_scores, **named
+        )
         if made.hidden_scores and (mean := made.hidden_error / made.hidden_scores) > LARGEST_HIDDEN_ERROR:
             raise BatchError(
                 f"{update}: log-probs from teachers' hidden states differ by {mean:.2f} nats on average from those "

@@ -6,7 +6,10 @@
 
     B_m   mean cost over softmax(z), if the sampled tokens' costs have a baseline         learner.step.between
 
-    loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt       dz = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz
+    H     entropy of softmax(z), over all rows of the head
+
+    loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt - entropy_coef * share_t / divisor * H_t
+    dz    = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz - entropy_coef * share / divisor * dH/dz
 
 `make_step_loss` picks the parts once, from the configuration. If the weight of a token depends on that token alone, it
 is computed with its logits; if it depends on the whole rollout, a pass without gradient comes first. No [N, V] tensor
@@ -17,6 +20,7 @@ Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
@@ -34,9 +38,11 @@ from learner.step.between import (
     Ahead,
     Between,
     BetweenDistributions,
+    ChunkDivergences,
     ChunkMeans,
     ChunkParts,
     ExpectedCosts,
+    PayloadSums,
 )
 from learner.step.teacher_heads import HeadOf, no_heads
 from models.logprobs import LmHead
@@ -60,10 +66,7 @@ class MicrobatchTerms(NamedTuple):
     terms: LossTerms
     entropy_N: Tensor
     """Entropy of the student at each position, nats, over all rows of the head."""
-    hidden_error: Tensor
-    """Sum of `ChunkPart.error_R`."""
-    hidden_scores: int
-    """Number of its terms: pairs of a token and a teacher that sent its hidden state."""
+    payloads: PayloadSums
 
 
 class StepLoss:
@@ -94,9 +97,8 @@ class StepLoss:
             chunks.whole = token_loss(ahead.student_N, ahead.inputs, self.objective, divisor).at(ahead.own_N)
         chunks.parts = self._between.prepare(inputs, microbatch, ahead, divisor)
         loss = one_pass_loss(head, hidden_NH, chunks, chunk_tokens=self._chunk_tokens)
-        error_R = torch.cat([inputs.behaviour_N.new_zeros(0), *chunks.hidden_errors])
-        entropy_N = torch.cat(chunks.entropies)
-        return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), entropy_N, error_R.sum(), len(error_R))
+        payloads = functools.reduce(PayloadSums.plus, chunks.payloads, PayloadSums.zero(inputs.behaviour_N.device))
+        return MicrobatchTerms(loss, LossTerms.joined(chunks.terms), torch.cat(chunks.entropies), payloads)
 
     def _ahead(self, head: LmHead, hidden_NH: Tensor, chunks: _Chunks, rollouts: Rollouts | None) -> Ahead:
         """Log-probs and baselines of all tokens, by a pass over the same chunks without a gradient."""
@@ -162,10 +164,10 @@ class _Chunks:
     means: ChunkMeans | None
     whole: LossTerms | None = None
     """Terms of the whole microbatch, if the log-probs are already known."""
-    parts: ChunkParts = lambda z_CV, place: []
+    parts: ChunkParts = lambda z_CV, place: ChunkDivergences([])
     terms: list[LossTerms] = field(default_factory=list[LossTerms])
     entropies: list[Tensor] = field(default_factory=list[Tensor])
-    hidden_errors: list[Tensor] = field(default_factory=list[Tensor])
+    payloads: list[PayloadSums] = field(default_factory=list[PayloadSums])
 
     def inputs_at(self, z_CV: Tensor, place: slice) -> TokenInputs:
         """The inputs of a chunk, with the baselines that its logits give."""
@@ -173,11 +175,13 @@ class _Chunks:
         if self.means is None:
             return inputs
         means = self.means(z_CV, place)
-        self.hidden_errors.extend(means.errors)
+        self.payloads.append(means.sums)
         return replace(inputs, baseline_MN=means.mean_MC)
 
     def __call__(self, z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
-        parts = self.parts(z_CV, place)
+        parts, sums = self.parts(z_CV, place)
+        if sums is not None:
+            self.payloads.append(sums)
         inputs = self.inputs_at(z_CV, place) if self.whole is None else self.inputs
         targets_C1 = self.targets_N[place, None]
         z_CV.sub_(z_CV.amax(dim=1, keepdim=True))
@@ -193,14 +197,21 @@ class _Chunks:
             terms = self.whole.at(place)
         slope_C1 = terms.slope_N.to(exp_CV.dtype)[:, None]
         loss_C = terms.slope_N * terms.student_N
-        grad_CV = exp_CV.mul_(-slope_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)
+        factor_C1 = -slope_C1
+        if self.objective.entropy_coef:
+            bonus_C = self.objective.entropy_coef * self.inputs.share_N[place].to(loss_C.dtype) / self.divisor
+            loss_C = loss_C - bonus_C * entropy_C1.squeeze(1)
+            # d(-H)/dz = p (log p + H), and z_CV is z * exp now
+            factor_C1 = factor_C1 + bonus_C[:, None] * (entropy_C1 - log_total_C1)
+            z_CV.mul_(bonus_C[:, None] / total_C1)
+        grad_CV = exp_CV.mul_(factor_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)
+        if self.objective.entropy_coef:
+            grad_CV.add_(z_CV)
         divergence_C = terms.divergence_N.clone()
         for part in parts:
             loss_C = loss_C.index_add(0, part.rows_R, (part.weight_R * part.divergence_R).to(loss_C.dtype))
             divergence_C.index_add_(0, part.rows_R, part.divergence_R.to(divergence_C.dtype))
             grad_CV[:, : part.grad_RV.shape[1]].index_add_(0, part.rows_R, part.grad_RV)
-            if part.error_R is not None:
-                self.hidden_errors.append(part.error_R)
         self.terms.append(replace(terms, divergence_N=divergence_C))
         self.entropies.append(entropy_C1.squeeze(1))
         return loss_C, grad_CV

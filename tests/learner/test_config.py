@@ -46,6 +46,12 @@ from tests.patience import PATIENCE_S
         ),
         ({"turn_discount": 1.5}, "turn_discount: got 1.5, expected float >= 0 and <= 1"),
         ({"turn_discount": 0.9, "coef": 0.0, "advantage": "grpo"}, "there is no divergence to discount"),
+        ({"prefix_gain": 0.5, "divergence": "null"}, "prefix_gain = 0.5 without a teacher in the loss"),
+        ({"prefix_gain": 0.5, "coef": 0.0, "advantage": "grpo"}, "prefix_gain = 0.5 without a teacher in the loss"),
+        ({"prefix_gain": 0.5, "tasks": TaskConfig(temperature=0.7)}, "objective.prefix_gain = 0.5 with tasks.temp"),
+        ({"divergence": "null", "domain_scale": "rms"}, "divergence = 'null' reads no teacher"),
+        ({"divergence": "null", "teacher_coefs": {"default": 1.0}}, "divergence = 'null' reads no teacher"),
+        ({"divergence": ("null", {"threshold": -4.2})}, "Expected `float` > 0.0 - at `..threshold`"),
         ({"length_penalty": "overlong"}, "length_penalty = 'overlong' with advantage = 'none'"),
         ({"length_penalty": "overlog", "advantage": "grpo"}, "length_penalty = 'overlog'; did you mean 'overlong'"),
         (

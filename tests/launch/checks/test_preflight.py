@@ -65,6 +65,13 @@ def test_without_weight_and_teacher_no_task_is_for_one_and_its_model_need_not_be
     assert check(build(RunConfig, {**REWARDS_ONLY, "learner": divergence})).config.learner.tasks.routes == {}
 
 
+def test_a_null_teacher_needs_no_teacher() -> None:
+    plain: dict[str, Any] = {"teachers": 0, "models": {"teacher": "nowhere"}}
+    checked = check(build(RunConfig, {**plain, "learner": {"objective": {"divergence": "null"}}}))
+    assert checked.config.learner.tasks.routes == {} and checked.warnings == []
+    assert check(build(RunConfig, {"learner": {"objective": {"divergence": "null"}}})).config.learner.tasks.routes
+
+
 @pytest.mark.parametrize(
     "objective", [{"coef": 1.0}, {"coef": 0.0, "teacher_coefs": {"default": 0.5}}], ids=["coef", "own coef"]
 )

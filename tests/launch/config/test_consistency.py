@@ -383,6 +383,7 @@ def test_a_pool_has_no_sets_of_its_own_where_all_score_the_students(fields: dict
         (1e-3, 1, {}, 0, True),
         (1e-3, 1, {"divergence": "k3"}, 0, True),
         (1e-3, 1, {"divergence": "reverse_kl"}, 256, False),
+        (1e-3, 1, {"divergence": "null"}, 0, False),
         (1e-3, 1, {"coef": 0.0, "advantage": "grpo"}, 0, False),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from learner.batch import TrainItem, train_items
 from learner.objectives.advantages import whitened
-from learner.objectives.batch_terms import cost_scales, domain_scales, domain_sums, teacher_coefs
+from learner.objectives.batch_terms import cost_scales, domain_scales, domain_sums, prefix_weights, teacher_coefs
 from learner.objectives.losses import (
     AggregationFn,
     AggregationOptions,
@@ -280,3 +280,92 @@ def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequenc
 def test_what_cannot_be_scaled_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"domain_scale|divergence"):
         learner_config(domain_scale="rms", **fields)
+
+
+# -------------------------------------------------------------------------------------------------- prefix weights
+
+
+def _iw_opd(mu: list[float], q: list[list[float]], gamma: float) -> list[float]:
+    """The published formula, one rollout, in Python floats. q: one list per teacher."""
+    distances = [abs(sum(mu[t] - of_one[t] for of_one in q)) for t in range(len(mu))]
+    return [1.0 + gamma * (1.0 - sum(distances[:t]) / sum(distances)) for t in range(len(mu))]
+
+
+@pytest.mark.parametrize("teachers", [("default",), ("math", "style")])
+def test_prefix_weights_fall_from_1_plus_gain_with_the_distance_so_far(
+    make_item: Callable[..., TrainItem], teachers: tuple[str, ...]
+) -> None:
+    train_item = make_item("a", [0, 1, 1, 0, 1, 1, 1], teachers=teachers)
+    at = np.flatnonzero(train_item.train_mask_L)
+    mu, q = train_item.behaviour_L[at].tolist(), train_item.teacher_ML[:, at].tolist()
+    got = prefix_weights(train_item, 0.5).tolist()
+    assert got == pytest.approx(_iw_opd(mu, q, 0.5), rel=1e-12)
+    assert got[0] == 1.5 and got == sorted(got, reverse=True) and got[-1] > 1.0
+
+
+def test_prefix_weights_multiply_the_cost_of_each_token_in_a_step(
+    tiny_student: Callable[..., PreTrainedModel], make_item: Callable[..., TrainItem]
+) -> None:
+    """One token at a time: the gradient with the gain is the sum of plain gradients, each times its weight."""
+    items = [make_item("a", [0, 1, 1, 1], seed=1), make_item("b", [0, 0, 1, 1, 0, 1], seed=2)]
+
+    def gradients(of: list[TrainItem], **fields: Any) -> dict[str, torch.Tensor]:
+        config = learner_config(max_grad_norm=0.0, warmup_steps=0, pack_tokens=5, **fields)
+        return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), of)
+
+    got = gradients(items, prefix_gain=0.7)
+    expected = {name: torch.zeros_like(gradient) for name, gradient in got.items()}
+    n_tokens = sum(one.n_trained for one in items)
+    for one in items:
+        at = np.flatnonzero(one.train_mask_L)
+        weights = _iw_opd(one.behaviour_L[at].tolist(), one.teacher_ML[:, at].tolist(), 0.7)
+        for place, weight in zip(at, weights, strict=True):
+            alone = replace(one, train_mask_L=np.arange(len(one.train_mask_L)) == place)
+            for name, gradient in gradients([alone]).items():
+                expected[name] += weight * gradient / n_tokens
+    for name, gradient in got.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=1e-5, msg=name)
+    plain = gradients(items)
+    assert max(float((plain[name] - gradient).abs().max()) for name, gradient in got.items()) > 1e-3
+
+
+# -------------------------------------------------------------------------------------------------- balanced teachers
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("coefs", [{}, {"math": 3.0}], ids=["even", "3 to 1"])
+def test_balanced_teachers_have_the_same_total_weight_however_many_tokens_they_score(
+    tiny_student: Callable[..., PreTrainedModel],
+    make_item: Callable[..., TrainItem],
+    aggregation: str,
+    coefs: dict[str, float],
+) -> None:
+    """The same gradient as with coefficients worked out by hand; packing and order change nothing."""
+    items = [
+        make_item("a", [0, 1, 1], teachers=("math",), seed=1),
+        make_item("b", [0] + [1] * 9, teachers=("style",), seed=2),
+        make_item("c", [0, 1, 1, 1], teachers=("math", "style"), seed=3),
+        make_item("d", [0, 0], teachers=("idle",), seed=4),
+        make_item("e", [0, 1, 1, 1], teachers=(), seed=5),
+    ]
+    routes = {"math": ("m",), "style": ("s",), "idle": ("i",)}
+
+    def gradients(of: list[TrainItem], **fields: Any) -> dict[str, torch.Tensor]:
+        plain: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "tasks": TaskConfig(routes=routes)}
+        config = learner_config(**plain, aggregation=aggregation, **fields)
+        return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), of)
+
+    weight = {"math": 2 + 3, "style": 9 + 3} if aggregation == "token_mean" else {"math": 2, "style": 2}
+    factor = {name: sum(weight.values()) / 2 / one for name, one in weight.items()}
+    assert sum(factor[name] * weight[name] for name in weight) == sum(weight.values())
+    by_hand = {name: factor[name] * coefs.get(name, 0.5) for name in factor}
+    expected = gradients(items, teacher_coefs=by_hand)
+    balanced: dict[str, Any] = {"teacher_balance": "tokens", "coef": 0.5, "teacher_coefs": coefs}
+    for got in (gradients(items, **balanced), gradients(items[::-1], pack_tokens=4, **balanced)):
+        for name, gradient in got.items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=1e-5, msg=name)
+    if aggregation == "token_mean":
+        unbalanced = gradients(items, coef=0.5, teacher_coefs=coefs)
+        assert max(float((unbalanced[n] - expected[n]).abs().max()) for n in expected) > 1e-3

@@ -34,7 +34,7 @@ def token_inputs(behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coe
     )
 
 
-def _random_inputs(n: int = 9, m: int = 2, coef: float = 1.0) -> tuple[Tensor, TokenInputs]:
+def _random_inputs(n: int = 9, *, m: int = 2, coef: float = 1.0) -> tuple[Tensor, TokenInputs]:
     source = torch.Generator().manual_seed(3)
     student_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
     behaviour_N = -torch.rand(n, generator=source, dtype=torch.float64) * 3
@@ -87,6 +87,25 @@ def test_token_without_a_teacher_teaches_nothing() -> None:
     terms.loss.backward()
     assert student_N.grad is not None and student_N.grad[0] == 0 and terms.reverse_kl_N[0] == 0
     assert terms.advantage_N[0] == 0 and bool((student_N.grad[inputs.routed_MN.any(0)] != 0).all())
+
+
+@pytest.mark.parametrize("kl_student", ["current", "behaviour"])
+@pytest.mark.parametrize("m", [0, 2])
+def test_the_null_teacher_counts_once_with_any_number_of_teachers(m: int, kl_student: str) -> None:
+    options = {"threshold": 1.5, "cost": 0.4, "kl_student": kl_student}
+    config = objective_config(divergence=("null", options), importance=("truncated", {"cap": 1.4}), coef=0.5)
+    student_N, inputs = _random_inputs(m=m)
+    terms = token_loss(student_N, inputs, make_objective(config, max_new_tokens=9), 17)
+    terms.loss.backward()
+    gradient: list[float] = []
+    for s, mu in zip(student_N.tolist(), inputs.behaviour_N.tolist(), strict=True):
+        judged = s if kl_student == "current" else mu
+        gradient.append(min(math.exp(s - mu), 1.4) * 0.5 * (0.4 if judged < -1.5 else 0.0) / 17)
+    assert student_N.grad is not None and 0 < sum(g > 0 for g in gradient) < len(gradient)
+    np.testing.assert_allclose(student_N.grad.numpy(), gradient, rtol=1e-12)
+    told = [sum(s - float(inputs.teacher_MN[i, t]) for i in range(m) if inputs.routed_MN[i, t])
+            for t, s in enumerate(student_N.tolist())]  # fmt: skip
+    np.testing.assert_allclose(terms.reverse_kl_N.numpy(), told, rtol=1e-12)  # of the teachers that there are
 
 
 def test_shares_of_microbatches_add_up_to_the_whole() -> None:

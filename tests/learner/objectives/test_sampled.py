@@ -42,7 +42,7 @@ def _expected_gradient(cost: CostFn, student_V: Tensor, teacher_V: Tensor) -> Te
 
 
 def test_every_cost_but_cross_entropy_is_proved_here() -> None:
-    assert {*NAMED_GRADIENT, "seq_kd"} == DIVERGENCES.built_in.keys()
+    assert {*NAMED_GRADIENT, "seq_kd", "null"} == DIVERGENCES.built_in.keys()
 
 
 @pytest.mark.parametrize("name", NAMED_GRADIENT)
@@ -100,6 +100,23 @@ def test_cross_entropy_on_the_teachers_tokens_has_the_gradient_of_the_forward_kl
 
 def test_k3_stays_exact_where_student_and_teacher_nearly_agree() -> None:
     assert float(k3(torch.tensor(-1.0), torch.tensor(-1.0 + 1e-6))) == pytest.approx(-1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.5, 30.0])
+def test_the_null_teacher_lowers_the_probability_of_unlikely_tokens_whatever_a_teacher_says(threshold: float) -> None:
+    """The expected gradient is that of cost * P(s < -threshold), the set of tokens held."""
+    config = objective_config(divergence=("null", {"threshold": threshold, "cost": 0.25}))
+    cost, student_V = make_objective(config, max_new_tokens=1).cost, _logits(0)
+    got_V = _expected_gradient(cost, student_V, _logits(1))
+    s_V = student_V.log_softmax(0).tolist()
+    p, unlikely = [math.exp(s) for s in s_V], [s < -threshold for s in s_V]
+    mass = sum(x for x, is_one in zip(p, unlikely, strict=True) if is_one)
+    assert any(unlikely) == (threshold < 30.0)
+    expected = [0.25 * p[j] * (unlikely[j] - mass) for j in range(V)]
+    torch.testing.assert_close(got_V, torch.tensor(expected, dtype=torch.float64), atol=1e-15, rtol=1e-12)
+    for teacher in (torch.zeros(3, V), torch.full((3, V), -math.inf)):
+        costs = cost(torch.tensor(s_V), teacher)
+        assert costs.tolist() == [[0.25 if is_one else 0.0 for is_one in unlikely]] * 3
 
 
 # ------------------------------------------------------------------------------------------------------- transforms

@@ -1,0 +1,82 @@
+"""Figures of a step about how far student and teachers agree: against loops in Python over the tokens, the teachers and
+the vocabulary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from learner.batch import TrainItem
+from learner.prompts.config import TaskConfig
+from learner.step.train_step import Trainer
+from tests.learner.settings import learner_config
+from tests.learner.step.test_hidden_step import head_of, items_with_states
+from tests.learner.step.test_top_k_step import PLAIN, ROUTES, VOCAB, items_with_sets, teacher_logprobs
+
+Make = Callable[..., TrainItem]
+Student = Callable[..., PreTrainedModel]
+SETS = ("set_teacher_mass", "set_student_mass", "set_overlap")
+
+
+def _figures(model: PreTrainedModel, items: list[TrainItem], **fields: Any) -> dict[str, float]:
+    config = learner_config(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, "pack_tokens": 12, **fields})
+    trainer = Trainer(model, config, total_steps=10, vocab_tokens=VOCAB, head_of=head_of)
+    return trainer.step(items).as_dict()
+
+
+@torch.no_grad()
+def _slow(model: PreTrainedModel, items: list[TrainItem], k: int) -> dict[str, float]:
+    terms: dict[str, list[float]] = {name: [] for name in (*SETS, "excess_share", "deficit_share")}
+    for train_item in items:
+        ids = train_item.tokens_L.tolist()
+        logits_LV = model(input_ids=torch.tensor([ids])).logits[0]
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            s = float(torch.log_softmax(logits_LV[t - 1], 0)[ids[t]])
+            p = torch.softmax(logits_LV[t - 1][:VOCAB], 0).tolist()
+            for m, name in enumerate(train_item.item.teachers):
+                q: list[float] = np.exp(teacher_logprobs(train_item, name)[t]).tolist()
+                sent = np.argsort(-np.array(q))[:k].tolist()
+                likeliest = np.argsort(-np.array(p))[: min(k, 16)].tolist()
+                terms["set_teacher_mass"].append(sum(q[v] for v in sent))
+                terms["set_student_mass"].append(sum(p[v] for v in sent))
+                terms["set_overlap"].append(sum(v in sent for v in likeliest) / len(likeliest))
+                gap = s - float(train_item.teacher_ML[m, t])
+                terms["excess_share"].append(float(math.exp(gap) > 2.0))
+                terms["deficit_share"].append(float(math.exp(gap) < 0.5))
+    return {name: sum(values) / len(values) for name, values in terms.items()}
+
+
+@pytest.mark.parametrize("k", [1, 6, 18, VOCAB])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"divergence": "reverse_kl"},
+        {"divergence": "multi_sample"},
+        {"divergence": ("k1", {"baseline": "expected_cost"})},
+        {"divergence": ("k1", {"baseline": "expected_cost"}), "importance": "sequence"},
+        {"divergence": "reverse_kl", "updates_per_batch": 2},
+    ],
+    ids=["reverse KL", "drawn", "baseline", "baseline, weights of rollouts", "two updates"],
+)
+def test_figures_of_sets_equal_the_loop(tiny_student: Student, make_item: Make, k: int, fields: dict[str, Any]) -> None:
+    items = items_with_sets(make_item, k=k)
+    got = _figures(tiny_student(dtype=torch.float64), items, **fields, logprob_chunk_tokens=5)
+    expected = _slow(tiny_student("eager", torch.float64), items, k)
+    assert 0.0 < expected["excess_share"] < 1.0 and 0.0 < expected["deficit_share"] < 1.0
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, abs=2e-4), name  # payloads of 16 bits
+
+
+def test_figures_of_sets_are_absent_where_the_objective_reads_none(tiny_student: Student, make_item: Make) -> None:
+    figures = _figures(tiny_student(), items_with_sets(make_item, k=6))
+    assert not figures.keys() & set(SETS) and {"excess_share", "deficit_share"} <= figures.keys()
+    of_states = _figures(tiny_student(), items_with_states(make_item), divergence="reverse_kl")
+    assert not of_states.keys() & set(SETS) and of_states["hidden_error"] < 1e-3
+    alone = [make_item("e", [0, 1, 1], teachers=(), reward=1.0), make_item("f", [0, 1], teachers=(), reward=0.0)]
+    assert not _figures(tiny_student(), alone, advantage="grpo").keys() & {*SETS, "excess_share", "deficit_share"}
