@@ -8,6 +8,9 @@ Gradients are by the student's logits [positions, vocabulary], by the loss's own
 payloads that were encoded and decoded. The cosine is of all positions together. Bytes per token: `ids` go from actor to
 buffer and on to each teacher, `scores` from each teacher to the buffer and on to the learner.
 
+A second table has the variance of the gradient that one sampled token gives with k1, without and with a baseline
+(divergence.baseline), summed over all tokens that could have been sampled: exact, nothing is drawn.
+
     flat      V = 4,000: teacher logits N(0, 1), student logits the same + N(0, --apart)
     a model   the student answers questions; the teacher is the same model, told in its prompt to answer in at most
               five words. Positions are the student's own tokens
@@ -27,8 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines.base import likeliest
 from learner.batch import TopRows
-from learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
+from learner.objectives.distributions import Bucketed, TopKTeacher, mean_cost, reverse_kl
 from learner.objectives.options import Distributions
+from learner.objectives.sampled import k1
 from protocol.messages import TopIdsWanted
 from protocol.top_ids import decode_top_ids, encode_top_ids
 from protocol.topk_codec import decode_top_k, encode_given, encode_top_k
@@ -69,6 +73,28 @@ def students_set(z_NV: Tensor, q_NV: Tensor, k: int, mass: float) -> tuple[int, 
     scores = q_NV.gather(1, torch.from_numpy(given.ids_TK).long()).numpy()
     payload = encode_given(given.ids_TK, scores, given.counts_T, vocab_size=q_NV.shape[1])
     return len(ids), len(payload), from_payload(payload, z_NV)
+
+
+def variance(z_NV: Tensor, q_NV: Tensor, baseline_N: Tensor) -> float:
+    """Sum over positions of E |(cost - baseline) grad s|^2 - |E cost grad s|^2, with |grad s|^2 = |onehot - p|^2."""
+    s_NV = z_NV.double().log_softmax(1)
+    p_NV = s_NV.exp()
+    size_NV = 1.0 - 2.0 * p_NV + p_NV.square().sum(1, keepdim=True)
+    squares_NV = (s_NV - q_NV.double() - baseline_N.double()[:, None]).square() * size_NV
+    return float((p_NV * squares_NV).sum() - exact(z_NV.double(), q_NV.double()).square().sum())
+
+
+def baselines(z_NV: Tensor, q_NV: Tensor, mass: float) -> dict[str, Tensor]:
+    """Mean costs at each position, by the loss's own code."""
+    s_NV, whole = z_NV.log_softmax(1), slice(None)
+    found = {"k1": torch.zeros(len(z_NV)), "whole vocabulary": mean_cost(s_NV, q_NV, k1)}
+    for k in SIZES:
+        q_NK, ids_NK = q_NV.topk(k, dim=1)
+        payload = encode_top_k(ids_NK.numpy(), q_NK.numpy(), vocab_size=q_NV.shape[1], mass=mass, max_k=k)
+        rows = TopRows.of(decode_top_k(payload), np.arange(len(z_NV)))
+        teacher = TopKTeacher.of(rows, z_NV.shape[1], torch.device("cpu"))
+        found[f"sets of {k}"] = mean_cost(*teacher.buckets(z_NV.clone(), whole), k1)
+    return found
 
 
 def flat(n: int, apart: float, vocab: int = 4000) -> tuple[Tensor, Tensor]:
@@ -117,6 +143,16 @@ def main() -> None:
             cosine = float(torch.cosine_similarity(gradient_NV.flatten(), whole_NV.flatten(), dim=0))
             share = float(gradient_NV.norm() / whole_NV.norm())
             print(f"| {k} | {name} | {cosine:.4f} | {share:.3f} | {ids / len(z_NV):.0f} | {scores / len(z_NV):.0f} |")
+    print("\n| baseline of k1 | variance of one token's gradient, of that without | positions where it falls |")
+    print("|---|---|---|")
+    made = baselines(z_NV, q_NV, args.mass)
+    for name, mean_N in made.items():
+        new, old = (
+            [variance(z_NV[n : n + 1], q_NV[n : n + 1], b_N[n : n + 1]) for n in range(len(z_NV))]
+            for b_N in (mean_N, made["k1"])
+        )
+        fell, share = sum(a < b for a, b in zip(new, old, strict=True)) / len(old), sum(new) / sum(old)
+        print(f"| {'none' if name == 'k1' else name} | {share:.3f} | {'' if name == 'k1' else f'{fell:.0%}'} |")
 
 
 def _arguments() -> argparse.Namespace:
