@@ -4,6 +4,7 @@ Audit a run:   python launch/cluster.py audit RUN                      (one that
 See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
 Make a job for Slurm, Kubernetes or SkyPilot: python launch/cluster.py render slurm --config FILE
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
+Examine a run before its start:   python launch/cluster.py doctor         (the keys of the run)
 
 Only finds the packages, and an interpreter that has what they need. launch.run does the rest.
 """
@@ -28,6 +29,7 @@ COMMANDS = {
     "view": "launch.view.command",
     "render": "launch.render.command",
     "try": "launch.try_environment",
+    "doctor": "launch.doctor.command",
     "completion": "launch.completion",
 }
 """First word -> module with its `main`; without such a word a run is started."""

@@ -11,6 +11,7 @@ import pytest
 
 from launch.cluster import COMMANDS
 from launch.config.command_line import parse_arguments, split_words
+from launch.doctor.command import split_own
 from launch.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.metrics_page import unexplained
 
@@ -43,6 +44,8 @@ def test_modules_exist_and_flags_are_known() -> None:
             arguments = words(found["rest"])
             if arguments[:1] == ["try"]:
                 split_words(arguments[1:], own=TRY_FLAGS, switches=(), positional=1)
+            elif arguments[:1] == ["doctor"]:
+                parse_arguments(split_own(arguments[1:])[1])
             elif "".join(arguments[:1]) not in COMMANDS and "[" not in found["rest"]:
                 parse_arguments(arguments)  # raises ConfigError for a flag that is not there
                 checked += 1

@@ -87,7 +87,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
             mistakes += check_prompts(key, path, config.environments, tasks.columns)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
-    config = _with_folders(config, folders)
+    config = with_folders(config, folders)
     servers = check_servers(config, machine, interpreters, why_engines)
     mistakes += servers.mistakes
     if mistakes:
@@ -103,7 +103,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
 
 
-def _with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
+def with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
     """Replace the names of models by their folders."""
     found = {key.partition(".")[2]: str(folder) for key, folder in folders.items() if key.startswith("models.")}
     pools = {

@@ -18,6 +18,7 @@ USAGE: Final = """\
 usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        cluster.py join RUN [--actors N] [--teachers M] ...     add workers to a running run
        cluster.py export RUN FOLDER                            write the files that another machine needs to join
+       cluster.py doctor [--KEY VALUE ...]                     examine, before a run, what would ruin it in silence
        cluster.py audit RUN                                    recount what a recorded run trained
        cluster.py view RUN                                     show its rollouts token by token, in a browser
        cluster.py try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them

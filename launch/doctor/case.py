@@ -1,0 +1,114 @@
+"""The run that is examined, and what several checks need of it, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+from launch.checks import preflight
+from launch.checks.model_files import find_model
+from launch.config.command_line import CommandLine, resolve_config
+from launch.config.pools import TeacherPool, teacher_pools
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from launch.runfolder import choose_path
+
+T = TypeVar("T")
+
+
+class Impossible(Exception):
+    """A check cannot be made here; the message is the reason."""
+
+
+class _Outcome(NamedTuple):
+    value: object
+    error: str
+
+
+class Case:
+    """One run before its start. Used by one thread."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_path: Path,
+        scratch: Path,
+        checked: preflight.Checked | None,
+        mistakes: tuple[str, ...] = (),
+    ) -> None:
+        """`config`: as the launcher resolved it; if it refused it, with the models that could be found. `run_path`: the
+        folder that the run would have, which may not exist. `scratch`: a folder that is deleted afterwards."""
+        self.config: Final = config
+        self.run_path: Final = run_path
+        self.scratch: Final = scratch
+        self.mistakes: Final = mistakes
+        """Why a run with this configuration would not start."""
+        self._checked = checked
+        self._made: dict[str, _Outcome] = {}
+        self._closers: list[Callable[[], None]] = []
+
+    @classmethod
+    def of(cls, line: CommandLine, scratch: Path) -> Case:
+        """The run of this command line. Raises LaunchError when it cannot even be read."""
+        config = resolve_config(line)
+        run_path = choose_path(line.run_dir, resume=line.resume, name=line.name)
+        try:
+            checked = preflight.check(config)
+            preflight.check_recorded(checked.config, resume=line.resume)
+        except ConfigError as error:
+            return cls(_with_known_models(config), run_path, scratch, None, error.mistakes)
+        return cls(checked.config, run_path, scratch, checked)
+
+    @property
+    def checked(self) -> preflight.Checked:
+        """Raises Impossible for a configuration that the launcher refuses."""
+        if self._checked is None:
+            raise Impossible("the configuration is refused, see above")
+        return self._checked
+
+    @property
+    def pools(self) -> tuple[TeacherPool, ...]:
+        """Raises Impossible for a run without teachers."""
+        pools = teacher_pools(self.config)
+        if not pools:
+            raise Impossible("no teacher scores anything in this run (teachers = 0)")
+        return pools
+
+    def once(self, what: str, make: Callable[[], T]) -> T:
+        """The result of `make`, which is called for the first of all that ask for `what`. If that failed, the others
+        get Impossible."""
+        former = self._made.get(what)
+        if former is None:
+            try:
+                value = make()
+            except Exception as error:
+                reason = str(error) if isinstance(error, Impossible) else f"{what} failed, see above"
+                self._made[what] = _Outcome(None, reason)
+                raise
+            self._made[what] = _Outcome(value, "")
+            return value
+        if former.error:
+            raise Impossible(former.error)
+        return cast(Any, former.value)
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call this when all checks are made."""
+        self._closers.append(close)
+
+    def close(self) -> None:
+        while self._closers:
+            self._closers.pop()()
+
+
+def _with_known_models(config: RunConfig) -> RunConfig:
+    """The configuration with the folders of those models that can be found."""
+    named = {"models.student": config.models.student}
+    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
+    found: dict[str, Path] = {}
+    for key, name in named.items():
+        try:
+            found[key] = find_model(key, name)
+        except ConfigError:
+            continue  # it is among the mistakes
+    return preflight.with_folders(config, found)
