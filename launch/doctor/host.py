@@ -22,10 +22,12 @@ from launch.config.run import RunConfig
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
 
-FILES_OF_ITSELF: Final = 96
-"""Descriptors of the buffer or the launcher without workers: libraries, journal, logs, sockets that listen."""
-FILES_PER_WORKER: Final = 4
-"""The launcher has a pipe and a log per worker, the buffer a connection and its event."""
+FILES_OF_ITSELF: Final = 64
+"""Descriptors of a process without workers or rollouts: libraries, logs, sockets that listen. Measured: 20 to 50."""
+FILES_PER_WORKER: Final = 3
+"""The learner has a control channel and a broadcast per actor, the buffer a connection per worker. Measured: 1 to 2."""
+FILES_PER_EPISODE: Final = 3
+"""An actor runs each episode in a thread with an event loop of its own: a selector and a pair of sockets."""
 CORES_SHARED: Final = 2.0
 """Processes that compute, per core, above which it is worth a warning."""
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -39,10 +41,10 @@ DATE_TIMEOUT_S: Final = 5.0
 
 
 def open_files(case: Case) -> Iterator[Finding]:
-    """The limit of open files against the number of workers."""
-    config = case.config
-    workers = config.actors + config.teachers
-    needed = FILES_OF_ITSELF + FILES_PER_WORKER * workers
+    """The limit of open files against what the process with the most of them needs."""
+    needs = files_needed(case.config)
+    who = max(needs, key=lambda name: needs[name])
+    needed = needs[who]
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     more = "" if hard == resource.RLIM_INFINITY or hard > limit else ", and the hard limit with it"
     status = "failed" if limit < needed else "warning" if limit < 2 * needed else "ok"
@@ -50,10 +52,19 @@ def open_files(case: Case) -> Iterator[Finding]:
         check="open files",
         status=status,
         measured=f"at most {limit:,} per process",
-        normal=f"at least {2 * needed:,}: the buffer and the launcher need about {needed:,} each for {workers} workers",
+        normal=f"at least {2 * needed:,}: {who} needs up to {needed:,}",
         advice=f"ulimit -n {max(4096, 2 * needed)} in the shell that starts the run{more}",
         figures={"limit_files": float(limit), "needed_files": float(needed)},
     )
+
+
+def files_needed(config: RunConfig) -> dict[str, int]:
+    """Process -> descriptors, rounded up."""
+    workers, rollouts = config.actors + config.teachers, config.actor.max_concurrent_rollouts
+    return {
+        "each actor": FILES_OF_ITSELF + FILES_PER_EPISODE * 2 * rollouts,  # 2: ended episodes may still be closing
+        "the learner": FILES_OF_ITSELF + FILES_PER_WORKER * workers,
+    }
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:

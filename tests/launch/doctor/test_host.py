@@ -36,17 +36,19 @@ def test_a_sound_machine_passes(examine: Examine, name: str) -> None:
 def few_files() -> Iterator[int]:
     """A low limit of open files in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    yield 256
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
+    yield 900
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_low_limit_of_open_files(examine: Examine, few_files: int) -> None:
     (few,) = examine("open files")
-    (some,) = examine("open files", "--actors=20")
-    (many,) = examine("open files", "--actors=200")
+    (some,) = examine("open files", "--actor.max_concurrent_rollouts=100")
+    (many,) = examine("open files", "--actor.max_concurrent_rollouts=200")
     assert [few.status, some.status, many.status] == ["ok", "warning", "failed"]
     assert many.figures["limit_files"] == few_files and "ulimit -n" in many.advice
+    (workers,) = examine("open files", "--actors=280", "--launch.threads_per_worker=1")
+    assert workers.status == "failed" and "the learner needs" in workers.normal
 
 
 def test_more_processes_than_cores(examine: Examine) -> None:

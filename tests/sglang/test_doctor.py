@@ -1,0 +1,69 @@
+"""`cluster.py doctor` with real SGLang servers: sound ones pass, and faults of a server's start are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from launch.doctor.command import Report, main
+from launch.doctor.finding import Finding
+from sglang_server.servers import Server, Servers
+from tests.sglang.conftest import READY_S, TEACHER
+
+SERVED = "servers,off-by-one,temperature,known-text,replica-noise,weights-taken"
+
+
+def examined(tmp_path: Path, *arguments: str) -> list[Finding]:
+    report = tmp_path / "report.json"
+    main([f"--json={report}", f"--run-dir={tmp_path / 'run'}", "--device=cpu", *arguments])
+    return msgspec.json.decode(report.read_bytes(), type=Report).findings
+
+
+def of(found: list[Finding], check: str, subject: str) -> Finding:
+    return next(one for one in found if one.check == check and one.subject == subject)
+
+
+def test_running_servers_pass_and_have_their_weights_back(student: Server, teacher: Server, tmp_path: Path) -> None:
+    urls = (f"--actor.urls={student.url}", f"--teacher.urls={teacher.url}")
+    found = examined(tmp_path, *urls, f"--only={SERVED}")
+    assert [(one.check, one.subject) for one in found if one.status not in ("ok", "skipped")] == [], found
+    assert of(found, "weights taken", "actor").figures["former_nats"] > 0.1
+    again = examined(tmp_path, *urls, "--only=off-by-one")
+    assert of(again, "off by one", "actor").status == "ok", "the student's weights are back"
+
+
+def test_servers_are_started_and_ended(servers: Servers, tmp_path: Path) -> None:
+    engines = ("--actor.engine=sglang", "--teacher.engine=sglang", "--actors=4", "--teachers=2")
+    found = examined(tmp_path, *engines, f"--only={SERVED}")
+    assert {one.status for one in found} == {"ok"}, found
+    assert of(found, "servers", "").measured.startswith("server-actor-0, server-teacher-0 answered")
+    assert not [child for child in psutil.Process().children(recursive=True) if "doctor" in " ".join(child.cmdline())]
+
+
+def test_a_teacher_with_dummy_weights(servers: Servers, tmp_path: Path) -> None:
+    server = servers.start("dummy", TEACHER, ("--load-format", "dummy"))
+    servers.wait_ready([server], READY_S)
+    found = examined(tmp_path, f"--teacher.urls={server.url}", "--only=off-by-one,known-text")
+    assert of(found, "off by one", "pool default").status == "failed"
+    assert of(found, "known text", "pool default").status == "failed"
+
+
+def test_a_server_that_does_not_start(servers: Servers, tmp_path: Path) -> None:
+    wrong = ("--teacher.engine=sglang", "--teacher.server.args=--no-such-argument")
+    found = examined(tmp_path, *wrong, "--only=servers,known-text")
+    failed = of(found, "servers", "")
+    assert failed.status == "failed" and "no-such-argument" in failed.measured
+    assert of(found, "known text", "").status == "skipped"
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_RETURN_ORIGINAL_LOGPROB"])
+def test_a_server_that_reports_logprobs_at_temperature_1(
+    servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    found = examined(tmp_path, "--actor.engine=sglang", "--only=temperature")
+    actor = of(found, "temperature", "actor")
+    assert actor.status == "failed" and "reports them at temperature 1" in actor.measured
