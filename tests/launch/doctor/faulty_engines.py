@@ -134,9 +134,13 @@ class FaultyActor(TorchProvider):
 class Deaf(TorchEngine):
     """Takes the version, and goes on with the weights that it has."""
 
+    def __init__(self, model: Any, *arguments: Any) -> None:
+        self._former = [(name, tensor.detach().clone()) for name, tensor in model.named_parameters()]
+        super().__init__(model, *arguments)
+
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         assert sum(1 for _ in tensors)
-        super().stage_weights(version, [(name, p.detach().clone()) for name, p in self._stage._parameters.items()])
+        super().stage_weights(version, self._former)
 
 
 class LogprobsLate(TorchEngine):
