@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -31,14 +32,16 @@ def pack_words(words_S: npt.NDArray[np.uint64], width: int) -> Bytes:
 def unpack_words(packed: Bytes, n_words: int, width: int) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint64]:
     """`n_words` words of `width` <= 48 bits, each read with the bytes around it as one integer that need not
     be aligned: of 32 bits if each word fits into one with the bits before it in its first byte."""
-    places = [divmod(lane * width, 8) for lane in range(_LANES)]
+    lanes = _LANES // math.gcd(width, _LANES)  # after as many words a word begins at a byte again
+    step = lanes * width // 8
+    places = [divmod(lane * width, 8) for lane in range(lanes)]
     dtype = np.dtype("<u4" if max(shift for _, shift in places) + width <= 32 else "<u8")
-    n_blocks = -(-n_words // _LANES)
-    padded = np.zeros((n_blocks + 1) * width + dtype.itemsize, np.uint8)
-    padded[: len(packed)] = packed
-    words = np.empty((n_blocks, _LANES), dtype)
+    n_blocks = -(-n_words // lanes)
+    padded = np.empty((n_blocks + 1) * step + dtype.itemsize, np.uint8)
+    padded[: len(packed)], padded[len(packed) :] = packed, 0
+    words = np.empty((n_blocks, lanes), dtype)
     for lane, (first_byte, shift) in enumerate(places):
-        around = np.ndarray((n_blocks,), dtype, padded.data, first_byte, (width,))
+        around = np.ndarray((n_blocks,), dtype, padded.data, first_byte, (step,))
         np.right_shift(around, dtype.type(shift), out=words[:, lane])
     words &= dtype.type((1 << width) - 1)
     return words.reshape(-1)[:n_words]

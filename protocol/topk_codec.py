@@ -22,6 +22,7 @@ all positions together, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from dataclasses import dataclass
@@ -50,10 +51,8 @@ _VERSION: Final = 2
 _SQRT_RANGE: Final = math.sqrt(40.0)
 _TAIL_STEP: Final = -LOG_TAIL_FLOOR / 65_534
 _RANGE_STEP: Final = 1.0 / 1024
-_ONE_RECTANGLE: Final = 1 << 14
-"""Ids that are sorted in one piece, with padding, when looking for duplicates."""
-_REST_BLOCK: Final = 1 << 14
-"""Tokens of all positions of a block together, when the rest is decoded."""
+_BLOCK_IDS = 1 << 15
+"""Ids that are decoded together."""
 
 
 @dataclass(frozen=True)
@@ -160,30 +159,56 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
     id_bits = _id_bits(parts.vocab_size)
     words_S = unpack_words(parts.body, int(counts_T.sum()), id_bits + logprob_bits)
     ids_S = (words_S & words_S.dtype.type((1 << id_bits) - 1)).astype(np.int32)
-    codes_S = (words_S >> words_S.dtype.type(id_bits)).astype(np.intp)
-    firsts_T = np.cumsum(counts_T) - counts_T
-    _refuse_ids(ids_S, counts_T, firsts_T, parts.vocab_size)
-    step = _SQRT_RANGE / ((1 << logprob_bits) - 1)
-    of_code = _of_code(logprob_bits)
-    logprobs_S = of_code.logprobs.take(codes_S)
+    blocks = _blocks(counts_T)
+    _refuse_ids(ids_S, counts_T, blocks, parts.vocab_size)
+    tolerance = 4.0 * _SQRT_RANGE / ((1 << logprob_bits) - 1) + MASS_ROUNDING
     tail_T = np.where(tail_codes_T == 0, -np.inf, -(tail_codes_T.astype(np.float64) - 1.0) * _TAIL_STEP)
-    if len(counts_T) == 0:
-        return TopK(counts_T, ids_S, logprobs_S.astype(np.float32), tail_T.astype(np.float32))
-    covered_T = np.add.reduceat(of_code.probabilities.take(codes_S), firsts_T)
     rest_T = -np.expm1(np.minimum(tail_T, -1e-12))
-    wrong_T = np.abs(covered_T - rest_T) > 4.0 * step + MASS_ROUNDING
-    if wrong_T.any():
-        raise MalformedMessage(
-            "top-k payload",
-            got=f"probabilities that sum to {covered_T[wrong_T][0]:.4f} at position {int(np.flatnonzero(wrong_T)[0])}",
-            expected=f"{rest_T[wrong_T][0]:.4f}, one minus its tail",
-        )
     mostly_sent_T = rest_T >= 0.5
-    logprobs_S += np.repeat(np.where(mostly_sent_T, np.log(rest_T / covered_T), 0.0), counts_T)
+    covered_T, logprobs_S = np.empty(len(counts_T)), np.empty(len(ids_S), np.float32)
+    for some, sent, firsts_B in blocks:
+        meaning_S = _of_code(logprob_bits).take((words_S[sent] >> words_S.dtype.type(id_bits)).astype(np.intp))
+        covered_B, rest_B = np.add.reduceat(meaning_S.imag, firsts_B), rest_T[some]
+        wrong_B = np.abs(covered_B - rest_B) > tolerance
+        if wrong_B.any():
+            wrong = int(np.flatnonzero(wrong_B)[0])
+            raise MalformedMessage(
+                "top-k payload",
+                got=f"probabilities that sum to {covered_B[wrong]:.4f} at position {some.start + wrong}",
+                expected=f"{rest_B[wrong]:.4f}, one minus its tail",
+            )
+        covered_T[some] = covered_B
+        scale_B = np.where(mostly_sent_T[some], np.log(rest_B / covered_B), 0.0)
+        # In float64, then rounded.
+        np.add(meaning_S.real, np.repeat(scale_B, counts_T[some]), out=logprobs_S[sent], casting="same_kind")
+    np.minimum(logprobs_S, np.float32(0.0), out=logprobs_S)
     tail_T = np.where(mostly_sent_T, tail_T, np.log1p(-np.minimum(covered_T, 0.9)))
-    logprobs_S = np.minimum(logprobs_S, 0.0, out=logprobs_S).astype(np.float32)
     top = TopK(counts_T, ids_S, logprobs_S, tail_T.astype(np.float32))
     return _with_rest(top, parts) if parts.rest_bits else top
+
+
+class _Block(NamedTuple):
+    """Neighbouring positions that are decoded together."""
+
+    positions: slice
+    ids: slice
+    firsts_B: npt.NDArray[np.int64]
+    """Where each position's ids begin, counted from the block's first."""
+
+
+def _blocks(counts_T: npt.NDArray[np.int64]) -> list[_Block]:
+    """Blocks of about `_BLOCK_IDS` ids, so that what is computed of them stays in the processor's cache, in memory that
+    the next block uses again: fresh memory costs more than the arithmetic."""
+    ends_T = np.cumsum(counts_T)
+    n_ids = int(ends_T[-1]) if len(ends_T) else 0
+    cuts = np.searchsorted(ends_T, np.arange(_BLOCK_IDS, n_ids, _BLOCK_IDS)).tolist()
+    cuts = sorted({0, *cuts, len(counts_T)})
+    blocks = list[_Block]()
+    for first, last in itertools.pairwise(cuts):
+        begins, ends = int(ends_T[first] - counts_T[first]), int(ends_T[last - 1])
+        some = slice(first, last)
+        blocks.append(_Block(some, slice(begins, ends), ends_T[some] - counts_T[some] - begins))
+    return blocks
 
 
 def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits: int = 0) -> int:
@@ -198,18 +223,14 @@ def check_payload(payload: bytes | memoryview) -> int:
     return len(_read_parts(payload).counts_T)
 
 
-class _OfCode(NamedTuple):
-    """What each code of a log-prob stands for."""
-
-    logprobs: npt.NDArray[np.float64]
-    probabilities: npt.NDArray[np.float64]
-
-
 @functools.lru_cache
-def _of_code(logprob_bits: int) -> _OfCode:
+def _of_code(logprob_bits: int) -> npt.NDArray[np.complex128]:
+    """Each code's log-prob, and its probability as the imaginary part, so that one look-up reads both."""
     n_codes = 1 << logprob_bits
-    logprobs = -np.square(np.arange(n_codes, dtype=np.float64) * (_SQRT_RANGE / (n_codes - 1)))
-    return _OfCode(logprobs, np.exp(logprobs))
+    meaning = np.empty(n_codes, np.complex128)
+    meaning.real = -np.square(np.arange(n_codes, dtype=np.float64) * (_SQRT_RANGE / (n_codes - 1)))
+    meaning.imag = np.exp(meaning.real)
+    return meaning
 
 
 # ---------------------------------------------------------------------------------------------------------- rest
@@ -246,32 +267,44 @@ def _with_rest(top: TopK, parts: _Parts) -> TopK:
     near_T, far_T = (parts.ranges_T2 * _RANGE_STEP).T
     step_T = np.maximum(far_T - near_T, 0.0) / (n_codes - 1)
     ids_TV, logprobs_TV = np.empty((n_tokens, vocab_size), np.int32), np.empty((n_tokens, vocab_size), np.float32)
-    block = max(1, _REST_BLOCK // vocab_size)
+    block = max(1, _BLOCK_IDS // vocab_size)
+    column_V = np.arange(vocab_size, dtype=np.int32)
     for first in range(0, n_tokens, block):  # of few positions, so that all of it stays in the processor's cache
         last = min(first + block, n_tokens)
         some, sent, rest = slice(first, last), slice(sent_T[first], sent_T[last]), slice(rest_T[first], rest_T[last])
         row_B, left_out_B = np.arange(last - first), left_out_T[some]
         in_rest_BV = np.ones((last - first, vocab_size), np.bool_)
         in_rest_BV.reshape(-1)[np.repeat(row_B * vocab_size, counts_T[some]) + top.ids_S[sent]] = False
-        row_R = np.repeat(row_B, left_out_B)
-        ids_R = np.flatnonzero(in_rest_BV) - row_R * vocab_size
         # A position has few codes and many tokens: what a code stands for is computed once per position.
         weights_BC = -np.arange(n_codes, dtype=np.float64) * step_T[some, None]
-        code_R = row_R * n_codes + codes_R[rest]
-        mass_B = np.bincount(row_R, weights=np.exp(weights_BC).take(code_R), minlength=last - first)
+        place_R = np.flatnonzero(in_rest_BV)
+        code_R = np.repeat(row_B * n_codes, left_out_B)
+        code_R += codes_R[rest]
+        mass_B = _sums_in_order(np.exp(weights_BC).take(code_R), place_R, in_rest_BV.shape)
         scale_B = np.where(left_out_B > 0, top.tail_T[some] - np.log(np.maximum(mass_B, 1e-300)), 0.0)
         logprobs_BC = (weights_BC + scale_B[:, None]).astype(np.float32)
         # Behind the set that was sent come all other tokens, by id.
-        is_sent_BV = np.arange(vocab_size) < counts_T[some, None]
+        is_sent_BV = column_V < counts_T[some, None].astype(np.int32)
         ids_TV[some][is_sent_BV], logprobs_TV[some][is_sent_BV] = top.ids_S[sent], top.logprobs_S[sent]
         np.logical_not(is_sent_BV, out=is_sent_BV)
-        ids_TV[some][is_sent_BV], logprobs_TV[some][is_sent_BV] = ids_R, logprobs_BC.take(code_R)
+        ids_TV[some][is_sent_BV] = place_R - np.repeat(row_B * vocab_size, left_out_B)
+        logprobs_TV[some][is_sent_BV] = logprobs_BC.take(code_R)
     return TopK(
         np.full(n_tokens, vocab_size, np.int64),
         ids_TV.reshape(-1),
         logprobs_TV.reshape(-1),
         np.full(n_tokens, -np.inf, np.float32),
     )
+
+
+def _sums_in_order(
+    values_R: npt.NDArray[np.float64], place_R: npt.NDArray[np.intp], shape: tuple[int, int]
+) -> npt.NDArray[np.float64]:
+    """Sum of each row's values, added one after the other. All rows take their next value at the same time: adding
+    along one row would wait for each sum before the next."""
+    values_BV = np.zeros(shape)
+    values_BV.reshape(-1)[place_R] = values_R
+    return np.add.reduce(np.ascontiguousarray(values_BV.T), axis=0)
 
 
 # -------------------------------------------------------------------------------------------------------- checks
@@ -385,26 +418,36 @@ def _read_parts(payload: bytes | memoryview) -> _Parts:
 
 
 def _refuse_ids(
-    ids_S: npt.NDArray[np.int32], counts_T: npt.NDArray[np.int64], firsts_T: npt.NDArray[np.int64], vocab_size: int
+    ids_S: npt.NDArray[np.int32], counts_T: npt.NDArray[np.int64], blocks: list[_Block], vocab_size: int
 ) -> None:
     """Raises MalformedMessage for an id outside the vocabulary, and for one that a position has twice."""
     if len(ids_S) == 0:
         return
     if ids_S.max() >= vocab_size:
         raise MalformedMessage("top-k payload", got=f"token id {ids_S.max()}", expected=f"ids below {vocab_size}")
-    # Sorting short rows is many times faster than sorting all ids at once. Positions of like counts share a rectangle,
-    # so that at most half of it is padding, which is negative and nowhere the same. Few ids need only one.
-    widest = int(counts_T.max())
-    widths_T = np.full(len(counts_T), widest)
-    if widths_T.sum() > _ONE_RECTANGLE:
-        widths_T = np.minimum(1 << np.ceil(np.log2(counts_T)).astype(np.int64), widest)
-    rows_SC = np.lib.stride_tricks.sliding_window_view(np.concatenate([ids_S, np.zeros(widest, np.int32)]), widest)
-    for width in np.flatnonzero(np.bincount(widths_T)).tolist():
-        rows_R, column_C = np.flatnonzero(widths_T == width), np.arange(width, dtype=np.int32)
-        ids_RC = rows_SC[firsts_T[rows_R], :width]
-        np.copyto(ids_RC, -1 - column_C, where=column_C >= counts_T[rows_R, None])
-        ids_RC.sort(axis=1)
-        if (ids_RC[:, 1:] == ids_RC[:, :-1]).any():
-            raise MalformedMessage(
-                "top-k payload", got="a token listed twice at one position", expected="different tokens"
-            )
+    for some, sent, firsts_B in blocks:
+        if _has_one_twice(ids_S[sent], counts_T[some], firsts_B, _id_bits(vocab_size)):
+            got = "a token listed twice at one position"
+            raise MalformedMessage("top-k payload", got=got, expected="different tokens")
+
+
+def _has_one_twice(
+    ids_S: npt.NDArray[np.int32], counts_B: npt.NDArray[np.int64], firsts_B: npt.NDArray[np.int64], id_bits: int
+) -> bool:
+    """Whether some position has an id twice. Short rows are sorted, which is many times faster than sorting all ids at
+    once: a row per position if at most half of that is padding, else rows of twice the widest position, each beginning
+    in the middle of the one before."""
+    widest = int(counts_B.max())
+    by_position = widest * len(counts_B) <= 2 * len(ids_S)
+    width = widest if by_position else 2 * widest
+    starts_R = firsts_B if by_position else np.arange(0, len(ids_S), widest)
+    # Ids carry their position in their upper bits, so that those of other positions in a row are no repeats. A row
+    # meets at most `width` positions, so these bits may begin again after as many.
+    dtype, position_bits = (np.int32, 31 - id_bits) if 1 << (31 - id_bits) >= width else (np.int64, 32)
+    positions_B = (np.arange(len(counts_B)) & ((1 << position_bits) - 1)) << id_bits
+    keys_S = np.arange(-len(ids_S) - width, 0, dtype=dtype)  # its end is padding: negative, and all different
+    np.bitwise_or(np.repeat(positions_B.astype(dtype), counts_B), ids_S, out=keys_S[: len(ids_S)])
+    step = keys_S.itemsize
+    rows_RC = np.ndarray((len(ids_S), width), dtype, keys_S.data, 0, (step, step))[starts_R]
+    rows_RC.sort(axis=1)
+    return bool((rows_RC[:, 1:] == rows_RC[:, :-1]).any())

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol import topk_codec
 from protocol.errors import EncodeError, MalformedMessage
 from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, check_payload, decode_top_k, encode_given, encode_top_k
 from tests.protocol.topk_oracle import slow_decode
@@ -124,6 +125,55 @@ def test_what_is_decoded_equals_the_slow_decoder_bit_by_bit(
     rows = _rows(n, vocab if rest_bits else min(k, vocab), vocab, seed)
     payload = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=k, logprob_bits=bits, rest_bits=rest_bits)
     _assert_equal_bits(decode_top_k(payload), slow_decode(payload))
+
+
+@given(n=st.integers(1, 60), mass=st.sampled_from([0.5, 0.999]), bits=st.integers(8, 16), seed=st.integers(0, 2**32))
+@settings(deadline=None, max_examples=40)
+def test_many_blocks_decode_as_one(n: int, mass: float, bits: int, seed: int) -> None:
+    payload = encode_top_k(*_rows(n, 60, 300, seed), vocab_size=300, mass=mass, logprob_bits=bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_codec, "_BLOCK_IDS", 37)
+        _assert_equal_bits(decode_top_k(payload), slow_decode(payload))
+
+
+def _payload(sets: list[list[int]], vocab: int) -> bytes:
+    """A payload of these ids, whatever they are; each position's have equal probabilities that sum to one half."""
+    id_bits, code_of = (vocab - 1).bit_length(), (2**12 - 1) / math.sqrt(40)
+    words = [i | round(math.sqrt(math.log(2 * len(ids))) * code_of) << id_bits for ids in sets for i in ids]
+    head = b"TK\x02\x0c\x00" + len(sets).to_bytes(4, "little") + vocab.to_bytes(4, "little")
+    tail = 1 + round(math.log(2) / (-LOG_TAIL_FLOOR / 65534))
+    counts = b"".join(len(ids).to_bytes(2, "little") for ids in sets)
+    return head + counts + tail.to_bytes(2, "little") * len(sets) + _bits(words, id_bits + 12)
+
+
+@given(
+    counts=st.one_of(
+        st.lists(st.integers(1, 12), min_size=1, max_size=40),
+        st.lists(st.sampled_from([1, 1, 1, 1, 1, 1, 1, 60]), min_size=1, max_size=60),  # mostly padding, if in one row
+    ),
+    vocab=st.sampled_from([70, 2**26, 2**31 - 1]),
+    same=st.booleans(),
+    block=st.sampled_from([50, 1 << 15]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=150)
+def test_one_id_twice_at_a_position_is_refused_and_the_same_id_at_others_is_not(
+    counts: list[int], vocab: int, same: bool, block: int, data: st.DataObject
+) -> None:
+    """Positions share their ids, so that any comparison across positions would refuse them."""
+    sets = [list(range(vocab - count, vocab)) for count in counts]
+    wide = [t for t, count in enumerate(counts) if count > 1]
+    if same and wide:
+        t = data.draw(st.sampled_from(wide))
+        first, second = sorted(data.draw(st.sets(st.integers(0, counts[t] - 1), min_size=2, max_size=2)))
+        sets[t][second] = sets[t][first]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_codec, "_BLOCK_IDS", block)
+        if same and wide:
+            with pytest.raises(MalformedMessage, match="listed twice"):
+                decode_top_k(_payload(sets, vocab))
+        else:
+            assert decode_top_k(_payload(sets, vocab)).ids_S.tolist() == [i for ids in sets for i in ids]
 
 
 @pytest.mark.parametrize("vocab", [70_000, 2**31 - 1])
