@@ -50,13 +50,12 @@ class Rendered:
         return next(one for one in every if one["kind"] == kind and one["metadata"]["name"] == name)
 
 
-def test_manifests_fit_the_schemas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), ("--learner.ranks=4", "--learner.hosts=2")])
+def test_manifests_fit_the_schemas(tmp_path: Path, more: tuple[str, ...]) -> None:
     validate = pytest.importorskip("kubernetes_validate")
-    for number, more in enumerate([(), ("--learner.ranks=4", "--learner.hosts=2")]):
-        (tmp_path / str(number)).mkdir()
-        rendered = Rendered(tmp_path / str(number), *more)
-        for manifest in [*rendered.manifests, *rendered.secrets]:
-            validate.validate(manifest, "1.31", strict=True)
+    rendered = Rendered(tmp_path, *more)
+    for manifest in [*rendered.manifests, *rendered.secrets]:
+        validate.validate(manifest, "1.31", strict=True)
     broken = rendered.named("Job", "big-actors")
     broken["spec"]["template"]["spec"]["containers"][0]["imag"] = "x"
     with pytest.raises(validate.ValidationError):
