@@ -171,7 +171,7 @@ def show_live(asked: Asked) -> int:
                 return _facts(header, path, len(found), (*_partly(found, record.page.n_rollouts), *notes))
 
             view = LiveView(asked.run, record, facts)
-            opened = partial(_open, what="this address") if asked.opens else lambda _: None
+            opened = partial(_open, what="this address") if asked.opens else None
             asyncio.run(serve(view, asked.run, asked.port, opened))
     except KeyboardInterrupt:
         print("stopped; pages that are open show what they have", flush=True)
@@ -180,15 +180,15 @@ def show_live(asked: Asked) -> int:
 
 def _wait_for_batch(run: Path, path: Path) -> None:
     """Wait until the record has something to show. Raises ConfigError if the run ends without."""
-    told = False
+    said = False
     while not has_batch(path):
         if ended := run_end(run):
             raise ConfigError(
                 f"view: the run ended ({ended}) and recorded no batch in {path}; there is nothing to show"
             )
-        if not told:
+        if not said:
             print(f"waiting for the first batch in {path}; Ctrl-C stops", flush=True)
-        told = True
+        said = True
         time.sleep(LOOK_EVERY_S)
 
 

@@ -44,7 +44,7 @@ class Cursor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finishes: Count
     blocks: Count
     last_block_bytes: Count
-    """Of the last of these blocks."""
+    """Bytes that it has of the last of these blocks."""
 
 
 class StaleCursor(Exception):

@@ -41,7 +41,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
-"""Of every answer. The page has a policy of its own besides."""
+"""Headers that every answer has. The page contains a further policy."""
 
 
 def run_end(run: Path) -> str:
@@ -154,11 +154,12 @@ async def serving(view: LiveView, port: int) -> AsyncGenerator[str]:
         await runner.cleanup()
 
 
-async def serve(view: LiveView, run: Path, port: int, opened: Callable[[str], None]) -> None:
+async def serve(view: LiveView, run: Path, port: int, opened: Callable[[str], None] | None) -> None:
     """Serve until cancelled. `opened` is called with the address. Says when the run has ended."""
     async with serving(view, port) as address:
         print(f"live at {address}\nOnly this machine can reach it. Ctrl-C ends it.", flush=True)
-        opened(address)
+        if opened is not None:
+            opened(address)
         ended = ""
         while True:
             now = await asyncio.to_thread(run_end, run)

@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +308,15 @@ def test_a_record_that_is_damaged_or_replaced_is_said_and_the_page_stays(tmp_pat
 # ---------------------------------------------------------------------------------------------------- the command
 
 
+@pytest.fixture
+def sigint_is_heard() -> Iterator[None]:
+    """A shell has the programs that it starts in the background ignore SIGINT, and their children with them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("sigint_is_heard")
 def test_the_command_waits_for_the_first_batch_says_when_the_run_ended_and_ends_by_ctrl_c(tmp_path: Path) -> None:
     run = made.write_run(tmp_path)
     command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "view", str(run), "--live", "--no-open"]
