@@ -19,6 +19,7 @@ from learner.objectives.registry import (
     COST_TRANSFORM,
     DIVERGENCE,
     LENGTH_PENALTY,
+    REJECTION,
     WEIGHT,
     check_member,
     counts_by_turn,
@@ -28,7 +29,7 @@ from protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings,
 
 DomainScale: TypeAlias = Literal["none", "rms"]
 TeacherBalance: TypeAlias = Literal["none", "tokens"]
-_NO_CORRECTION = ("none", "geometric", "geometric_masked", "gspo")
+_NO_CORRECTION = ("none", "geometric", "gspo")
 """Importance weights that do not correct each token's distribution."""
 
 
@@ -59,10 +60,13 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     """Scaling of the costs of sampled tokens. rms: divide the costs of each domain (tag) by their root mean square over
     the batch, so that every domain pulls equally hard. none: leave them as they are."""
     importance: Annotated[Member, WEIGHT] = Capped()
-    """Weight of a token that an older policy sampled, from r = exp(s - mu). none: 1. truncated: min(r, cap). masked: r
-    inside [low, high], else 0. ppo: r where PPO's clip to [low, high] leaves a gradient, else 0. decoupled: ppo around
-    the policy that the step started with. From the r of whole rollouts: sequence, sequence_masked, geometric,
-    geometric_masked, gspo."""
+    """Weight of a token that an older policy sampled, from r = exp(s - mu). none: 1. truncated: min(r, cap). cispo: r
+    limited to [low, high]. ppo: r where PPO's clip to [low, high] leaves a gradient, else 0. decoupled: ppo around the
+    policy that the step started with. From the r of whole rollouts: sequence, geometric, gspo."""
+    rejection: Annotated[Member, REJECTION] = Member(name="none")
+    """Tokens that are not trained because r is outside [low, high]; the others keep the weight of importance. none: all
+    are trained. token: by r of the token. Whole rollouts, by the product of r (sequence) or its geometric mean
+    (geometric). Divergences between distributions are not affected."""
     advantage: Annotated[Member, ADVANTAGE] = Member(name="none")
     """Advantage from rewards. none: rewards are not trained on. Per rollout: grpo, reinforce_pp, reinforce_pp_baseline.
     Per turn, from the rewards of each turn: turn_returns.
@@ -92,12 +96,14 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         DIVERGENCE.check(self.divergence)
         COST_TRANSFORM.check(self.cost_transform)
         WEIGHT.check(self.importance)
+        REJECTION.check(self.rejection)
         ADVANTAGE.check(self.advantage)
         LENGTH_PENALTY.check(self.length_penalty)
         by_turn = counts_by_turn(self.aggregation)
         if not by_turn:
             check_member(AGGREGATIONS, self.aggregation)
         check_seq_kd(self.divergence, self.importance)
+        self._check_rejection()
         for pool, coef in self.teacher_coefs.items():
             if not 0.0 <= coef < math.inf:
                 raise ValueError(f"teacher_coefs.{pool} must be at least 0, got {coef}")
@@ -140,6 +146,21 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence.name!r}: only costs of "
                 "sampled tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
+            )
+
+    def _check_rejection(self) -> None:
+        """Raises ValueError if no token could be rejected, or if r means nothing."""
+        rejection = f"rejection = {self.rejection.name!r}"
+        if self.rejection.name == "none":
+            return
+        if self.divergence.name == "seq_kd":
+            raise ValueError(
+                f"{rejection} with divergence = 'seq_kd': cross-entropy is on the text as it stands; expected 'none'"
+            )
+        if self.needs_top_k and self.advantage.name == "none":
+            raise ValueError(
+                f"{rejection} with divergence = {self.divergence.name!r} and advantage = 'none': only terms of sampled "
+                "tokens are rejected, and there are none; expected rejection = 'none', or an advantage"
             )
 
     @property
@@ -223,6 +244,11 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 "teacher at temperature 1, which needs the ratio of each token; use importance = 'truncated', or "
                 "temperature 1"
             )
+        if self.rejection.name != "none":
+            raise ValueError(
+                f"{sampled} with objective.rejection = {self.rejection.name!r}: r compares it with temperature 1, so "
+                "tokens of the present policy would be rejected; use rejection = 'none', or temperature 1"
+            )
         if isinstance(self.divergence, Sampled) and self.divergence.kl_student == "behaviour":
             raise ValueError(
                 f"{sampled} with objective.divergence.kl_student = 'behaviour': mu at that temperature cannot be "
@@ -243,7 +269,8 @@ def check_seq_kd(divergence: Member, importance: Member) -> None:
 def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
     """Raises ValueError for an objective that needs log-probs which a recording of given text does not have: nobody
     knows with which probability its tokens were sampled."""
-    if writer != "data" or (objective.importance.name == "none" and _reads_no_sample(objective)):
+    unweighted = objective.importance.name == "none" == objective.rejection.name
+    if writer != "data" or (unweighted and _reads_no_sample(objective)):
         return
     raise ValueError(
         f"{file} is text that was there already, so the probability with which it was sampled is not known: got "

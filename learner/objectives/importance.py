@@ -16,13 +16,13 @@ Legend: N trained tokens of a microbatch, R rollouts of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from learner.objectives.options import Bounded, Capped, Clipped, Decoupled
+from learner.objectives.options import Capped, Cispo, Clipped, Decoupled
 from protocol.settings import Member
 
 
@@ -44,6 +44,10 @@ class TokenRatios:
     """Log-prob under the policy at the start of several updates on one batch; None in the first update, where it is
     s."""
 
+    def at_start(self) -> TokenRatios:
+        """The same with s from the start of the step, in every update on its batch."""
+        return self if self.proximal_N is None else replace(self, student_N=self.proximal_N)
+
     def ratio(self) -> Tensor:
         """r, [N]."""
         return torch.exp(self.student_N - self.behaviour_N)
@@ -64,7 +68,7 @@ class Weights(NamedTuple):
 
     weights_N: Tensor
     cut_N: Tensor
-    """bool: the weight differs from r, because it was capped or is outside the range."""
+    """bool: the weight differs from r, because it was capped or clipped."""
 
 
 ImportanceFn: TypeAlias = Callable[[TokenRatios, Any], Weights]
@@ -82,9 +86,11 @@ def truncated(ratios: TokenRatios, options: Capped) -> Weights:
     return _capped(ratios.ratio(), options.cap)
 
 
-def masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = r where low <= r <= high, else 0: tokens on which the two policies disagree are not trained."""
-    return _inside(ratios.ratio(), options)
+def cispo(ratios: TokenRatios, options: Cispo) -> Weights:
+    """w = r limited to [low, high], token by token, whatever the sign of A: no token loses its gradient (CISPO;
+    MiniMax-M1, Chen et al. 2025)."""
+    ratio_N = ratios.ratio()
+    return Weights(ratio_N.clamp(options.low, options.high), (ratio_N < options.low) | (ratio_N > options.high))
 
 
 def sequence(ratios: TokenRatios, options: Capped) -> Weights:
@@ -93,20 +99,10 @@ def sequence(ratios: TokenRatios, options: Capped) -> Weights:
     return _capped(torch.exp(ratios.sequence_log_ratio(mean=False)), options.cap)
 
 
-def sequence_masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = product of r over the rollout where it is inside [low, high], else 0 for the whole rollout."""
-    return _inside(torch.exp(ratios.sequence_log_ratio(mean=False)), options)
-
-
 def geometric(ratios: TokenRatios, options: Capped) -> Weights:
     """w = min(geometric mean of r over the rollout, cap). Not a correction of the distribution (biased), but of the
     same size whatever the length."""
     return _capped(torch.exp(ratios.sequence_log_ratio(mean=True)), options.cap)
-
-
-def geometric_masked(ratios: TokenRatios, options: Bounded) -> Weights:
-    """w = geometric mean of r over the rollout where it is inside [low, high], else 0 for the whole rollout."""
-    return _inside(torch.exp(ratios.sequence_log_ratio(mean=True)), options)
 
 
 def ppo(ratios: TokenRatios, options: Clipped) -> Weights:
@@ -132,7 +128,7 @@ def decoupled(ratios: TokenRatios, options: Decoupled) -> Weights:
     return Weights(weights_N, behaviour.cut_N | update.cut_N)
 
 
-TOKEN_LOCAL = (no_weights, truncated, masked, ppo, decoupled)
+TOKEN_LOCAL = (no_weights, truncated, cispo, ppo, decoupled)
 """Members whose weight of a token does not depend on other tokens."""
 
 
@@ -152,11 +148,6 @@ def context_weights(ratios: TokenRatios, cap: float) -> Tensor:
 
 def _capped(ratio_N: Tensor, cap: float) -> Weights:
     return Weights(ratio_N.clamp(max=cap), ratio_N > cap)
-
-
-def _inside(ratio_N: Tensor, options: Bounded) -> Weights:
-    inside_N = (ratio_N >= options.low) & (ratio_N <= options.high)
-    return Weights(torch.where(inside_N, ratio_N, 0.0), ~inside_N)  # not a product: inf * 0 is NaN
 
 
 def _clipped(ratio_N: Tensor, advantage_N: Tensor, options: Clipped) -> Weights:

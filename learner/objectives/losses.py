@@ -2,7 +2,7 @@
 
     cost_t = transform(cost(sg[s_t], q_t))          per teacher      learner.objectives.sampled; k1: s - q
     A_t    = A_reward - sum over the token's teachers of coef * (cost_t - baseline_t)
-    w_t    = sg[weight of exp(s_t - mu_t)]                           learner.objectives.importance
+    w_t    = sg[weight of exp(s_t - mu_t)], 0 for a rejected token   learner.objectives.importance, .rejection
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor
 
 s: the current student's log-prob of the sampled token (the only term with a gradient); mu: the log-prob that the engine
@@ -36,18 +36,21 @@ from torch import Tensor
 
 from learner.objectives.advantages import RewardSignal, make_signal
 from learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
-from learner.objectives.importance import ImportanceFn, TokenRatios
+from learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios
 from learner.objectives.length import LengthPenalty, make_length_penalty
 from learner.objectives.options import KlStudent, LogRatio, Null, Sampled
 from learner.objectives.registry import (
     AGGREGATIONS,
     COST_TRANSFORM,
     DIVERGENCE,
+    REJECTION,
     TURN_AGGREGATIONS,
     WEIGHT,
     counts_by_turn,
     find_member,
 )
+from learner.objectives.rejection import TOKEN_LOCAL as REJECTED_ALONE
+from learner.objectives.rejection import RejectionFn
 from learner.objectives.sampled import CostFn
 from protocol.settings import Member
 
@@ -168,6 +171,8 @@ class Objective:
     importance: ImportanceFn
     options: Member
     """Options of the importance weight."""
+    rejection: RejectionFn
+    rejection_options: Member
     signal: RewardSignal
     aggregation: AggregationFn
     aggregation_options: AggregationOptions
@@ -181,6 +186,11 @@ class Objective:
     reads_teachers: bool = True
     """False: the cost is that of every token, once, whichever teachers it has."""
     length_penalty: LengthPenalty | None = None
+
+    @property
+    def by_token(self) -> bool:
+        """True if neither weight nor rejection of a token depends on other tokens."""
+        return self.importance in TOKEN_LOCAL and self.rejection in REJECTED_ALONE
 
 
 @dataclass(frozen=True)
@@ -197,6 +207,8 @@ class LossTerms:
     """sg[s]."""
     weights_N: Tensor
     cut_N: Tensor
+    """Tokens with another weight than r, except those rejected."""
+    rejected_N: Tensor
     reverse_kl_N: Tensor
     """sg[s] - q, summed over the token's teachers; 0 where it has none."""
     advantage_N: Tensor
@@ -217,6 +229,7 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     known names."""
     divergence = config.divergence
     importance, options, _ = WEIGHT.load(config.importance)
+    rejection, rejection_options, _ = REJECTION.load(config.rejection)
     by_turn = counts_by_turn(config.aggregation)
     aggregation = find_member(TURN_AGGREGATIONS if by_turn else AGGREGATIONS, config.aggregation)
     return Objective(
@@ -226,6 +239,8 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
         kl_student=divergence.kl_student if isinstance(divergence, Sampled) else "current",
         importance=importance,
         options=options,
+        rejection=rejection,
+        rejection_options=rejection_options,
         signal=make_signal(config.advantage),
         aggregation=token_mean if by_turn else cast(AggregationFn, aggregation),
         aggregation_options=AggregationOptions(max_new_tokens=max_new_tokens),
@@ -272,7 +287,9 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         inputs.coef_M.to(current_N.dtype),
     )
     ratios = inputs.ratios(current_N, advantage_N)
+    rejected_N = objective.rejection(ratios.at_start(), objective.rejection_options)
     weights_N, cut_N = objective.importance(ratios, objective.options)
+    weights_N = torch.where(rejected_N, 0.0, weights_N)  # not a product: inf * 0 is NaN
     slope_N = -(weights_N * advantage_N * inputs.share_N.to(current_N.dtype)) / divisor
     return LossTerms(
         loss=(slope_N * student_N).sum(),
@@ -280,7 +297,8 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         divergence_N=torch.where(inputs.routed_MN, cost_MN, 0.0).sum(dim=0),
         student_N=current_N,
         weights_N=weights_N,
-        cut_N=cut_N,
+        cut_N=cut_N & ~rejected_N,
+        rejected_N=rejected_N,
         reverse_kl_N=reverse_kl_N,
         advantage_N=advantage_N,
     )

@@ -1,7 +1,7 @@
 """Options of each member of an objective, as sections of the configuration. No torch here.
 
 One class may serve several names. The options of a package's member are a subclass of its group's base
-(`learner.objectives.registry`): `Sampled`, `Distributions`, `TokenAdvantage`, or `Member` for weights and for
+(`learner.objectives.registry`): `Sampled`, `Distributions`, `TokenAdvantage`, or `Member` for weights, rejections and
 advantages of rollouts."""
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ class Capped(Member, frozen=True, kw_only=True):
 
 
 class Bounded(Member, frozen=True, kw_only=True):
-    """Weights that depend on whether r lies inside [low, high]."""
+    """A range [low, high] for r."""
 
-    name: str = "masked"
+    name: str = "token"
     low: PositiveFloat = 0.5
     """Lower bound of r, at most 1. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
     high: PositiveFloat = 2.0
@@ -115,6 +115,14 @@ class Bounded(Member, frozen=True, kw_only=True):
             raise ValueError(f"{got}; tokens of the present policy have the ratio 1")
         if not low < high:
             raise ValueError(f"low must be below high, got {low} and {high}")
+
+
+class Cispo(Bounded, frozen=True, kw_only=True):
+    name: str = "cispo"
+    low: NonNegativeFloat = 0.0
+    """Smallest weight, at most 1. 0: no lower bound, as published."""
+    high: PositiveFloat = 5.0
+    """Largest weight, at least 1 (published: ScaleRL, 4 to 8). Where others take eps, it is 1 + eps here."""
 
 
 class Clipped(Bounded, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ import msgspec
 from learner.objectives.options import (
     Bounded,
     Capped,
+    Cispo,
     Clip,
     Clipped,
     Decoupled,
@@ -58,6 +59,8 @@ class Group(NamedTuple):
     """Base class of the members' options."""
     sections: Mapping[str, type[Member]] = {}
     """Options of built-in members that need more than the base."""
+    former: Mapping[str, str] = {}
+    """Names of former versions -> what to write instead."""
 
     def section(self, name: str) -> type[Member]:
         """Options of a built-in member."""
@@ -93,30 +96,43 @@ COST_TRANSFORMS = Group(
 )
 """Changes of costs of sampled tokens: `learner.objectives.sampled.CostTransformFn`."""
 
+_REJECTED = "rejection = {{ name = '{}', low, high }} with importance = {{ name = '{}', cap = high }}"
+
 IMPORTANCE = Group(
     "importance",
     "stillhouse.importance",
     {
         "none": f"{_HERE}.importance:no_weights",
         "truncated": f"{_HERE}.importance:truncated",
-        "masked": f"{_HERE}.importance:masked",
         "sequence": f"{_HERE}.importance:sequence",
-        "sequence_masked": f"{_HERE}.importance:sequence_masked",
         "geometric": f"{_HERE}.importance:geometric",
-        "geometric_masked": f"{_HERE}.importance:geometric_masked",
+        "cispo": f"{_HERE}.importance:cispo",
         "ppo": f"{_HERE}.importance:ppo",
         "gspo": f"{_HERE}.importance:gspo",
         "decoupled": f"{_HERE}.importance:decoupled",
     },
     sections={
         **dict.fromkeys(("truncated", "sequence", "geometric"), Capped),
-        **dict.fromkeys(("masked", "sequence_masked", "geometric_masked"), Bounded),
+        "cispo": Cispo,
         "ppo": Clipped,
         "gspo": Gspo,
         "decoupled": Decoupled,
     },
+    former={
+        "masked": _REJECTED.format("token", "truncated"),
+        "sequence_masked": _REJECTED.format("sequence", "sequence"),
+        "geometric_masked": _REJECTED.format("geometric", "geometric"),
+    },
 )
 """Weights of tokens from an older policy: `learner.objectives.importance.ImportanceFn`."""
+
+REJECTIONS = Group(
+    "rejection",
+    "stillhouse.rejections",
+    {name: f"{_HERE}.rejection:{name}" for name in ("none", "token", "sequence", "geometric")},
+    sections=dict.fromkeys(("token", "sequence", "geometric"), Bounded),
+)
+"""Tokens on which two policies disagree: `learner.objectives.rejection.RejectionFn`."""
 
 ADVANTAGES = Group(
     "advantage",
@@ -241,6 +257,7 @@ class Choice(Members):
 DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
 COST_TRANSFORM = Choice(COST_TRANSFORMS)
 WEIGHT = Choice(IMPORTANCE)
+REJECTION = Choice(REJECTIONS)
 ADVANTAGE = Choice(ADVANTAGES, TURN_ADVANTAGES, TOKEN_ADVANTAGES)
 LENGTH_PENALTY = Choice(LENGTH_PENALTIES)
 
@@ -272,6 +289,8 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
     known = known_members(group)
     if name in known:
         return known[name]
+    if name in group.former:
+        raise ValueError(f"{group.key} = {name!r}: is {group.former[name]} now")
     names = [*known, *others]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     nearest = f"; did you mean {close[0]!r}?" if close else ";"

@@ -21,6 +21,7 @@ class StepSums:
     ratio: float
     ratio_squared: float
     cut: float
+    rejected: float
     weight: float
     entropy: float
     logprob: float
@@ -153,7 +154,9 @@ class StepMetrics:
     differ from the learner's."""
     ratio_max: float
     truncated_fraction: float
-    """Share of tokens whose weight was capped or masked."""
+    """Share of tokens whose weight was capped or clipped, rejected ones left out."""
+    rejected_fraction: float
+    """Share of tokens that objective.rejection left out of the loss."""
     weight_mean: float
     ess: float
     """Effective sample size of the ratios over the number of tokens, (sum r)^2 / (n sum r^2), in (0, 1]."""
@@ -201,6 +204,7 @@ class StepMetrics:
             ratio_mean=sums.ratio / n,
             ratio_max=sums.ratio_max,
             truncated_fraction=sums.cut / n,
+            rejected_fraction=sums.rejected / n,
             weight_mean=sums.weight / n,
             ess=sums.ratio**2 / (n * sums.ratio_squared) if sums.ratio_squared else 0.0,
             entropy=sums.entropy / n,

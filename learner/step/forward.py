@@ -176,6 +176,7 @@ class StepPass(NamedTuple):
             "ratio": ratio_N.sum(),
             "ratio_squared": ratio_N.square().sum(),
             "cut": terms.cut_N.double().sum(),
+            "rejected": terms.rejected_N.double().sum(),
             "weight": terms.weights_N.double().sum(),
             "entropy": self.student.entropy_N.double().sum(),
             "logprob": terms.student_N.double().sum(),

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from learner.batch import Microbatch
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.importance import TOKEN_LOCAL
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
 from learner.objectives.options import Distributions
 from learner.objectives.registry import DIVERGENCE
@@ -77,7 +76,7 @@ class StepLoss:
         self.read = between.read
         self._between = between
         self._chunk_tokens = chunk_tokens
-        self._needs_ahead = between.needs_logprobs or objective.importance not in TOKEN_LOCAL
+        self._needs_ahead = between.needs_logprobs or not objective.by_token
 
     def __call__(
         self,
@@ -117,7 +116,10 @@ class StepLoss:
             return Ahead(student_N, replace(chunks.inputs, baseline_MN=baseline_MN))
         if baseline_MN is not None and len(baseline_MN):
             baseline_MN = torch.stack([rollouts.gather(baseline_N) for baseline_N in baseline_MN])
-        inputs = replace(rollouts.inputs, baseline_MN=baseline_MN)
+        proximal_N = chunks.inputs.proximal_N
+        if proximal_N is not None:
+            proximal_N = rollouts.gather(proximal_N.to(student_N.dtype))
+        inputs = replace(rollouts.inputs, baseline_MN=baseline_MN, proximal_N=proximal_N)
         return Ahead(rollouts.gather(student_N), inputs, rollouts.own_N)
 
 

@@ -8,12 +8,13 @@ import msgspec
 
 from learner.config import LearnerConfig
 from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import ADVANTAGE, COST_TRANSFORM, DIVERGENCE, LENGTH_PENALTY, WEIGHT
+from learner.objectives.registry import ADVANTAGE, COST_TRANSFORM, DIVERGENCE, LENGTH_PENALTY, REJECTION, WEIGHT
 
 CHOICES: Final = {
     "divergence": DIVERGENCE,
     "cost_transform": COST_TRANSFORM,
     "importance": WEIGHT,
+    "rejection": REJECTION,
     "advantage": ADVANTAGE,
     "length_penalty": LENGTH_PENALTY,
 }

@@ -56,8 +56,9 @@ def _bounded(kind: str, ratio: float, advantage: float) -> tuple[float, bool]:
         return 1.0, False
     if kind == "capped":
         return (OPTIONS.cap, True) if ratio > OPTIONS.cap else (ratio, False)
-    if kind == "inside":
-        return (ratio, False) if OPTIONS.low <= ratio <= OPTIONS.high else (0.0, True)
+    if kind == "limited":
+        nearest = OPTIONS.low if ratio < OPTIONS.low else OPTIONS.high if ratio > OPTIONS.high else ratio
+        return nearest, nearest != ratio
     high = OPTIONS.high if advantage > 0 else OPTIONS.dual if advantage < 0 else math.inf
     low = OPTIONS.low if advantage < 0 else -math.inf
     return (ratio, False) if low <= ratio <= high else (0.0, True)
@@ -66,11 +67,9 @@ def _bounded(kind: str, ratio: float, advantage: float) -> tuple[float, bool]:
 SLOW = {
     "none": ("none", "token"),
     "truncated": ("capped", "token"),
-    "masked": ("inside", "token"),
+    "cispo": ("limited", "token"),
     "sequence": ("capped", "product"),
-    "sequence_masked": ("inside", "product"),
     "geometric": ("capped", "geometric"),
-    "geometric_masked": ("inside", "geometric"),
     "ppo": ("clip", "token"),
     "gspo": ("clip", "geometric"),
     "decoupled": ("capped", "token"),

@@ -59,7 +59,7 @@ def _slow(student: Any, inputs: TokenInputs, config: ObjectiveConfig, n_global: 
             case Capped(cap=cap):
                 w = min(r, cap)
             case Bounded(low=low, high=high):
-                w = r if low <= r <= high else 0.0
+                w = max(low, min(r, high))
             case _:
                 w = 1.0
         loss -= w * advantage * s / n_global
@@ -67,7 +67,9 @@ def _slow(student: Any, inputs: TokenInputs, config: ObjectiveConfig, n_global: 
     return loss, gradient
 
 
-@pytest.mark.parametrize("importance", ["none", ("truncated", {"cap": 1.4}), "masked"], ids=str)
+@pytest.mark.parametrize(
+    "importance", ["none", ("truncated", {"cap": 1.4}), ("cispo", {"low": 0.5, "high": 2.0})], ids=str
+)
 @pytest.mark.parametrize("kl_student", ["current", "behaviour"])
 @pytest.mark.parametrize("coef", [1.0, 0.3])
 def test_loss_and_gradient_equal_the_loop(importance: Any, kl_student: Any, coef: float) -> None:

@@ -48,6 +48,11 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "one pass": {"pack_tokens": 4096},
     "sequences": {"importance": ("gspo", {}), "advantage": ("grpo", {"std": False}), "coef": 0.3},
     "several updates": {"importance": "decoupled", "updates_per_batch": 3, "advantage": ("grpo", {}), "coef": 0.3},
+    "rejected rollouts": {
+        "importance": "decoupled",
+        "rejection": ("geometric", {"low": 0.5, "high": 1.2}),
+        "updates_per_batch": 3,
+    },
     "value head": {"importance": "ppo", "advantage": GAE, "coef": 0.3, "updates_per_batch": 2},
     "turns and rollouts": {"aggregation": "sequence_mean", "domain_scale": "rms"},
     "reverse KL": {"divergence": "reverse_kl"},

@@ -69,7 +69,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "aggregation": "constant",
     },
     "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": ("sequence", {"cap": 1.3})},
-    "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric_masked"},
+    "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric"},
+    "rejected rollouts, weighted tokens": {
+        "importance": ("truncated", {"cap": 1.1}),
+        "rejection": ("geometric", {"low": 0.95, "high": 1.05}),
+    },
 }
 
 
