@@ -94,8 +94,8 @@ class Bounded(Member, frozen=True, kw_only=True):
     """A range [low, high] for r."""
 
     name: str = "token"
-    low: PositiveFloat = 0.5
-    """Lower bound of r, at most 1. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
+    low: NonNegativeFloat = 0.5
+    """Lower bound of r, at most 1; 0: none. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
     high: PositiveFloat = 2.0
     """Upper bound of r, at least 1; an eps of 0.28 is 1.28 here."""
 
@@ -129,8 +129,8 @@ class Clipped(Bounded, frozen=True, kw_only=True):
     """Weights of clipped surrogates."""
 
     name: str = "ppo"
-    low: PositiveFloat = 0.8
-    """Lower bound of r, at most 1. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
+    low: NonNegativeFloat = 0.8
+    """Lower bound of r, at most 1; 0: none. Other trainers take the distance from 1 (eps): their 0.2 is 0.8 here."""
     high: PositiveFloat = 1.2
     """Upper bound of r, at least 1; an eps of 0.28 is 1.28 here."""
     dual: NonNegativeFloat = 0.0
@@ -144,7 +144,7 @@ class Clipped(Bounded, frozen=True, kw_only=True):
 
 class Gspo(Clipped, frozen=True, kw_only=True):
     name: str = "gspo"
-    low: PositiveFloat = 0.9997
+    low: NonNegativeFloat = 0.9997
     """Lower bound of the geometric mean of r over a rollout, at most 1 (published: 1 - 3e-4)."""
     high: PositiveFloat = 1.0004
     """Upper bound, at least 1 (published: 1 + 4e-4)."""

@@ -68,7 +68,7 @@ from tests.patience import PATIENCE_S
         ({"record_max_bytes": -1}, "record_max_bytes: got -1, expected int >= 0"),
         ({"importance": ("truncated", {"cap": -1.0})}, "importance = 'truncated': Expected `float` > 0.0"),
         ({"rejection": ("token", {"low": 1.0, "high": 1.0})}, "low must be below high"),
-        ({"rejection": ("token", {"low": 0.0})}, "Expected `float` > 0.0 - at `..low`"),
+        ({"rejection": ("token", {"low": -0.1})}, "Expected `float` >= 0.0 - at `..low`"),
         (
             {"rejection": ("geometric", {"low": 2.0})},
             "low <= 1 <= high; tokens of the present policy have the ratio 1",
