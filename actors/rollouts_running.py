@@ -28,6 +28,7 @@ from actors.trajectory.rollout import NoRoom, Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
+from tracing import events
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ class RunningRollouts:
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
         self._brake = Brake(config.max_failures_in_a_row)
+        self._slots, self._lanes = events.Lanes(), events.Lanes()
+        """Tracks of the trace, for requests and for rollouts that go on side by side."""
         self._info_keys: set[str] = set()
         self.counts: defaultdict[str, float] = defaultdict(float)
         """Running totals for the heartbeat: rollouts by how they ended, environment numbers, segments."""
@@ -145,6 +148,7 @@ class RunningRollouts:
             )
         )
         self._runs[ticket.rollout_id] = Run(rollout, ticket.env in self._episodes.agents, time.monotonic())
+        self._lanes.take(ticket.rollout_id)
 
     def take_news(self) -> None:
         """Hand the requests of episodes to the engine, and finish the rollouts whose episodes ended."""
@@ -181,6 +185,7 @@ class RunningRollouts:
         if not run.requests:
             self._book_time("environment_s_total", "environment_calls_total", run.since_s)
         run.requests[request.request_id] = time.monotonic()
+        self._slots.take(request.request_id)
         self._by_request[request.request_id] = ask.rollout_id
 
     def take_deltas(self, deltas: Sequence[GenerationDelta]) -> None:
@@ -193,6 +198,7 @@ class RunningRollouts:
             run = self._runs[rollout_id]
             response = run.rollout.append_delta(delta)
             if delta.finish_reason is not None:
+                self._slots.done(delta.request_id, "slot", "turn", rollout=rollout_id, end=delta.finish_reason)
                 del self._by_request[delta.request_id]
                 self._book_time("generation_s_total", "generations_total", run.requests.pop(delta.request_id))
             match delta.finish_reason:
@@ -261,14 +267,20 @@ class RunningRollouts:
         request_id = run.rollout.request_id(number)
         if run.requests.pop(request_id, None) is not None:
             del self._by_request[request_id]
+            self._slots.done(request_id, "slot", "turn", rollout=run.rollout.ticket.rollout_id, end="given up")
             self._engine.abort(request_id)
             run.rollout.end(request_id, delivered=False)
             run.since_s = time.monotonic()
 
     def _send_segments(self, run: Run) -> None:
         for segment in run.rollout.take_segments():
+            began_ns = events.now_ns()
             self._send(segment.message, segment.arrays)
             self.counts["segments_total"] += 1
+            if events.tracing():
+                said = segment.message
+                place = {"rollout": said.rollout_id, "start": said.start, "end": said.end}
+                events.done("segments", "send", began_ns, **place, tokens=int(segment.arrays[2].sum()))
 
     def cancel(self, rollout_id: str, reason: str) -> None:
         """Stop a rollout that the buffer no longer wants. Unknown ids are ignored: the rollout may just have ended."""
@@ -295,5 +307,7 @@ class RunningRollouts:
         run = self._runs.pop(rollout_id)
         for request_id in run.requests:
             del self._by_request[request_id]
+            self._slots.done(request_id, "slot", "turn", rollout=rollout_id, end="dropped")
             self._engine.abort(request_id)
+        self._lanes.done(rollout_id, "rollout", "rollout", rollout=rollout_id)
         self._episodes.finish(rollout_id)

@@ -44,6 +44,7 @@ from protocol.messages import (
     Tickets,
     WeightPlan,
 )
+from tracing import events
 from weights.config import WeightsConfig
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 
@@ -123,6 +124,7 @@ class ActorWorker:
 
     def run(self) -> bool:
         """Run rollouts until Shutdown arrives; True when the run ended well."""
+        events.mark("ready")
         while self._shutdown is None:
             self._send_credit()
             self._receive(self._wait_s())
@@ -193,6 +195,8 @@ class ActorWorker:
             "decode_steps_total": float(stats.decode_steps_total),
             "weight_swaps_total": float(stats.weight_swaps_total),
             "busy_fraction": stats.busy_s_total / elapsed_s,
+            "busy_s_total": stats.busy_s_total,
+            "weight_pause_s_total": stats.weight_pause_s_total,
             "running": float(stats.running),
             "rollouts_in_hand": float(len(self._rollouts)),
             "waiting_for_weights": float(self._rollouts.waiting_for_weights),

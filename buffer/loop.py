@@ -21,11 +21,12 @@ from buffer.journal.journal import RETRY_S, Journal
 from buffer.journal.recovery import CoreClock, Started
 from buffer.peers import Outgoing
 from protocol.flow import ack_keys
-from protocol.messages import Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
+from protocol.messages import Batch, Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
 from protocol.printable import in_one_line
 from protocol.ratelimit import RateLimitedLog
 from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from protocol.sigterm import SigtermCount
+from tracing import events as trace
 
 TICK_S: Final = 0.05
 """Time between two checks for overdue leases, overdue tickets and idle release."""
@@ -42,6 +43,13 @@ IMAGE_SHARE: Final = 10
 """Images take at most a tenth of the time spent on turns: where they are large, they are made less often."""
 STATUS_EVERY_S: Final = 30.0
 """Seconds between two status lines in the log."""
+COUNT_EVERY_S: Final = 0.5
+"""Seconds between two readings of the queues, for the trace."""
+COUNTED: Final = {
+    "tokens": ("tokens_unscored", "tokens_scoring", "tokens_scored", "tokens_in_batch"),
+    "admission": ("tickets_outstanding", "tickets_free", "rollouts_live"),
+}
+"""Counters of the trace, and the queues that each shows."""
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +79,7 @@ class BufferLoop:
         self._sigterms = sigterms
         self._next_tick_s = 0.0
         self._next_status_s = time.monotonic() + STATUS_EVERY_S
+        self._next_count_s = 0.0
         self._refused_before = dict(started.core.refused)
         self._refused_here: dict[str, int] = {}
         self._put_off_total = 0
@@ -143,6 +152,11 @@ class BufferLoop:
             log.info("%r", self)
         if tick_s is not None:
             self._log_breakers()
+        if trace.tracing() and time.monotonic() >= self._next_count_s:
+            self._next_count_s = time.monotonic() + COUNT_EVERY_S
+            queues = self.snapshot().queues
+            for counter, names in COUNTED.items():
+                trace.counter(counter, **{name: queues[name] for name in names})
 
     def _log_breakers(self) -> None:
         former, self._held_back = self._held_back, self._core.state.held_back
@@ -158,9 +172,12 @@ class BufferLoop:
     def _take(self, turn: Turn) -> None:
         if turn.empty:
             return
-        began_s = time.thread_time()
+        began_s, began_ns = time.thread_time(), trace.now_ns()
         outgoing = self._core.apply(turn)
         self._applied_s += time.thread_time() - began_s
+        for _, _, message, _ in outgoing if trace.tracing() else ():
+            if isinstance(message, Batch) and message.items:
+                trace.done("buffer", "batch", began_ns, step=message.version.step + 1, rollouts=len(message.items))
         journal = self._journal
         if journal is not None:
             journal.write(encode_turn(turn), time.monotonic())
@@ -172,8 +189,9 @@ class BufferLoop:
 
     def _put_image(self, journal: Journal, now_s: float) -> None:
         began_s, began_cpu_s = time.monotonic(), time.thread_time()
-        image = make_image(self._core, self._server.book, now_s)
-        journal.put_image(image)
+        with trace.span("buffer", "image of the journal"):
+            image = make_image(self._core, self._server.book, now_s)
+            journal.put_image(image)
         self._applied_s, self._image_s = 0.0, time.thread_time() - began_cpu_s
         log.info("wrote an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
 

@@ -112,6 +112,8 @@ class EngineStats:
     busy_s_total: float
     weight_swaps_total: int
     version: WeightVersion
+    weight_pause_s_total: float = 0.0
+    """Time in which requests stood still because of new weights."""
     extra: dict[str, float] = field(default_factory=dict[str, float])
 
 

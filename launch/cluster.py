@@ -3,6 +3,7 @@ Add workers:   python launch/cluster.py join RUN --actors 8            (on anoth
 Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
 See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
 Make a job for Slurm, Kubernetes or SkyPilot: python launch/cluster.py render slurm --config FILE
+Write its trace: python launch/cluster.py trace RUN                    (one that was started with --trace FILE)
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
 Examine a run before its start:   python launch/cluster.py doctor         (the keys of the run)
 
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     *("protocol", "models", "weights", "engines", "recording", "actors", "teachers", "buffer", "learner", "launch"),
-    *("replay", "builtin", "sglang_server"),
+    *("replay", "builtin", "sglang_server", "tracing"),
 )
 WITH_CODE = ("builtin", "sglang_server")
 """Those of PACKAGES whose __init__.py is not empty."""
@@ -28,6 +29,7 @@ COMMANDS = {
     "audit": "launch.audit.run",
     "view": "launch.view.command",
     "render": "launch.render.command",
+    "trace": "launch.trace.command",
     "try": "launch.try_environment",
     "doctor": "launch.doctor.command",
     "completion": "launch.completion",

@@ -11,6 +11,7 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -32,6 +33,7 @@ from launch.report.teacher_accuracy import longest_s, measured_teachers
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
 from launch.terminal import lasting_output
+from launch.trace.command import print_trace
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from launch.workers.roles import entries_of
 from launch.workers.supervisor import Supervisor
@@ -117,6 +119,8 @@ def run(
         except KeyboardInterrupt:
             status.say("Ctrl-C: the teacher's accuracy is not measured; the run itself had ended")
     print_summary(summary, folder)
+    if config.launch.trace:
+        print_trace(folder.path, Path(config.launch.trace).expanduser())
     return summary.exit_code
 
 

@@ -21,6 +21,7 @@ from learner.reports.wait_clock import WaitCause, WaitClock
 from protocol.client import Client
 from protocol.errors import LinkError
 from protocol.messages import Batch, BatchWanted, Message, SnapshotWanted, WeightVersion
+from tracing import events
 
 PUMP_S: Final = 0.1
 """Longest single wait for the buffer. The cause of a longer wait is noticed with this delay."""
@@ -129,7 +130,8 @@ class BatchFeed:
         if delivered is None or delivered.batch.version != version:
             return None
         self._ahead = None  # if the other thread still waits for it
-        return _ready(delivered)
+        with events.span("learner", "decode", step=version.step + 1):
+            return _ready(delivered)
 
     def _fetch(self, version: WeightVersion) -> Ready | None:
         """Runs on the other thread. None: the batch came to the loop's thread, or none will come. Takes no other batch,
@@ -144,8 +146,9 @@ class BatchFeed:
             except LinkError:
                 return None  # the loop's thread meets it, too
             if received is not None and isinstance(batch := received.message, Batch):
-                ready = _ready(Delivered(batch, received.arrays))
-                self._pack(ready.items, version.step)
+                with events.span("next batch", "decode", step=version.step + 1):
+                    ready = _ready(Delivered(batch, received.arrays))
+                    self._pack(ready.items, version.step)
                 return ready
         return None
 

@@ -35,7 +35,7 @@ from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream, in_messages
-from learner.reports.figures import RolloutFigures, WorkerFigures
+from learner.reports.figures import RolloutFigures, WorkerFigures, staleness
 from learner.reports.metrics import MetricsWriter
 from learner.reports.progress import weight_figures
 from learner.reports.wait_clock import WaitClock
@@ -55,6 +55,7 @@ from protocol.messages import (
     WeightVersion,
 )
 from recording.writer import BatchRecorder
+from tracing import events
 from weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class LearnerLoop:
             self._feed.close()
 
     def _run(self) -> None:
+        events.mark("ready")
         self._client.send(LearnerStarted(self.version, self._parent, self._stream.next_task_id, self._stream.progress))
         self._publisher.publish(self.version, self._trainer.named_weights())
         if self._ema is not None:
@@ -165,7 +167,9 @@ class LearnerLoop:
     def _one_step(self) -> None:
         delivered, items = self._next_batch()
         mixed = self._mixer.take(sum(item.n_trained for item in items)) if self._mixer is not None else []
+        began_ns = events.now_ns()
         outcome = finite_step(self._trainer, items, [item for _, item in mixed])
+        self._trace_step(began_ns, delivered.batch, items, outcome)
         self.version = WeightVersion(self.version.epoch, self.version.step + 1)
         self._client.send(BatchTrained(delivered.batch.batch_id, self.version, outcome.masked))
         self._stop_if_diverged(outcome)
@@ -194,6 +198,16 @@ class LearnerLoop:
         if step < self._steps and (due := self._config.evaluated_at(step)):
             self._desk.start(self.version, due)
         self._last_batch_id = delivered.batch.batch_id
+
+    def _trace_step(self, began_ns: int, batch: Batch, items: Sequence[TrainItem], outcome: Outcome) -> None:
+        if not events.tracing():
+            return
+        trained = [one for one in items if one.n_trained and one.item.rollout_id not in outcome.masked]
+        places = [(one.item.rollout_id, int(one.train_mask_L.argmax()), one.item.end) for one in trained]
+        tokens = sum(one.n_trained for one in trained)
+        events.done("learner", "train", began_ns, step=batch.version.step + 1, items=places, tokens=tokens)
+        mean, largest = staleness(batch.staleness)
+        events.counter("staleness", mean=mean, max=largest)
 
     def _next_batch(self) -> Ready:
         """The batch of this version, judged. Asks for the one after it."""

@@ -58,6 +58,7 @@ from teachers.hidden import HiddenStates, giving_hidden_states
 from teachers.leaving import on_sigterm
 from teachers.self_check import self_check
 from teachers.top_k import TopKSets
+from tracing import events
 from weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class TeacherWorker:
 
     def run(self) -> bool:
         """Score until Shutdown arrives or the teacher has left; True when the run ended well."""
+        events.mark("ready")
         self._send_credit()
         while self._shutdown is None and not self.leaving:
             self._receive(0.0 if self._held else IDLE_WAIT_S)
@@ -199,7 +201,8 @@ class TeacherWorker:
                 raise SnapshotRefused(
                     f"{type(self._engine).__name__} cannot change its weights; use teacher.engine torch"
                 )
-            self._engine.load_snapshot(ref)
+            with events.span("scoring", "load weights", version=str(ref.version)):
+                self._engine.load_snapshot(ref)
         except SnapshotRefused as error:
             self._totals["weights_refused_total"] += 1
             log.error(
@@ -236,7 +239,7 @@ class TeacherWorker:
         return item.context_tokens if self._config.prefix_cache_mb == 0 else item.new_tokens
 
     def _score_batch(self, batch: list[Held]) -> None:
-        began_s = time.monotonic()
+        began_s, began_ns = time.monotonic(), events.now_ns()
         scored = self._score([held for held in batch if self._fits(held)])
         good = [(held, outcome) for held, outcome in scored if isinstance(outcome, Scored)]
         if good:
@@ -256,6 +259,10 @@ class TeacherWorker:
         totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)
         totals["context_tokens_total"] += sum(h.item.context_tokens for h, _ in good)
         totals["top_k_bytes_total"] += sum(len(one.payload or b"") for _, one in good)
+        if events.tracing():
+            items = [(held.item.rollout_id, held.item.start, held.item.end) for held, _ in good]
+            tokens = sum(end - start for _, start, end in items)
+            events.done("scoring", "score", began_ns, items=items, tokens=tokens, failed=len(batch) - len(good))
 
     def _fits(self, held: Held) -> bool:
         """True if the engine can score the item; otherwise fail its lease with the reason."""

@@ -22,6 +22,7 @@ FOLDERS = (
     "launch",
     "builtin",
     "sglang_server",
+    "tracing",
     "examples",
     "scripts",
 )

@@ -32,6 +32,7 @@ import torch
 
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightVersion
+from tracing import events
 from weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
 from weights.group_operations import choose_backend
 from weights.roster import EMBEDDED, Members, Roster, Seat
@@ -158,9 +159,10 @@ class Publisher:
                     place=self._place,
                     streams=self._streams,
                 )
-        began_s = time.monotonic()
+        began_s, began_ns = time.monotonic(), events.now_ns()
         staged.canary = self._canary.score() if self._canary is not None else None
         staged.fill(version, named)  # last, because `wait` waits for the work queued up to here
+        events.done("learner", "copy weights", began_ns, version=str(version))
         with self._changed:
             self._stats.copy_s = time.monotonic() - began_s
             self._pending = staged
@@ -299,7 +301,8 @@ class Publisher:
         self._stats.rebuilds_total += 1
         newest = self._newest
         began_s = time.monotonic()
-        result = self._transport.form(seats, newest, self._post_plan)
+        with events.span("publication", "make the group", members=len(seats)):
+            result = self._transport.form(seats, newest, self._post_plan)
         self._learn_from(result)
         if result.behind:
             self._owed = True
@@ -316,7 +319,9 @@ class Publisher:
         newest.wait()
         plan = self._transport.group_epoch
         check = self._checks.of(plan, newest)
-        result = self._transport.publish(newest, check)
+        with events.span("publication", "broadcast", version=str(newest.version)) as figures:
+            result = self._transport.publish(newest, check)
+            figures |= {"bytes": result.n_bytes, "members": len(self._transport.seats), "ok": result.error is None}
         self._learn_from(result)
         if result.error is None:
             self._checks.passed(plan, check)

@@ -23,6 +23,7 @@ from typing import Final
 
 from protocol.keys import ClientKeys
 from protocol.messages import WeightPlan, WeightVersion
+from tracing import events
 from weights.control import ControlMember, Waker, member_keys
 from weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
 from weights.sink import (
@@ -236,7 +237,8 @@ class WeightReceiver:
         try:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
-            taken = self._sink.take(header, agreed, interrupted)
+            with events.span("weights", "receive", version=str(header.version)):
+                taken = self._sink.take(header, agreed, interrupted)
         except (GroupBroken, GroupInterrupted) as error:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))

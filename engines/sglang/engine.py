@@ -41,6 +41,7 @@ from engines.sglang.stream import (
     decode_chunk,
 )
 from protocol.messages import WeightVersion
+from tracing import events
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class SGLangEngine:
         self._closed = False
         self._server_paused = False
         """Paused by this engine, in mode `retract`: its requests wait there."""
+        self._pause_began: tuple[int, int] | None = None
+        """When it was paused for new weights (`tracing.events.now_ns`), and how many requests were under way."""
         self._adapter = ""
         """Name of the adapter of new requests; empty: the server's own weights."""
         self._idle_adapters: set[str] = set()
@@ -142,6 +145,7 @@ class SGLangEngine:
         """Prepare for new weights, before the update is posted: send nothing more, and stop running requests where the
         server can take the weights. `cut` ends them in any mode, so that a canary can be scored before they continue.
         Raises ServerUnavailable; the gate then stays closed."""
+        self._pause_began = self._pause_began or (events.now_ns(), len(self._live))
         self.server.run(self._pause(cut=cut), timeout_s=timeout_s)
 
     def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
@@ -149,6 +153,10 @@ class SGLangEngine:
         the update did not. Raises StreamError when the server does not report these weights, and ServerUnavailable; the
         gate then stays closed."""
         self.server.run(self._resume(version, name=name), timeout_s=timeout_s)
+        if self._pause_began is not None:
+            (began_ns, n_running), self._pause_began = self._pause_began, None
+            events.done("engine", "swap", began_ns, version=str(version), running=n_running)
+            self._totals.pause_s += (events.now_ns() - began_ns) / 1e9 if n_running else 0.0
 
     def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
         """Send new requests with the adapter `name`, which the server has loaded. Running requests end and continue

@@ -155,6 +155,7 @@ class EngineTotals:
     cached_tokens: int = 0
     busy_s: float = 0.0
     busy_since_s: float = 0.0
+    pause_s: float = 0.0
 
     def stats(
         self, server: ServerLink, *, n_open: int, running: int, slots: int, version: WeightVersion
@@ -168,6 +169,7 @@ class EngineTotals:
             busy_s_total=self.busy_until_now_s(),
             weight_swaps_total=self.swaps,
             version=version,
+            weight_pause_s_total=self.pause_s,
             extra={
                 "http_requests_total": float(server.requests_total),
                 "http_received_bytes_total": float(server.received_bytes_total),

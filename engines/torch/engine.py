@@ -36,6 +36,7 @@ from engines.torch.weights import WeightStage
 from models.loading import resolve_device
 from models.packed import context_window
 from protocol.messages import TopIdsWanted, WeightVersion
+from tracing import events
 
 EMIT_EVERY_STEPS: Final = 8
 """Decode steps between two reports of a running request. Requests are also reported when they end and before a weight
@@ -99,6 +100,7 @@ class TorchEngine:
             busy_s_total=totals.busy_s,
             weight_swaps_total=totals.swaps,
             version=self.version,
+            weight_pause_s_total=totals.pause_s,
             extra={
                 "prefill_tokens_total": float(totals.prefill_tokens),
                 "shared_prefill_tokens_total": float(totals.shared_prefill_tokens),
@@ -161,14 +163,17 @@ class TorchEngine:
     def _swap_if_staged(self) -> None:
         if not self._stage.waiting:
             return
+        began_ns, n_running = events.now_ns(), self._table.n_running
         self._emit_all()
         if not self._stage.swap():
             return
         self._decoder.refresh()
         self._totals.swaps += 1
         self._holders.clear()
-        if self._config.update_mode == "retract" and self._table.n_running:
+        if self._config.update_mode == "retract" and n_running:
             self._recompute_cache()
+        events.done("engine", "swap", began_ns, version=str(self.version), running=n_running)
+        self._totals.pause_s += (events.now_ns() - began_ns) / 1e9 if n_running else 0.0
 
     def _recompute_cache(self) -> None:
         """Recompute keys and values of all running requests under the current weights, in steps that only prefill."""
@@ -354,6 +359,7 @@ class _Totals:
     steps: int = 0
     busy_s: float = 0.0
     swaps: int = 0
+    pause_s: float = 0.0
     prefill_tokens: int = 0
     shared_prefill_tokens: int = 0
     retracted_tokens: int = 0

@@ -21,6 +21,7 @@ usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        cluster.py doctor [--KEY VALUE ...]                     examine, before a run, what would ruin it in silence
        cluster.py audit RUN                                    recount what a recorded run trained
        cluster.py view RUN                                     show its rollouts token by token, in a browser
+       cluster.py trace RUN [FILE]                             write the trace of a run with --trace, for Perfetto
        cluster.py try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
        cluster.py completion bash|zsh|fish                     print a script for shell completion
 

@@ -57,6 +57,10 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     plain."""
     status_every_s: PositiveFloat = 5.0
     """Seconds between plain status lines."""
+    trace: str = ""
+    """File for a trace of the run, which https://ui.perfetto.dev opens: what every process did when (docs/tracing.md).
+    Compressed if its name ends in .gz. Written at the end of the run; until then each process writes its events into
+    trace/ of the run folder, at most 64 MiB. Empty: no trace, and no cost."""
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):
@@ -171,6 +175,7 @@ ALIASES: Final = {
     "lambda": "learner.offline.student_fraction",
     "offline": "learner.offline.file",
     "record": "learner.record",
+    "trace": "launch.trace",
 }
 """Short flag -> key. On the command line only; files use the key."""
 SHORT_FLAGS: Final = {key: alias.replace("_", "-") for alias, key in ALIASES.items()}

@@ -28,6 +28,7 @@ from launch.servers.plan import interface_for
 from launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
 from launch.workers.main_process import outcome_of, prepare
 from protocol.context import ExitCode, RoleContext
+from tracing import events
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S: Final = 0.2
@@ -150,8 +151,12 @@ def run_rank(ctx: RoleContext[RunConfig], launcher_pid: int) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 needs them for its last checkpoint, and tells the end
     ctx = replace(ctx, config=_on_device(ctx.config, int(os.environ["LOCAL_RANK"])))
     choose_interfaces(ctx.config)
+    if rank == 0 and ctx.config.launch.trace:
+        events.begin(ctx.run_dir / events.FOLDER, role=ctx.role, worker=name, incarnation=ctx.incarnation)
     log.info("%s of %s starts, pid %d", name, os.environ["WORLD_SIZE"], os.getpid())
-    if code := outcome_of(name, partial(_joined, ctx)):
+    code = outcome_of(name, partial(_joined, ctx))
+    events.end()
+    if code:
         os._exit(code)
     return code
 

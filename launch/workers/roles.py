@@ -35,6 +35,7 @@ from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from models.description import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.messages import Ledger, WeightVersion
+from tracing import events
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
     "buffer": "launch.workers.roles:run_buffer",
@@ -80,12 +81,15 @@ def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: in
     try:
         watch_launcher(lifeline_fd)
         prepare(start.name)
+        if config.launch.trace and start.entry not in (RANKS_ENTRY, JOINED_RANKS_ENTRY):  # rank 0 is elsewhere
+            events.begin(run_dir / events.FOLDER, role=start.role, worker=start.name, incarnation=start.incarnation)
 
         def run() -> int:
             log.info("%s (%s) starts, pid %d", start.name, start.incarnation, os.getpid())
             return _load_entry(start.entry)(start.context(config, run_dir))
 
         code = outcome_of(start.name, run)
+        events.end()
     finally:
         os._exit(int(code))
 

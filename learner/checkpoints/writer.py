@@ -29,6 +29,7 @@ from learner.checkpoints.tensor_file import Shares
 from learner.ranks.group import Ranks
 from learner.reports.progress import Progress
 from protocol.messages import Snapshot, WeightVersion
+from tracing import events
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class CheckpointWriter:
 
     def _run(self, write: Write) -> None:
         try:
-            self._outcome = write()
+            with events.span("checkpoint", "write", step=self._version.step):
+                self._outcome = write()
         except BaseException as error:
             self._outcome = error
 

@@ -9,6 +9,8 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+from tracing import events
+
 WaitCause: TypeAlias = Literal["data", "scoring", "weights", "eval", "checkpoint"]
 """data: tokens are not generated yet; scoring: the teachers have not scored them yet; weights: publishing; eval:
 evaluation rollouts; checkpoint: writing one."""
@@ -45,6 +47,8 @@ class WaitClock:
         """Starts immediately. `now_s` reads a monotonic clock."""
         self._now_s = now_s
         self._open: list[WaitCause] = []
+        self._open_ns: list[int] = []
+        """When each began, for the trace."""
         self._since_s = now_s()
         self._total_s: dict[WaitCause | Literal["busy"], float] = dict.fromkeys(("busy", *WAIT_CAUSES), 0.0)
         self._taken_s = dict(self._total_s)
@@ -54,13 +58,14 @@ class WaitClock:
         """Time inside counts for `cause`. The time of a nested wait does not count for the outer one."""
         self._book()
         self._open.append(cause)
+        self._open_ns.append(events.now_ns())
         depth = len(self._open)
         try:
             yield
         finally:
             self._book()
             assert len(self._open) == depth, "waits end in the reverse order of their beginning"
-            self._open.pop()
+            events.done("learner", f"wait: {self._open.pop()}", self._open_ns.pop())
 
     def blame(self, cause: WaitCause) -> None:
         """Count the innermost open wait for `cause` from now on: the learner may find out the cause while it waits.
@@ -68,6 +73,9 @@ class WaitClock:
         if not self._open:
             raise ValueError(f"cannot blame {cause!r}: the learner is busy, expected an open wait")
         self._book()
+        if (former := self._open[-1]) != cause:
+            events.done("learner", f"wait: {former}", self._open_ns[-1])
+            self._open_ns[-1] = events.now_ns()
         self._open[-1] = cause
 
     def total(self) -> WaitReport:

@@ -1,0 +1,101 @@
+"""The command line of `cluster.py trace`, and what a launcher does at the end of a run: the trace, and its figures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from launch.config.tree import get
+from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from launch.runfolder import RUNS
+from launch.trace.figures import read_figures
+from launch.trace.merge import Written, merge
+from tracing.events import FOLDER
+
+FILE: Final = "trace.json.gz"
+USAGE: Final = f"""\
+usage: cluster.py trace RUN [FILE]
+
+Writes the trace of a run that was started with --trace FILE, and prints its figures. A run does this itself at its end;
+use the command while a run goes on, after its launcher was killed, or with the events of workers that joined from
+machines that do not see the run folder (copy their folder `trace` to RUN/joined/NAME/trace first).
+
+  RUN     folder of a run, or its name in runs/
+  FILE    what to write [the FILE of the run's --trace; or RUN/{FILE}]. Open it at https://ui.perfetto.dev
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(USAGE, end="")
+        return 0
+    try:
+        run, out = parse(arguments)
+        for line in write_trace(run, out):
+            print(line)
+    except (LaunchError, OSError, ValueError) as error:
+        return refuse(error if isinstance(error, LaunchError) else LaunchError(f"trace: {error}"))
+    except KeyboardInterrupt:
+        print("stillhouse: stopped; no trace was written", file=sys.stderr)
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
+    """The folder of the run, and the file to write. Raises ConfigError."""
+    if flags := [word for word in arguments if word.startswith("-")]:
+        raise ConfigError(f"trace: unknown flag {flags[0]}; --help shows how to use it")
+    if not 1 <= len(arguments) <= 2:
+        got = " ".join(arguments) or "nothing"
+        raise ConfigError(f"trace: got {got}, expected RUN, the folder of a run, and perhaps FILE; --help shows how")
+    run = next((path for path in (Path(arguments[0]).expanduser(), RUNS / arguments[0]) if path.is_dir()), None)
+    if run is None:
+        raise ConfigError(f"trace: no run {arguments[0]}; expected the folder of a run, or its name in {RUNS}/")
+    return run, Path(arguments[1]).expanduser() if len(arguments) > 1 else _configured(run) or run / FILE
+
+
+def _configured(run: Path) -> Path | None:
+    """The file that the run's config.yaml names, if any."""
+    try:
+        plain: Any = yaml.safe_load((run / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return None
+    named = get(plain, "launch.trace") if isinstance(plain, dict) else None
+    return Path(str(named)).expanduser() if named else None
+
+
+def write_trace(run: Path, out: Path) -> Iterator[str]:
+    """Write the trace; lines for the user. Raises LaunchError, OSError, and ValueError for damaged events."""
+    yield from describe(merge(run, out))
+    for label, text in read_figures(out).lines():
+        yield f"{label}: {text}"
+
+
+def print_trace(run: Path, out: Path) -> None:
+    """At the end of a run. What goes wrong is reported, and changes nothing."""
+    try:
+        for line in write_trace(run, out):
+            print(line)
+    except (LaunchError, OSError, ValueError) as error:
+        print(f"stillhouse: no trace: {error}; the events are in {run / FOLDER}", file=sys.stderr)
+        print(f"stillhouse: to write it later: launch/cluster.py trace {run} FILE", file=sys.stderr)
+
+
+def describe(written: Written) -> Iterator[str]:
+    """What was written, and what is missing."""
+    yield f"trace: {written.path} ({written.events:,} events, {written.arrows:,} arrows); open it at ui.perfetto.dev"
+    lost = written.lost
+    if lost.dropped:
+        yield f"trace: {lost.dropped:,} events are missing, because a file of events or the disk was full"
+    if lost.torn or lost.damaged or lost.files:
+        yield (
+            f"trace: unreadable were {lost.torn} lines of killed processes, {lost.damaged} other lines and "
+            f"{lost.files} whole files"
+        )
+    for clock in written.clocks:
+        yield f"trace: {clock}"
