@@ -196,6 +196,7 @@ class ActorWorker:
             "weight_swaps_total": float(stats.weight_swaps_total),
             "busy_fraction": stats.busy_s_total / elapsed_s,
             "busy_s_total": stats.busy_s_total,
+            "elapsed_s_total": elapsed_s,
             "weight_pause_s_total": stats.weight_pause_s_total,
             "running": float(stats.running),
             "rollouts_in_hand": float(len(self._rollouts)),

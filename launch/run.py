@@ -26,6 +26,7 @@ from launch.errors import LaunchError, interrupted, refuse
 from launch.machine.machine import pretended_machine
 from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
+from launch.report.figures import plural
 from launch.report.status import make_status
 from launch.report.summary import add_teachers, write_summary
 from launch.report.summary_table import print_summary
@@ -140,8 +141,8 @@ def own_workers(config: RunConfig) -> list[str]:
 
 def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
     what = "resuming run" if resume else "run"
-    teachers = "no teacher" if needs_no_teacher(config) else f"{config.teachers} teachers"
+    teachers = "no teacher" if needs_no_teacher(config) else plural(config.teachers, "teacher")
     return (
-        f"{what} {folder.record.name}: {config.steps} steps, {config.actors} actors, {teachers}, "
+        f"{what} {folder.record.name}: {plural(config.steps, 'step')}, {plural(config.actors, 'actor')}, {teachers}, "
         f"max staleness {config.buffer.max_staleness}; files in {folder.path}"
     )

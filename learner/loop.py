@@ -64,6 +64,8 @@ MAX_SKIPPED_STEPS: Final = 3
 """Skipped steps in a row that end the run."""
 GOODBYE_S: Final = 30.0
 """Time for the buffer to end the run once the learner is done."""
+HEARTBEAT_S: Final = 0.5
+"""Interval at which a waiting learner updates the figures of its heartbeat."""
 STOP_ANSWER_S: Final = 15.0
 """Time for the buffer to answer when a learner that was asked to stop needs its snapshot for a checkpoint."""
 
@@ -116,6 +118,7 @@ class LearnerLoop:
         self._stop = stop or StopRequest()
         self._max_equal_batches = max_equal_batches
         self.clock = WaitClock()
+        self._heartbeat_s = 0.0
         self._rollout_figures = RolloutFigures()
         self._worker_figures = WorkerFigures()
         self._desk = make_eval_desk(self._on_evaluation)
@@ -277,6 +280,8 @@ class LearnerLoop:
         self._stop_if_all_groups_are_equal()
         self._desk.ask()
         self._offer_tasks()
+        if time.monotonic() - self._heartbeat_s > HEARTBEAT_S:
+            self._heartbeat()  # a wait may be long, and says what limits the run
 
     def _offer_tasks(self) -> None:
         """Send the buffer as many tasks as it asked for."""
@@ -351,7 +356,7 @@ class LearnerLoop:
             self._evaluate_and_wait()
         lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
         self._heartbeat()
-        reason = f"{self.version.step} steps done"
+        reason = f"{self.version.step} step{'s' if self.version.step != 1 else ''} done"
         if lost is not None:
             reason += f", but the last checkpoint could not be written: {lost}; free some space and use --resume"
         self._finish(ok=lost is None, reason=reason)
@@ -396,11 +401,13 @@ class LearnerLoop:
                 **rollouts,
                 **alarms.figures(),
                 **self._worker_figures.update(batch.snapshot),
+                **self.progress.limits.update(batch.snapshot),
             },
         )
         self._heartbeat()
 
     def _heartbeat(self, *, at_once: bool = False) -> None:
+        self._heartbeat_s = time.monotonic()
         gauges = {
             "step": float(self.version.step),
             "steps_total": float(self._steps),

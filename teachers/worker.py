@@ -349,6 +349,7 @@ class TeacherWorker:
         if isinstance(self._engine, ReportsFigures):
             stats |= self._engine.figures
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
+        stats["elapsed_s_total"] = elapsed_s
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)
         self._client.set_heartbeat(self._version, stats)

@@ -38,7 +38,7 @@ import msgspec
 FOLDER: Final = "trace"
 """Folder of these files, in the run folder."""
 MAX_BYTES: Final = 64 << 20
-"""Size of one file: about half a million events."""
+"""Size of one file: about 700,000 events."""
 FLUSH_S: Final = 0.25
 HELD_BYTES: Final = 64 << 10
 """Events that are held before they are written."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import psutil
+
+from learner.reports.attribution import attribute
 from learner.reports.figures import TokenRates, staleness
+from learner.reports.work_window import WorkWindow
 from protocol.messages import PeerView, Snapshot
 
 WINDOW_S: Final = 20.0
@@ -22,6 +26,9 @@ QUEUES: Final = {
     "tokens_in_batch": "in_batch",
 }
 WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction", "weights": "wait_weights_fraction"}
+ETA_WINDOW_S: Final = 60.0
+BOUND_WINDOW_S: Final = 30.0
+"""What limits the run is judged over this window."""
 NAMES_SHOWN: Final = 8
 
 
@@ -58,6 +65,8 @@ class Figures:
     learner: Mapping[str, float]
     """The learner's own gauges."""
     learner_does: str
+    bound: str
+    """What limits the speed, and what more of it would give; empty: not known yet."""
     staleness_mean: float
     staleness_max: int
     staleness_bound: int
@@ -89,23 +98,62 @@ class Figures:
         return self.tokens_per_s.get(role, math.nan)
 
 
+class Eta:
+    """Predicts the end of a run from the moments at which it was seen to have made steps. The first step is left out,
+    as it waits for workers that start. The others count alike, over the last ETA_WINDOW_S or the last three."""
+
+    def __init__(self) -> None:
+        self._step: int | None = None
+        self._made: deque[tuple[float, int]] = deque()
+        self._now_s = 0.0
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Add a snapshot. If the clock or the step has gone back, a process has restarted, and it begins anew."""
+        now_s, step = snapshot.time_s, snapshot.version.step
+        if self._step is not None and (now_s < self._now_s or step < self._step):
+            self._step = None
+            self._made.clear()
+        if self._step is not None and step > self._step:
+            self._made.append((now_s, step))
+            while len(self._made) > 3 and now_s - self._made[1][0] >= ETA_WINDOW_S:
+                self._made.popleft()
+        self._step, self._now_s = step, now_s
+
+    def seconds(self, steps: int) -> float | None:
+        """Until step `steps`. None before three moments, so from about the third step on; fewer say too little."""
+        if len(self._made) < 3:
+            return None
+        (first_s, first), (last_s, last) = self._made[0], self._made[-1]
+        step_s = (last_s - first_s) / (last - first)
+        since_s = min(self._now_s - last_s, step_s)  # the step under way
+        return max(0.0, (steps - last) * step_s - since_s)
+
+
 class Rates:
     """Turns views into figures; remembers the last snapshots, from which it computes rates."""
 
     def __init__(self) -> None:
         self._rates = TokenRates(WINDOW_S)
+        self._eta = Eta()
+        self._work = WorkWindow(BOUND_WINDOW_S)
+        self._seen_s = -math.inf
 
     def figures(self, view: RunView) -> Figures:
         snapshot = view.snapshot
         peers = snapshot.peers if snapshot is not None else ()
         learner = learner_stats(snapshot)
-        if snapshot is not None:
+        if snapshot is not None and snapshot.time_s != self._seen_s:
+            self._seen_s = snapshot.time_s
             self._rates.update(snapshot)
+            self._eta.update(snapshot)
+            self._work.update(snapshot, psutil.cpu_percent() / 100)
+        verdict = attribute(self._work.work())
         mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
         return Figures(
             view=view,
             step=snapshot.version.step if snapshot is not None and learner is not None else None,
-            eta_s=self._rates.eta_s(view.steps),
+            eta_s=self._eta.seconds(view.steps),
+            bound=verdict.text if verdict is not None else "",
             tokens_per_s=self._rates.tokens_per_s,
             learner=learner or {},
             learner_does=_learner_does(learner or {}),
@@ -133,6 +181,11 @@ def learner_stats(snapshot: Snapshot | None) -> Mapping[str, float] | None:
     if snapshot is None:
         return None
     return next((peer.stats for peer in snapshot.peers if peer.role == "learner"), None)
+
+
+def plural(n: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def clock(seconds: float | None) -> str:
@@ -210,7 +263,7 @@ def guests(peers: Iterable[PeerView], own: Container[str]) -> list[PeerView]:
 def counted(peers: Iterable[PeerView]) -> str:
     """`2 actors, 1 teacher`."""
     roles = Counter(peer.role for peer in peers)
-    return ", ".join(f"{n} {role}{'s' if n > 1 else ''}" for role, n in sorted(roles.items()))
+    return ", ".join(plural(n, role) for role, n in sorted(roles.items()))
 
 
 def failures_text(snapshot: Snapshot | None) -> str:

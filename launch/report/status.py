@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.report.figures import Figures, Rates, RunView, clock, short
+from launch.report.figures import Figures, Rates, RunView, clock, plural, short
 from learner.reports.alarms import ALARM_SINCE
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def make_status(style: Literal["auto", "rich", "plain", "off"], every_s: float) 
 def line(f: Figures) -> str:
     """The whole status in one line."""
     if f.step is None:
-        there = f"{f.ready} of {f.expected} workers are connected" + (f", {_servers(f)}" if f.view.servers else "")
+        there = _connected(f) + (f", {_servers(f)}" if f.view.servers else "")
         return f"[{clock(f.view.elapsed_s)}] starting: {there}" + _ending(f)
     # First: long lines are cut at their end.
     trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""
@@ -110,6 +110,8 @@ def line(f: Figures) -> str:
     if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
         parts.append(_accuracy(f))
     parts.append(f"learner {f.learner_does}")
+    if f.bound:
+        parts.append(f.bound)
     parts.append(f"queues {_counted(f.queues)}")
     parts.append(f"versions {f.versions_counted}")
     if f.joined:
@@ -138,7 +140,7 @@ def table(f: Figures) -> Table:
     if f.intake_trouble:
         grid.add_row("NO INTAKE", f.intake_trouble)
     if f.step is None:
-        grid.add_row("starting", f"{f.ready} of {f.expected} workers are connected, {clock(f.view.elapsed_s)}")
+        grid.add_row("starting", f"{_connected(f)}, {clock(f.view.elapsed_s)}")
     else:
         bar = Table.grid(padding=(0, 2))
         eta = clock(f.eta_s) if f.eta_s is not None else "?"
@@ -155,11 +157,14 @@ def table(f: Figures) -> Table:
             "staleness", f"mean {f.staleness_mean:.2f}   max {f.staleness_max} of {f.staleness_bound} optimizer steps"
         )
         grid.add_row("learner", f.learner_does)
+        grid.add_row("limit", f.bound or "not known yet")
         grid.add_row("queues", _counted(f.queues))
         grid.add_row("versions", f.versions_listed)
         grid.add_row("lost", _lost(f) if f.lost else "nothing")
     memory = f"{f.view.memory_bytes / 2**30:.2f} GiB" if f.view.memory_bytes else "?"
-    grid.add_row("workers", f"{f.running} of {f.expected} run, {f.view.restarts} restarts, peak memory {memory}")
+    grid.add_row(
+        "workers", f"{f.running} of {f.expected} run, {plural(f.view.restarts, 'restart')}, peak memory {memory}"
+    )
     if f.joined:
         grid.add_row("joined", f.joined)
     if f.view.servers:
@@ -175,6 +180,10 @@ def table(f: Figures) -> Table:
     if f.view.ending is not None:
         grid.add_row("ending", f.view.ending)
     return grid
+
+
+def _connected(f: Figures) -> str:
+    return f"{f.ready} of {plural(f.expected, 'worker')} {'is' if f.ready == 1 else 'are'} connected"
 
 
 def _rates(f: Figures) -> str:

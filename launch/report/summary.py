@@ -55,6 +55,10 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     reverse_kl_first: float | None = None
     """At this launch's first optimizer step."""
     reverse_kl_last: float | None = None
+    bound: str = ""
+    """What limited the speed of this launch (learner.reports.attribution)."""
+    efficiency: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Figures by tag, over this launch; docs/metrics.md explains them."""
     alarms: tuple[Alarm, ...] = ()
     """Alarms of this launch (learner.reports.alarms)."""
     checkpoint: str | None = None

@@ -6,17 +6,26 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.report.figures import clock
+from launch.report.figures import clock, plural
 from launch.report.summary import Summary, TokenCounts
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
 from learner.evaluation.figures import EvalPoint, TagFigures
 from protocol.messages import ForgottenPeers, LedgerCounts, Role
+
+EFFICIENCY: Final = {
+    "learner_bubble": "the learner waited {:.0%} of its time",
+    "teacher_wait": "teachers {:.0%}",
+    "teacher_s_per_1000_tokens": "{:.2g} s of a teacher per 1,000 tokens",
+    "weight_pause_s": "engines stood still {:.2g} s per version",
+}
+"""How each figure is shown."""
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
@@ -64,7 +73,11 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
         between = "" if noise.teachers is None else f"; {noise.teachers:.1g} nats between teachers"
         yield "teacher noise", f"{noise.batch:.1g} nats (change of a log-prob when scored in another batch){between}"
     ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
-    yield "steps, time", f"{summary.steps} optimizer steps in {clock(summary.wall_s)}, {ready}"
+    yield "steps, time", f"{plural(summary.steps, 'optimizer step')} in {clock(summary.wall_s)}, {ready}"
+    if summary.bound:
+        yield "limit", summary.bound
+    if efficiency := efficiency_text(summary):
+        yield "efficiency", efficiency
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
@@ -98,6 +111,15 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     if not summary.ok:
         yield "to resume", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
     yield "run folder", str(folder.path)
+
+
+def efficiency_text(summary: Summary) -> str:
+    """The learner's and teachers' waits, goodput, and the costs of scores and weights; empty without any."""
+    figures = {name.removeprefix("efficiency/"): value for name, value in summary.efficiency.items()}
+    parts = [text.format(figures[name]) for name, text in EFFICIENCY.items() if name in figures]
+    if summary.tokens.accepted:
+        parts.append(f"{summary.tokens.trained / summary.tokens.accepted:.0%} of the tokens written were trained")
+    return ", ".join(parts) if figures else ""
 
 
 def alarms_by_name(summary: Summary) -> dict[str, str]:
@@ -171,7 +193,7 @@ def joined_text(summary: Summary) -> str:
         others = summary.forgotten.get(role, ForgottenPeers())
         if n := len(workers) + others.n:
             tokens = sum(worker.tokens for worker in workers) + others.tokens_total
-            parts.append(f"{n} {role}{'s' if n > 1 else ''} ({tokens:,} tokens {did})")
+            parts.append(f"{plural(n, role)} ({tokens:,} tokens {did})")
     return ", ".join(parts)
 
 

@@ -36,19 +36,19 @@ class TokenRates:
     def __init__(self, window_s: float = 0.0) -> None:
         """Rates are means over about `window_s`; 0: between the last two snapshots."""
         self._window_s = window_s
-        self._past: deque[tuple[float, int, dict[Role, int]]] = deque()
+        self._past: deque[tuple[float, dict[Role, int]]] = deque()
 
     def update(self, snapshot: Snapshot) -> None:
         """Add a snapshot. One of the same moment as the last is ignored. When the clock or a total has gone back, the
         buffer has restarted, and the history is cleared."""
         totals: dict[Role, int] = {role: snapshot.tokens_total(role) for role in ROLES}
         if self._past:
-            last_s, _, last = self._past[-1]
+            last_s, last = self._past[-1]
             if snapshot.time_s == last_s:
                 return
             if snapshot.time_s < last_s or any(totals[role] < last[role] for role in ROLES):
                 self._past.clear()
-        self._past.append((snapshot.time_s, snapshot.version.step, totals))
+        self._past.append((snapshot.time_s, totals))
         while len(self._past) > 2 and self._past[-1][0] - self._past[1][0] >= self._window_s:
             self._past.popleft()
 
@@ -57,15 +57,8 @@ class TokenRates:
         """Tokens/s accepted from actors, scored by teachers, trained by the learner. Empty before two snapshots."""
         if len(self._past) < 2:
             return {}
-        (first_s, _, first), (last_s, _, last) = self._past[0], self._past[-1]
+        (first_s, first), (last_s, last) = self._past[0], self._past[-1]
         return {role: (last[role] - first[role]) / (last_s - first_s) for role in ROLES}
-
-    def eta_s(self, steps: int) -> float | None:
-        """Seconds until step `steps` at the present rate. None: no step was made between the snapshots."""
-        if len(self._past) < 2:
-            return None
-        (first_s, first, _), (last_s, last, _) = self._past[0], self._past[-1]
-        return (steps - last) * (last_s - first_s) / (last - first) if last > first else None
 
 
 def staleness(tokens_by_distance: Mapping[int, int]) -> tuple[float, int]:

@@ -13,6 +13,7 @@ import msgspec
 
 from learner.evaluation.evaluation import EvaluationResult
 from learner.reports.alarms import ALARM_SINCE, Alarms
+from learner.reports.attribution import Limits
 from learner.reports.step_metrics import StepMetrics
 from protocol.atomic_file import write_atomic
 from protocol.messages import WeightVersion
@@ -48,6 +49,7 @@ class Progress:
     steps_skipped: int = 0
     """Steps without a finite rollout to train."""
     alarms: Alarms = field(default_factory=Alarms)
+    limits: Limits = field(default_factory=Limits)
 
     def add(self, figures: StepMetrics, *, vocab_rows: int) -> None:
         """Count an optimizer step. `vocab_rows` is the number of rows of the student's head."""
@@ -85,6 +87,7 @@ class Progress:
             "tokens_trained_offline": self.tokens_trained_offline,
             "reverse_kl_first": self.reverse_kl_first,
             "reverse_kl_last": self.reverse_kl_last,
+            **self.limits.account(),
             "alarms": [msgspec.to_builtins(alarm) for alarm in self.alarms.raised],
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
         }

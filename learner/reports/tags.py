@@ -139,6 +139,24 @@ TAGS: Final = {
         "the rest, by what the learner waited for: `data` (rollouts, or the rest of decoding them), `scoring` "
         "(teachers), `weights`, `eval`, `checkpoint`"
     ),
+    "bound/<stage>": (
+        "share of the learner's time that went to its own work (`learner`), to waiting for `teachers`, `actors`, "
+        "`environments`, `weights`, `eval` or `checkpoint`, or for something that could not be named (`unknown`). "
+        "They sum to 1; absent in the first three steps"
+    ),
+    "bound/speedup": (
+        "predicted speedup with what is advised (1: more of it alone gives nothing); absent when there is no prediction"
+    ),
+    "efficiency/learner_bubble": "share of the learner's time in which it waits",
+    "efficiency/teacher_wait": "share of the teachers' time in which they score nothing",
+    "efficiency/goodput": (
+        "tokens trained, over the tokens that the buffer accepted, since the start. At the end of a run it is "
+        "exact; before, tokens that are under way count as not trained"
+    ),
+    "efficiency/teacher_s_per_1000_tokens": "seconds of a teacher's work per 1,000 tokens scored",
+    "efficiency/weight_pause_s": (
+        "time in which an engine with requests stood still for new weights, mean per version and engine"
+    ),
     "queue/groups_equal_total": "groups that dynamic sampling dropped because all their rewards were equal",
     "queue/batches_equal_in_a_row": "how many batches of such rollouts were dropped since the last batch left",
     "queue/<name>": (

@@ -35,9 +35,10 @@ class WaitReport(msgspec.Struct, frozen=True):
         return {cause: wait_s / self.wall_s if self.wall_s > 0 else 0.0 for cause, wait_s in self.wait_s.items()}
 
     def gauges(self) -> dict[str, float]:
-        """`busy_fraction` and `wait_<cause>_fraction`, for the heartbeat."""
+        """`busy_fraction`, `wait_<cause>_fraction`, and the seconds behind them as totals, for the heartbeat."""
         waits = {f"wait_{cause}_fraction": fraction for cause, fraction in self.wait_fraction.items()}
-        return {"busy_fraction": self.busy_fraction, **waits}
+        totals = {f"wait_{cause}_s_total": wait_s for cause, wait_s in self.wait_s.items()}
+        return {"busy_fraction": self.busy_fraction, "busy_s_total": self.busy_s, **waits, **totals}
 
 
 class WaitClock:

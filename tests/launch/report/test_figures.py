@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from launch.join.joiner import JoinStatus
-from launch.report.figures import News, Rates, RunView, clock, short, staleness
+from launch.report.figures import News, Rates, RunView, clock, plural, short, staleness
 from launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
@@ -54,7 +54,7 @@ def view(snap: Snapshot | None, ending: str | None = None) -> RunView:
     return RunView(100.0, 65.0, 40, snap, workers, 1, 2**30, ending)
 
 
-def test_tokens_per_second_and_eta_come_from_the_totals_of_two_moments() -> None:
+def test_tokens_per_second_come_from_the_totals_of_two_moments() -> None:
     rates = Rates()
     rates.figures(view(snapshot(10.0, 10, peer("actor", 0, 1000), peer("actor", 1, 500), peer("learner", 0, 700))))
     figures = rates.figures(
@@ -62,7 +62,6 @@ def test_tokens_per_second_and_eta_come_from_the_totals_of_two_moments() -> None
     )
     assert figures.rate("actor") == 300.0
     assert figures.rate("learner") == 100.0
-    assert figures.eta_s == 50.0
 
 
 def test_the_same_snapshot_seen_twice_does_not_change_the_rates() -> None:
@@ -72,6 +71,36 @@ def test_the_same_snapshot_seen_twice_does_not_change_the_rates() -> None:
     assert first.eta_s is None
     assert again.eta_s is None
     assert math.isnan(again.rate("learner"))
+
+
+def test_the_end_is_predicted_from_the_third_step_on_however_long_a_step_is() -> None:
+    """Steps of 30 s after a start of 100 s, looked at every half second: more than the window of the rates."""
+    rates, found = Rates(), dict[float, float | None]()
+    for tick in range(1000):
+        now_s = tick / 2
+        step = max(0, int((now_s - 70) // 30))  # the first is made at 100 s
+        found[now_s] = rates.figures(view(snapshot(now_s, step, peer("learner", 0)))).eta_s
+    assert all(found[now_s] is None for now_s in found if now_s < 160), "before the third step"
+    for now_s in (160.0, 175.0, 250.5, 400.0):
+        assert found[now_s] == pytest.approx(70 + 30 * 40 - now_s + 30 - 30, abs=1.0), now_s
+
+
+def test_a_resume_and_a_restart_do_not_disturb_the_prediction() -> None:
+    """The step that a run is resumed from was not made now."""
+    rates = Rates()
+    for now_s, step in ((0.0, 30), (60.0, 31), (62.0, 32), (64.0, 33)):
+        found = rates.figures(view(snapshot(now_s, step, peer("learner", 0)))).eta_s
+    assert found == pytest.approx(7 * 2.0)
+    assert rates.figures(view(snapshot(70.0, 31, peer("learner", 0)))).eta_s is None, "the learner went back"
+
+
+def test_one_is_singular() -> None:
+    assert (plural(1, "step"), plural(2, "step"), plural(0, "actor"), plural(1200, "token")) == (
+        *("1 step", "2 steps", "0 actors", "1,200 tokens"),
+    )
+    one = snapshot(1.0, 1, peer("actor", 0))
+    assert "1 of 4 workers is connected" in line(Rates().figures(view(one)))
+    assert "0 of 4 workers are connected" in line(Rates().figures(view(None)))
 
 
 def test_old_moments_leave_the_window() -> None:

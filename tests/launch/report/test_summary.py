@@ -263,6 +263,16 @@ def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
         assert said in text, said
 
 
+def test_the_table_says_what_limited_the_run_and_what_its_time_went_to(folder: RunFolder) -> None:
+    efficiency = {"efficiency/learner_bubble": 0.4, "efficiency/weight_pause_s": 0.0125}
+    leave(folder, snapshot(), ACCOUNT | {"bound": "teacher-bound 40%: more", "efficiency": efficiency, "steps": 1})
+    text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert "limit teacher-bound 40%: more" in text and "1 optimizer step in 1:01" in text
+    assert "the learner waited 40% of its time, engines stood still 0.013 s per version, 60% of the tokens" in text
+    leave(folder, snapshot(), ACCOUNT)
+    assert "efficiency" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+
+
 def test_workers_that_joined_are_counted_even_those_of_which_only_the_sum_is_known(folder: RunFolder) -> None:
     final = snapshot()
     guest = msgspec.structs.replace(final.peers[0], name="actor-guest-0", alive=False, tokens_total=66)

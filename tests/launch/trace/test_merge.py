@@ -80,7 +80,7 @@ def a_run(run: Path, *, actor_boot: str = "b", actor_shift_ms: int = 0) -> Path:
         "learner-0",
         [
             ["I", "ready", 3 * MS],
-            slice_("learner", "decode", 28, 29, step=1),
+            slice_("learner", "decode", 3, 4, step=1),
             slice_("learner", "wait: data", 3, 30),
             slice_("learner", "train", 30, 40, step=1, items=[["train-1-0-0", 0, 8]], tokens=8),
             ["C", "staleness", 40 * MS, {"mean": 0.5, "max": 1}],

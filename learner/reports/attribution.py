@@ -1,0 +1,216 @@
+"""Which role limits the speed of a run, and what more of it would give. docs/metrics.md has the model in words.
+
+Let the time of a step be 1, and let each role's share of it be the time in which it works. With a bound on staleness
+above 0 the roles work at the same time, so one of them works all the time and the others wait for it. With k times as
+many teachers, the teachers' share u becomes u / k, and a step takes the largest of
+
+    1 - u + u / k         the rest of it stays as it is
+    1 - w                 w: share in which the learner waits for tokens
+    a                     the share of the actors
+    (e + a + u / k + b) / (max_staleness + 1)
+                          a rollout on its way around: environment e, the roles' work on its batch, b the learner's;
+                          as many batches are on their way at once. It is scaled down if it says more than 1 for the
+                          present, as segments are scored while others are still written
+
+All but the first say what binds next."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import psutil
+
+from learner.reports.work_window import Work, WorkWindow
+from protocol.messages import Snapshot
+
+WINDOW_S: Final = 60.0
+"""The figures in the metrics cover this much time."""
+
+MIN_STEPS: Final = 3
+"""Fewer say nothing."""
+SATURATED: Final = 0.8
+"""A role that works for this share of the time has no time left that more work would fill."""
+LITTLE_WAIT: Final = 0.1
+"""If the learner waits less than this, it is the limit itself."""
+MOST_OF: Final = 0.5
+FULL_CPU: Final = 0.9
+MOST_TIMES: Final = 3
+"""At most this many times the present number is advised at once."""
+ALMOST: Final = 1.02
+"""Fewer workers are advised if a step takes at most this many times the shortest."""
+WORTH: Final = 1.05
+"""A smaller speedup is not worth a sentence."""
+STAGES: Final = (
+    *("learner", "teachers", "actors", "environments", "weights", "eval", "checkpoint", "unknown"),
+)  # fmt: skip
+
+
+class Verdict(NamedTuple):
+    """What limits the run."""
+
+    stage: str
+    """One of STAGES."""
+    shares: dict[str, float]
+    """Share of the learner's time by what it went to: its own work, or waiting for a stage. They sum to 1."""
+    text: str
+    """For the status line."""
+    more: int = 0
+    """How many more of it are advised."""
+    speedup: float | None = None
+    """Predicted steps per second with them, over those now; None: cannot be predicted."""
+
+    def gauges(self) -> dict[str, float]:
+        """Figures by tag."""
+        figures = {f"bound/{stage}": self.shares.get(stage, 0.0) for stage in STAGES}
+        return figures if self.speedup is None else figures | {"bound/speedup": self.speedup}
+
+
+class Limits:
+    """What limits a run, for its learner. Owned by the learner's loop."""
+
+    def __init__(self) -> None:
+        self._lately, self._whole = WorkWindow(WINDOW_S), WorkWindow(math.inf)
+
+    def update(self, snapshot: Snapshot) -> dict[str, float]:
+        """Figures of the last WINDOW_S, by tag. `snapshot`: that of a step's batch."""
+        cpu = psutil.cpu_percent() / 100
+        for window in (self._lately, self._whole):
+            window.update(snapshot, cpu)
+        work, tokens = self._lately.work(), snapshot.ledger.tokens
+        figures = work.efficiency() if work is not None else {}
+        if tokens.accepted:
+            figures["efficiency/goodput"] = tokens.trained / tokens.accepted
+        verdict = attribute(work)
+        return figures if verdict is None else figures | verdict.gauges()
+
+    def account(self) -> dict[str, Any]:
+        """What limited the whole run, and its figures, for learner.json."""
+        work = self._whole.work()
+        verdict = attribute(work)
+        return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency() if work is not None else {}}
+
+
+def attribute(work: Work | None) -> Verdict | None:
+    """None: too little has happened to say anything."""
+    if work is None or work.steps < MIN_STEPS or not work.learner:
+        return None
+    shares = {stage: work.learner[stage] for stage in ("weights", "eval", "checkpoint")}
+    shares["learner"] = work.learner["busy"]
+    waits = work.learner["data"] + work.learner["scoring"]
+    stage = _waited_for(work)
+    shares[stage] = shares.get(stage, 0.0) + waits
+    own = {name: share for name, share in shares.items() if name in ("weights", "eval", "checkpoint")}
+    largest = max(own, key=lambda name: own[name])
+    if own[largest] > max(waits, shares["learner"]):
+        return Verdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
+    if waits < LITTLE_WAIT:
+        return _learner_bound(work, shares)
+    if stage in ("teachers", "actors"):
+        return _more_of(stage, work, waits, shares)
+    return Verdict(stage, shares, _without_number(stage, work, waits))
+
+
+def _waited_for(work: Work) -> str:
+    """The stage that the learner waits for when it has no batch."""
+    teachers, actors = work.teachers_busy or 0.0, work.actors_busy or 0.0
+    if work.teachers and not work.scored_tokens and work.always_unscored:
+        teachers = 1.0  # a batch that takes longer than the window: nothing is reported until it is done
+    batch = work.trained_tokens / work.steps
+    piled_up = work.unscored_tokens > MOST_OF * batch
+    if teachers >= SATURATED and (actors < SATURATED or piled_up):
+        return "teachers"
+    if actors >= SATURATED:
+        return "actors"
+    if work.busiest_teacher >= SATURATED and piled_up:
+        return "teachers"
+    if work.awaiting_weights >= MOST_OF:
+        return "weights"
+    return "environments" if work.in_environment >= MOST_OF else "unknown"
+
+
+def _more_of(stage: str, work: Work, waits: float, shares: dict[str, float]) -> Verdict:
+    """Teachers or actors bind: how many more, and what they would give."""
+    n = work.teachers if stage == "teachers" else work.actors
+    bound = f"{_named(stage)} {waits:.0%}"
+    if n < 1 or _roles(work)[stage] < SATURATED:
+        uneven = "some teachers are busy all the time and others are not; give their pool more"
+        return Verdict(stage, shares, f"{bound}: {uneven if n else 'none is connected'}")
+    takes = {more: _step_takes(work, stage, (n + more) / n, waits) for more in range(1, (MOST_TIMES - 1) * n + 1)}
+    least = min(took for took, _ in takes.values())
+    more = next(more for more, (took, _) in takes.items() if took <= least * ALMOST)
+    took, binds = takes[more]
+    speedup = 1 / took
+    if speedup < WORTH:
+        return Verdict(stage, shares, f"{bound}: more {stage} alone give nothing, {binds} would bind at once", 0, 1.0)
+    what = f"{_number(more)} more {stage[:-1] if more == 1 else stage}"
+    text = f"{bound}: {what} would give about {speedup:.1f} times{_caveat(work)}"
+    return Verdict(stage, shares, text, more, speedup)
+
+
+def _roles(work: Work) -> dict[str, float]:
+    """Share of the time in which each role works."""
+    return {"teachers": work.teachers_busy or 0.0, "actors": work.actors_busy or 0.0, "learner": work.learner["busy"]}
+
+
+def _step_takes(work: Work, stage: str, times: float, waits: float) -> tuple[float, str]:
+    """The time of a step with `times` as much of a stage, if it is 1 now, and what binds then."""
+    roles, batches = _roles(work), work.max_staleness + 1
+    faster = roles | {stage: roles[stage] / times}
+    environment = work.environment_s * work.steps / work.seconds
+    around, around_then = environment + sum(roles.values()), environment + sum(faster.values())
+    limits = {
+        f"the {stage}": 1 - roles[stage] + faster[stage],
+        **{f"the {role}": share for role, share in roles.items() if role != stage},
+        "max_staleness": around_then / max(batches, around),
+    }
+    if stage != "learner":
+        limits["the learner"] = 1 - waits
+    binds = max(limits, key=lambda name: limits[name])
+    return limits[binds], binds
+
+
+def _learner_bound(work: Work, shares: dict[str, float]) -> Verdict:
+    took, binds = _step_takes(work, "learner", 2.0, 0.0)
+    text, speedup = f"learner-bound {shares['learner']:.0%}: ", 1 / took
+    if speedup < WORTH:
+        return Verdict("learner", shares, f"{text}a faster one alone gives nothing, {binds} would bind at once", 0, 1.0)
+    text += f"a learner twice as fast would give about {speedup:.1f} times{_caveat(work)}"
+    return Verdict("learner", shares, text, 0, speedup)
+
+
+def _without_number(stage: str, work: Work, waits: float) -> str:
+    if stage != "unknown":
+        return f"{_named(stage)} {waits:.0%}: {_WHAT_HELPS[stage]}"
+    busy = f"actors work {work.actors_busy or 0:.0%}, teachers {work.teachers_busy or 0:.0%}"
+    return (
+        f"cannot tell what binds: the learner waits {waits:.0%}, {busy} of the time, so none is the limit; "
+        "they may take turns, and a larger max_staleness lets them overlap"
+    )
+
+
+def _caveat(work: Work) -> str:
+    """On one machine the roles share the processors."""
+    if work.cpu is None or work.cpu < FULL_CPU:
+        return ""
+    return f" on other processors (the CPU here is {work.cpu:.0%} busy, so more processes here may give nothing)"
+
+
+def _named(stage: str) -> str:
+    return {"teachers": "teacher-bound", "actors": "actor-bound", "environments": "environment-bound"}.get(
+        stage, f"{stage}-bound"
+    )
+
+
+def _number(n: int) -> str:
+    words = ("no", "one", "two", "three", "four", "five", "six")
+    return words[n] if n < len(words) else str(n)
+
+
+_WHAT_HELPS: Final = {
+    "environments": "rollouts wait for their environments; a larger actor.max_concurrent_rollouts or a faster "
+    "environment helps",
+    "weights": "weights are being sent; see weights/ in the metrics",
+    "eval": "the learner waits for evaluations",
+    "checkpoint": "the learner waits for checkpoints to be copied or written",
+}

@@ -1,0 +1,46 @@
+"""What limits a real run: a teacher that sleeps for each item is named, and a second one gives what was predicted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import slow_teacher
+from tests.integration.conftest import ROOT, Launched
+
+Launch = Callable[..., Launched]
+ENGINE = f"--teacher.engine={slow_teacher.__name__}:PROVIDER"
+ITEM_S = 0.25
+"""Several times what a whole rollout costs elsewhere on a busy machine: 16 rollouts take 4 s of one teacher."""
+
+
+@pytest.fixture(autouse=True)
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(slow_teacher.ITEM_S, str(ITEM_S))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+
+
+def step_s(rows: list[dict[str, Any]]) -> float:
+    """Time of a step, over the second half."""
+    half = rows[len(rows) // 2 :]
+    return (half[-1]["unix_s"] - half[0]["unix_s"]) / (len(half) - 1)
+
+
+def test_a_slow_teacher_is_the_limit_and_another_one_gives_what_was_predicted(launch: Launch, tmp_path: Path) -> None:
+    plain = ("--learner.eval_every=0", "--max-staleness=1", "--actor.segment_tokens=256", "--steps=14", ENGINE)
+    one = launch("--teachers=1", *plain, folder="one")
+    assert one.wait() == 0, one.text()
+    rows, summary = one.steps(), one.summary()
+    assert rows[-1]["bound/teachers"] > 0.5 and summary["bound"].startswith("teacher-bound"), summary["bound"]
+    assert "teacher-bound" in one.text() and "more teacher" in one.text()
+    assert rows[-1]["efficiency/teacher_wait"] < 0.15
+    predicted_two = min(2.0, rows[-1]["bound/speedup"])  # a second teacher alone cannot give more
+    two = launch("--teachers=2", *plain, folder="two")
+    assert two.wait() == 0, two.text()
+    measured = step_s(rows) / step_s(two.steps())
+    print(f"predicted {predicted_two:.2f} times with a second teacher, measured {measured:.2f} times")
+    assert measured == pytest.approx(predicted_two, rel=0.25)

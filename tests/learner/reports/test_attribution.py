@@ -1,0 +1,174 @@
+"""What limits a run: named rightly where the service times say what it is, and predicted rightly, by simulating the run
+again with what was advised (tests.sim.pipeline)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from learner.reports.attribution import STAGES, Limits, Verdict, attribute
+from learner.reports.work_window import Work, WorkWindow
+from tests.sim.pipeline import Pipeline, Shape
+
+SECONDS = 150.0
+
+
+def seen(shape: Shape) -> tuple[Verdict, float, Work]:
+    """The verdict over the last minute, the real steps per second, and what the verdict was made from."""
+    run = Pipeline(shape).run(SECONDS)
+    window = WorkWindow(60.0)
+    for snapshot in run.snapshots:
+        window.update(snapshot, cpu=0.5)
+    work = window.work()
+    verdict = attribute(work)
+    assert verdict is not None and work is not None
+    assert sum(verdict.shares.values()) == pytest.approx(1.0)
+    return verdict, run.steps_per_s, work
+
+
+def followed(shape: Shape, verdict: Verdict) -> Shape:
+    """The run with what was advised."""
+    if verdict.stage == "learner":
+        return replace(shape, train_s=shape.train_s / 2)
+    count = shape.teachers if verdict.stage == "teachers" else shape.actors
+    return replace(shape, **{verdict.stage: count + verdict.more})  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [
+        (Shape(score_s=0.05, train_s=0.2, write_s=0.005), "teachers"),
+        (Shape(score_s=0.2, teachers=3, train_s=0.3), "teachers"),
+        (Shape(write_s=0.05, train_s=0.2), "actors"),
+        (Shape(write_s=0.1, actors=2, score_s=0.02, train_s=0.2), "actors"),
+        (Shape(train_s=1.0), "learner"),
+        (Shape(environment_s=2.0), "environments"),
+        (Shape(environment_s=1.0, slots=8), "environments"),
+        (Shape(max_staleness=0, write_s=0.02, score_s=0.02, train_s=0.3), "unknown"),
+    ],
+)
+def test_the_stage_is_the_one_that_the_service_times_make_the_limit(shape: Shape, stage: str) -> None:
+    verdict, rate, _ = seen(shape)
+    assert verdict.stage == stage, verdict.text
+    if verdict.speedup is None:
+        assert stage in ("environments", "unknown")
+        return
+    real = seen(followed(shape, verdict))[1] / rate
+    assert verdict.speedup == pytest.approx(real, rel=0.25), verdict.text
+
+
+def test_of_many_random_runs_the_limit_is_never_wrong_and_the_prediction_within_a_quarter() -> None:
+    """The truth: the role with the least capacity, where it is clear; and the run simulated once more."""
+    rng = random.Random(1)
+    named, checked = 0, 0
+    for _ in range(40):
+        shape = Shape(
+            actors=rng.randint(1, 4),
+            write_s=10 ** rng.uniform(-2.5, -0.7),
+            teachers=rng.randint(1, 4),
+            score_s=10 ** rng.uniform(-2.5, -0.7),
+            train_s=10 ** rng.uniform(-1, 0.5),
+            max_staleness=rng.randint(1, 3),
+            environment_s=rng.choice([0.0, 0.0, 0.1, 1.0]),
+        )
+        verdict, rate, _ = seen(shape)
+        capacity = {
+            "actors": shape.actors / shape.write_s,
+            "teachers": shape.teachers / shape.score_s,
+            "learner": shape.batch / shape.train_s,
+        }
+        least, next_one = sorted(capacity.values())[:2]
+        if verdict.stage in capacity and next_one > 1.25 * least:
+            assert capacity[verdict.stage] == least, (verdict.text, shape)
+            named += 1
+        if verdict.speedup is not None and verdict.speedup > 1:
+            real = seen(followed(shape, verdict))[1] / rate
+            assert verdict.speedup == pytest.approx(real, rel=0.27), (verdict.text, real, shape)
+            checked += 1
+    assert named > 20 and checked > 20
+
+
+def work(**changes: object) -> Work:
+    plain = seen(Shape(score_s=0.05, train_s=0.2, write_s=0.005))[2]
+    return replace(plain, **changes)  # pyright: ignore
+
+
+def test_too_little_says_nothing() -> None:
+    assert attribute(None) is None
+    assert attribute(work(steps=2)) is None
+    assert attribute(work(learner={})) is None
+    assert WorkWindow(60.0).work() is None
+
+
+def test_the_sentence_has_the_share_the_number_and_the_times() -> None:
+    assert attribute(work()).text == "teacher-bound 75%: two more teachers would give about 2.9 times"  # pyright: ignore
+    full = attribute(work(cpu=0.97))
+    assert full is not None and "the CPU here is 97% busy, so more processes here may give nothing" in full.text
+
+
+def test_a_batch_that_takes_longer_than_the_window_is_no_idle_teacher() -> None:
+    """Nothing is reported until it is done: the teacher's totals stand still."""
+    verdict = attribute(work(teachers_busy=0.0, scored_tokens=0.0, always_unscored=True, busiest_teacher=0.0))
+    assert verdict is not None and verdict.stage == "teachers" and verdict.speedup is None
+
+
+def test_one_busy_pool_of_several_gets_no_number() -> None:
+    verdict = attribute(work(teachers_busy=0.5, busiest_teacher=1.0))
+    assert verdict is not None and verdict.stage == "teachers" and "their pool" in verdict.text and not verdict.more
+
+
+@pytest.mark.parametrize("stage", ["weights", "eval", "checkpoint"])
+def test_other_waits_of_the_learner_are_named(stage: str) -> None:
+    waits = dict.fromkeys(("weights", "eval", "checkpoint", "data", "scoring"), 0.0)
+    verdict = attribute(work(learner=waits | {"busy": 0.3, stage: 0.6, "data": 0.1}))
+    assert verdict is not None and verdict.stage == stage and f"{stage}-bound" in verdict.text
+
+
+def test_nothing_binds_more_than_something_else_is_said_too() -> None:
+    verdict = attribute(work(actors_busy=1.0))
+    assert verdict is not None and verdict.speedup == 1.0 and "the actors would bind at once" in verdict.text
+
+
+def test_a_worker_that_restarts_counts_on() -> None:
+    """The same run, in which the teacher's totals begin at 0 again in the middle."""
+    run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(SECONDS)
+    window, cut = WorkWindow(60.0), run.snapshots[len(run.snapshots) * 3 // 4]
+    base = next(peer.stats for peer in cut.peers if peer.role == "teacher")
+    for snapshot in run.snapshots:
+        peers = snapshot.peers
+        if snapshot.time_s > cut.time_s:
+            peers = tuple(
+                msgspec.structs.replace(peer, stats={name: value - base[name] for name, value in peer.stats.items()})
+                if peer.role == "teacher"
+                else peer
+                for peer in peers
+            )
+        window.update(msgspec.structs.replace(snapshot, peers=peers))
+    found = window.work()
+    assert found is not None and found.teachers_busy == pytest.approx(1.0, abs=0.01)
+    verdict = attribute(found)
+    assert verdict is not None and verdict.stage == "teachers"
+
+
+def test_a_long_run_keeps_a_bounded_number_of_moments_and_the_right_shares() -> None:
+    run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(600.0)
+    limits = Limits()
+    figures = [limits.update(snapshot) for snapshot in run.snapshots][-1]
+    assert set(figures) >= {f"bound/{stage}" for stage in STAGES}
+    assert figures["bound/teachers"] == pytest.approx(0.75, abs=0.02)
+    assert figures["efficiency/learner_bubble"] == pytest.approx(0.75, abs=0.02)
+    assert figures["efficiency/teacher_s_per_1000_tokens"] == pytest.approx(0.05 / 10 * 1000, rel=0.02)
+    account = limits.account()
+    assert account["bound"].startswith("teacher-bound 75%")
+
+
+def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decides() -> None:
+    stages = [
+        verdict.stage
+        for unscored in (0.0, 1000.0)
+        if (verdict := attribute(work(teachers_busy=0.9, actors_busy=0.95, unscored_tokens=unscored))) is not None
+    ]
+    assert stages == ["actors", "teachers"]
