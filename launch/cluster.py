@@ -21,7 +21,7 @@ PACKAGES = (
     *("protocol", "models", "weights", "engines", "recording", "actors", "teachers", "buffer", "learner", "launch"),
     *("replay", "builtin", "sglang_server", "tracing"),
 )
-WITH_CODE = ("builtin", "sglang_server")
+WITH_CODE = ("builtin", "launch", "sglang_server")
 """Those of PACKAGES whose __init__.py is not empty."""
 COMMANDS = {
     "join": "launch.join.command",

@@ -40,17 +40,24 @@ Array = np.ndarray[Any, Any]
 class LocalEvaluator:
     """A copy of the student that writes, and its teachers. Used from one thread; `close` when done."""
 
-    def __init__(self, config: RunConfig, *, check: Callable[[], None], writer: TeacherPool | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        check: Callable[[], None],
+        writer: TeacherPool | None = None,
+        scores: bool = True,
+    ) -> None:
         """Loads the models, which must be folders in `config`. `check` is called between two steps of the engine and
         may raise to end an evaluation. `writer`: a teacher that writes in the student's place; its answers are not
-        scored."""
+        scored. `scores`: False for tasks that name no teachers (routes = {})."""
         path = config.models.student if writer is None else writer.config.models.teacher
         settings = config.actor.torch if writer is None else _engine_settings(writer)
         self._check = check
         self._actor = LocalActor(path, settings, config, load_tokenizer(config.models.student))
         self._scorers = {
             pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
-            for pool in (teacher_pools(config) if writer is None else ())
+            for pool in (teacher_pools(config) if writer is None and scores else ())
         }
         self._failed: Counter[str] = Counter()
         """Failed rollouts by evaluation id."""
