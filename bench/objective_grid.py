@@ -21,9 +21,9 @@ TOP_K: Final = ("--teacher.top_k=256",)
 WHOLE_GROUPS: Final = ("--buffer.release=rollout",)
 GRPO: Final = ("--advantage=grpo", "--importance=ppo", "--learner.objective.importance.low=0.8",
                "--learner.objective.importance.high=1.2", *WHOLE_GROUPS)  # fmt: skip
-UNLIKELY: Final = 1.5
-"""Nats; a fifth of the tokens that the built-in student samples before training are less likely. A teacher is there for
-the reverse KL of evaluations only."""
+UNLIKELY: Final = 0.02
+"""Nats. A fifth of the tokens that the built-in student samples before training have a log-prob below minus this. In
+that row a teacher is there for the reverse KL of evaluations only."""
 STALENESS_LR: Final = "--learner.lr=1e-4"
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,30 @@ def test_figures_of_sets_equal_the_loop(tiny_student: Student, make_item: Make, 
     assert 0.0 < expected["excess_share"] < 1.0 and 0.0 < expected["deficit_share"] < 1.0
     for name, value in expected.items():
         assert got[name] == pytest.approx(value, abs=2e-4), name  # payloads of 16 bits
+
+
+def test_a_token_is_in_excess_or_deficit_beyond_a_factor_of_two(tiny_student: Student, make_item: Make) -> None:
+    """Teachers at chosen distances from the student, on both sides of log 2 = 0.69. Tokens without a score do not count."""
+    model, items = tiny_student("eager", torch.float64), items_with_sets(make_item)
+    gaps, n_scores, made = (0.6, 0.8, -0.6, -0.8, 0.0, 2.0, -0.68), 0, list[TrainItem]()
+    counts = {"excess_share": 0, "deficit_share": 0}
+    for train_item in items:
+        with torch.no_grad():
+            logits_LV = model(input_ids=torch.from_numpy(train_item.tokens_L).long()[None]).logits[0]
+        teacher_ML = np.zeros_like(train_item.teacher_ML)
+        for t in np.flatnonzero(train_item.train_mask_L).tolist():
+            s = float(torch.log_softmax(logits_LV[t - 1], 0)[int(train_item.tokens_L[t])])
+            for m in range(len(train_item.item.teachers)):
+                gap = gaps[n_scores % len(gaps)]
+                teacher_ML[m, t] = s - gap
+                counts["excess_share"] += gap in (0.8, 2.0)
+                counts["deficit_share"] += gap == -0.8
+                n_scores += 1
+        made.append(replace(train_item, teacher_ML=teacher_ML))
+    got = _figures(tiny_student(dtype=torch.float64), made)
+    assert n_scores > 2 * len(gaps)
+    for name, count in counts.items():
+        assert got[name] == pytest.approx(count / n_scores), name
 
 
 def test_figures_of_sets_are_absent_where_the_objective_reads_none(tiny_student: Student, make_item: Make) -> None:
