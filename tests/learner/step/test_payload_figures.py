@@ -75,7 +75,7 @@ def test_figures_of_sets_equal_the_loop(tiny_student: Student, make_item: Make, 
 
 
 def test_a_token_is_in_excess_or_deficit_beyond_a_factor_of_two(tiny_student: Student, make_item: Make) -> None:
-    """Teachers at chosen distances from the student, on both sides of log 2 = 0.69. Tokens without a score do not count."""
+    """Teachers at chosen distances from the student, on both sides of log 2. Tokens without a score do not count."""
     model, items = tiny_student("eager", torch.float64), items_with_sets(make_item)
     gaps, n_scores, made = (0.6, 0.8, -0.6, -0.8, 0.0, 2.0, -0.68), 0, list[TrainItem]()
     counts = {"excess_share": 0, "deficit_share": 0}
