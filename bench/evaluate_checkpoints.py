@@ -2,7 +2,7 @@
 
     python -m bench.evaluate_checkpoints FOLDER [--answers 4] [--seed 1000]
 
-FOLDER holds step_000010, step_000020, ...: Hugging Face folders, whoever wrote them. Writes FOLDER/accuracy.json: step
+FOLDER holds step_000010, step_000020, ...: Hugging Face folders, whoever wrote them. Writes FOLDER/scores.json: step
 -> accuracy_sampled on the 256 evaluation problems, mean over `--answers` answers to each, and accuracy_greedy on the
 first 128. Step 0 is the built-in student. The same seed gives every checkpoint the same random numbers.
 """
@@ -32,10 +32,17 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=4, help="sampled answers per problem")
     parser.add_argument("--seed", type=int, default=1000)
     args = parser.parse_args()
-    folders = {int(path.name.removeprefix("step_")): path for path in sorted(args.folder.glob("step_*"))}
     tasks = read_problems(EVAL_JSONL)
-    found = {step: scores(path, tasks, args.answers, args.seed) for step, path in ({0: STUDENT_DIR} | folders).items()}
-    (args.folder / "accuracy.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    found = {
+        step: scores(path, tasks, args.answers, args.seed)
+        for step, path in checkpoints(args.folder, STUDENT_DIR).items()
+    }
+    (args.folder / "scores.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def checkpoints(folder: Path, student: Path) -> dict[int, Path]:
+    """Step -> its Hugging Face folder; 0: the student that training began with."""
+    return {0: student} | {int(path.name.removeprefix("step_")): path for path in sorted(folder.glob("step_*"))}
 
 
 def scores(folder: Path, tasks: Sequence[AnyTask], answers: int, seed: int) -> dict[str, float]:

@@ -20,19 +20,19 @@ from bench.role_cpu import role_cpu_s
 ROOT: Final = Path(__file__).resolve().parents[1]
 TRL_PYTHON: Final = ROOT / ".venv-trl" / "bin" / "python"
 RUN_TIMEOUT_S: Final = 1800.0
-CORES: Final = 2
 WORKERS: Final = {"learner", "buffer", "actor", "teacher"}
 
 
-def make(run: Path, settings: str, seed: int, train: Callable[[Path], Race], answers: int) -> Race:
-    """Train in the folder `run`, evaluate the checkpoints that are there then, and write result.json."""
+def make(run: Path, settings: str, seed: int, train: Callable[[Path], Race], evaluator: Sequence[str]) -> Race:
+    """Train in the folder `run`, evaluate the checkpoints that are there then, and write result.json. `evaluator`: a
+    module with its flags; it reads the folder of checkpoints and writes scores.json into it, step -> scores."""
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
     race = train(run)
     checkpoints = run / "checkpoints"
-    words = [sys.executable, "-m", "bench.evaluate_checkpoints", str(checkpoints), f"--answers={answers}"]
-    call(words, run / "evaluation.log", threads=CORES)
-    scores = {int(step): found for step, found in json.loads((checkpoints / "accuracy.json").read_text()).items()}
+    module, *flags = evaluator
+    call([sys.executable, "-m", module, str(checkpoints), *flags], run / "evaluation.log", threads=1)
+    scores = {int(step): found for step, found in json.loads((checkpoints / "scores.json").read_text()).items()}
     points = tuple(
         Point(step=step, train_s=train_s, scores=scores[step])
         for step, train_s in ((0, 0.0), *((point.step, point.train_s) for point in race.points))

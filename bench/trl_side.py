@@ -43,7 +43,8 @@ class Clock(TrainerCallback):
         wall_s, cpu_s = now()
         step: int = state.global_step
         self._note(event="step", step=step, train_s=wall_s - self._wall_s, cpu_s=cpu_s - self._cpu_s)
-        if step % self._settings["save_every"] == 0 or step == self._settings["steps"]:
+        every: int = self._settings["save_every"]
+        if (every and step % every == 0) or step == self._settings["steps"]:
             folder = self._out / "checkpoints" / f"step_{step:06d}"
             kwargs["model"].save_pretrained(folder)
             self._tokenizer.save_pretrained(folder)
@@ -91,12 +92,35 @@ def distillation(settings: Settings, rows: Sequence[Mapping[str, Any]], tokenize
     return trl.DistillationTrainer(settings["student"], settings["teacher"], args, prompts, processing_class=tokenizer)
 
 
+def self_distillation(settings: Settings, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Any:
+    """Context distillation: the teacher is the student at its start, with text in its prompt that the student does not
+    read. DistillationTrainer has no such text; this trainer of TRL's experimental part has."""
+    sdft: Any = importlib.import_module("trl.experimental.sdft")
+    args = sdft.SDFTConfig(
+        per_device_train_batch_size=settings["rollouts"],
+        temperature=1.0,
+        num_generations=1,
+        teacher_model_kind="base",
+        teacher_prompt_template="{privileged_context}{prompt}",
+        distillation_mode="full_logits",
+        distillation_alpha=1.0,  # reverse KL
+        **common(settings),
+    )
+    prompts = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "privileged_context": settings["privileged"]}
+        for row in rows
+    ]
+    return sdft.SDFTTrainer(
+        settings["student"], args, train_dataset=Dataset.from_list(prompts), processing_class=tokenizer
+    )
+
+
 def main() -> None:
     settings: Settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(settings["threads"])
     tokenizer = AutoTokenizer.from_pretrained(settings["student"], padding_side="left")
     rows = [json.loads(line) for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()]
-    trainer = distillation(settings, rows, tokenizer)
+    trainer = (self_distillation if settings["privileged"] else distillation)(settings, rows, tokenizer)
     clock = Clock(settings, tokenizer)
     trainer.add_callback(clock)
     clock.start()
