@@ -12,7 +12,9 @@ USUAL: Final = RunConfig()
 BASE: Final = (
     "--learner.lr=3e-4",  # the highest at which k1 holds
     f"--divergence={USUAL.learner.objective.divergence.name}",
+    f"--teacher.payload={USUAL.teacher.payload}",
     f"--teacher.top_k={USUAL.teacher.top_k}",
+    f"--learner.updates_per_batch={USUAL.learner.updates_per_batch}",
     f"--learner.tasks.group_size={USUAL.learner.tasks.group_size}",
     "--learner.checkpoint_every=0",
 )

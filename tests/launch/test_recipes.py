@@ -36,10 +36,11 @@ def test_the_demo_compares_distributions_on_as_many_prompts_as_rollouts() -> Non
     config = resolve_config(parse_arguments(["--config", str(ROOT / "examples" / "demo.toml")]))
     findings = check_consistency(config, builtin.STUDENT_DIR)
     assert (findings.mistakes, findings.warnings) == ([], [])
-    assert (config.learner.objective.divergence.name, config.teacher.top_k, config.learner.lr) == (
+    assert (config.learner.objective.divergence.name, config.teacher.payload, config.teacher.top_k) == (
         "reverse_kl",
-        256,
-        1e-3,
+        "hidden",
+        0,
     )
+    assert (config.learner.lr, config.learner.updates_per_batch) == (1e-3, 2)
     assert config.buffer.batch_rollouts // config.learner.tasks.group_size == 64
     assert config.buffer.max_staleness == 1 and config.steps == 100
