@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-all | check | agents | trackers | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -13,6 +13,8 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 AGENTS := gymnasium,reasoning-gym,skyrl-gym,textarena,openai,math-verify,json-schema,mcp
 AGENTS_INSTALLED := $(VENV)/.agents
+TRACKERS := wandb,mlflow,notebook
+TRACKERS_INSTALLED := $(VENV)/.trackers
 OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
@@ -25,7 +27,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents trackers openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -44,6 +46,12 @@ agents: $(AGENTS_INSTALLED)  ## the packages whose environments have an adapter 
 
 $(AGENTS_INSTALLED): $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$(AGENTS)]'
+	@touch $@
+
+trackers: $(TRACKERS_INSTALLED)  ## Weights & Biases, MLflow and a kernel for notebooks, into the same virtual environment
+
+$(TRACKERS_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
 	@touch $@
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
@@ -89,7 +97,7 @@ test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but serve
 test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: agents openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
+test-all: agents trackers openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check

@@ -12,7 +12,7 @@ runs/<name>/   config.yaml    the resolved configuration; another run can be sta
                servers/       <worker>.json: what its inference server can do
                trace/         events of each process, with --trace (tracing.events)
                joined/        a folder for each `cluster.py join RUN` on a machine that sees this folder
-               checkpoints/, tensorboard/ and other files belong to the learner
+               checkpoints/, tensorboard/, trackers/ and other files belong to the learner
 runs/latest    -> the most recently started run
 """
 

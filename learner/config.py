@@ -128,6 +128,10 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     record_max_bytes: NonNegativeInt = 0
     """Maximum size of the recording, bytes; later batches are counted but not recorded. 0: unlimited."""
 
+    trackers: tuple[str, ...] = ()
+    """Where the metrics also go, beside metrics.jsonl and TensorBoard: wandb (Weights & Biases), mlflow, an entry point
+    of the group stillhouse.trackers, or module:Class. A tracker that fails or hangs costs no step."""
+
     ema: EmaConfig = msgspec.field(default_factory=EmaConfig)
     """Moving average of the student as its teacher."""
 

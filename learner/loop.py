@@ -411,7 +411,7 @@ class LearnerLoop:
         gauges = {
             "step": float(self.version.step),
             "steps_total": float(self._steps),
-            "metrics_unwritten_rows_total": float(self._metrics.unwritten.rows_total),
+            **self._metrics.gauges(),
             **self.clock.total().gauges(),
             **self.progress.gauges(),
         }

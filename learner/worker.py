@@ -32,7 +32,8 @@ from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
 from learner.reports.progress import AccountFile
-from learner.reports.settings import compared_settings
+from learner.reports.settings import all_settings, compared_settings
+from learner.reports.trackers.feed import Trackers
 from learner.run_config import LearnerRunConfig
 from learner.step.critic import CriticStateError
 from learner.step.ema import StudentEma
@@ -250,8 +251,9 @@ def _make_loop(
 
     parent = start.version or WeightVersion(0, 0)
     resume = version if version.epoch else None
+    tracked = Trackers(learner.trackers, ctx.run_dir, all_settings(config)) if learner.trackers else None
     metrics = stack.enter_context(
-        MetricsWriter(ctx.run_dir, resume=resume, parent=parent, settings=compared_settings(config))
+        MetricsWriter(ctx.run_dir, resume=resume, parent=parent, settings=compared_settings(config), trackers=tracked)
     )
     account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
     recorder = _make_recorder(ctx, start, metrics, resume, parent)

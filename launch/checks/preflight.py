@@ -27,6 +27,7 @@ from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
 from learner.objectives.config import check_given
+from learner.reports.trackers.registry import UnknownTracker, check_tracker
 from protocol.handshake import vocab_fingerprint
 from recording.format import RecordError
 from recording.reader import read_header
@@ -85,6 +86,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     for key, path in files.items():
         if path:
             mistakes += check_prompts(key, path, config.environments, tasks.columns)
+    mistakes += _trackers(config)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
     config = with_folders(config, folders)
@@ -138,6 +140,14 @@ def _objective(config: RunConfig) -> Iterator[str]:
             "learner.offline.student_fraction: got 0, which leaves the actors nothing to do; expected more than 0, or "
             f"python -m replay {learner.offline.file}, which trains on the file alone"
         )
+
+
+def _trackers(config: RunConfig) -> Iterator[str]:
+    for name in config.learner.trackers:
+        try:
+            check_tracker(name)
+        except UnknownTracker as error:
+            yield f"learner.trackers: {error}"
 
 
 def _written(config: RunConfig, *, resume: bool) -> Iterator[str]:

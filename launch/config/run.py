@@ -176,6 +176,7 @@ ALIASES: Final = {
     "offline": "learner.offline.file",
     "record": "learner.record",
     "trace": "launch.trace",
+    "track": "learner.trackers",
 }
 """Short flag -> key. On the command line only; files use the key."""
 SHORT_FLAGS: Final = {key: alias.replace("_", "-") for alias, key in ALIASES.items()}

@@ -12,6 +12,7 @@ import psutil
 
 from learner.reports.attribution import attribute
 from learner.reports.figures import TokenRates, staleness
+from learner.reports.trackers.feed import LOST_GAUGE
 from learner.reports.work_window import WorkWindow
 from protocol.messages import PeerView, Snapshot
 
@@ -275,12 +276,14 @@ def failures_text(snapshot: Snapshot | None) -> str:
 
 
 class News:
-    """Compares snapshots and reports, once each, workers that join or leave and the first failure of each kind."""
+    """Compares snapshots and reports, once each, workers that join or leave, the first failure of each kind, and
+    trackers that lose rows."""
 
     def __init__(self, own: Container[str]) -> None:
         self._own = own
         self._here: dict[str, PeerView] = {}
         self._failed: set[str] = set()
+        self._losing: set[str] = set()
 
     def take(self, snapshot: Snapshot) -> Iterator[str]:
         """Lines for the user."""
@@ -297,3 +300,10 @@ class News:
             if each.reason not in self._failed:
                 self._failed.add(each.reason)
                 yield f"a rollout failed ({each.reason}): {each.examples[0] if each.examples else each.newest}"
+        for name, lost in (learner_stats(snapshot) or {}).items():
+            if name.startswith(LOST_GAUGE) and lost and name not in self._losing:
+                self._losing.add(name)
+                yield (
+                    f"the tracker {name.removeprefix(LOST_GAUGE)} loses rows (learner-0.log says why); the run goes "
+                    "on, and metrics.jsonl has all of them"
+                )

@@ -35,6 +35,7 @@ from learner.reports.event_file import EventFile
 from learner.reports.figures import TokenRates
 from learner.reports.figures import staleness as staleness_of
 from learner.reports.settings import Setting
+from learner.reports.trackers.feed import Trackers
 from learner.reports.wait_clock import WaitReport
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten
@@ -67,11 +68,13 @@ class MetricsWriter:
         resume: WeightVersion | None = None,
         parent: WeightVersion | None = None,
         settings: Mapping[str, Setting] | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         """`resume`: version that a resumed learner starts with, of a new epoch; new rows are appended to the existing
-        files. `parent`: version of its checkpoint; None = the last epoch in the file. `settings`: keys
-        by which boards tell this run from others (`learner.reports.settings`). Raises FileExistsError if there
-        are metrics of a run and `resume` is None. Failed writes are counted in `unwritten`."""
+        files. `parent`: version of its checkpoint; None = the last epoch in the file. `settings`: keys by which boards
+        tell this run from others (`learner.reports.settings`). `trackers` get every row, and are closed with the
+        writer. Raises FileExistsError if there are metrics of a run and `resume` is None. Failed writes are counted in
+        `unwritten`."""
         folder.mkdir(parents=True, exist_ok=True)
         metrics_file, samples_file = folder / METRICS_FILE, folder / SAMPLES_FILE
         if resume is None and metrics_file.exists() and metrics_file.stat().st_size:
@@ -89,6 +92,7 @@ class MetricsWriter:
             resumed = self._row("resume", resume.step, {**left, "torn_bytes": torn_bytes})
         self._metrics = AppendFile(metrics_file, self.unwritten, first=_json_line(resumed) if resumed else b"")
         self._samples = AppendFile(samples_file, self.unwritten)
+        self._trackers = trackers or Trackers((), folder, {})
         board_folder = _board_folder(folder)
         self._board = EventFile(
             board_folder,
@@ -153,9 +157,11 @@ class MetricsWriter:
 
     def ended(self, *, ok: bool) -> None:
         """Tell boards that the run is over, and how."""
+        self._trackers.ended(ok=ok)
         self._board.add([board.run_ends("SUCCESS" if ok else "FAILURE", time.time())], step=0, rows=0)
 
     def close(self) -> None:
+        self._trackers.close()
         self._board.close()
         self._metrics.close()
         self._samples.close()
@@ -166,6 +172,10 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def gauges(self) -> dict[str, float]:
+        """For the heartbeat: what could not be written or passed on."""
+        return {"metrics_unwritten_rows_total": float(self.unwritten.rows_total), **self._trackers.gauges()}
 
     def _buffer_scalars(self, snapshot: Snapshot) -> dict[str, float]:
         self._rates.update(snapshot)
@@ -184,10 +194,12 @@ class MetricsWriter:
             "health/nonfinite_total": self._nonfinite_total,
             "health/unwritten_rows_total": self.unwritten.rows_total,
         }
+        health |= {f"health/{name}_rows_lost_total": n for name, n in self._trackers.lost.items()}
         scalars = {**scalars, **health}
         row = self._row(kind, step, {**scalars, **extra})
         self._metrics.append(_json_line(row), rows=1)
         self._board.add([*summaries, *(scalar(tag, float(value)) for tag, value in scalars.items())], step)
+        self._trackers.add(step, {tag: float(value) for tag, value in scalars.items()})
         return row
 
     def _row(self, kind: str, step: int, figures: Row) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias, cast
@@ -41,6 +42,9 @@ of the first run that it finds."""
 HIDDEN: Final = "(hidden)"
 _SECRET: Final = re.compile(r"api_?key|token$|secret|passw|credential|authorization", re.IGNORECASE)
 """Names of options that may hold a secret."""
+_SECRET_VARIABLE: Final = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
+SECRET_CHARS: Final = 6
+"""Shortest value of a variable that is taken for a secret."""
 _IN_URL: Final = re.compile(r"(?<=://)[^/@\s]+@")
 """`user:password@` of a URL."""
 
@@ -56,6 +60,14 @@ def compared_settings(config: object) -> dict[str, Setting]:
     settings, defaults = all_settings(config), all_settings(type(config)())
     nowhere = object()
     return {key: value for key, value in settings.items() if key in MAIN or defaults.get(key, nowhere) != value}
+
+
+def without_secrets(text: str) -> str:
+    """A message for the log, without passwords in URLs and without the values of variables such as WANDB_API_KEY."""
+    for name, value in os.environ.items():
+        if len(value) >= SECRET_CHARS and _SECRET_VARIABLE.search(name):
+            text = text.replace(value, HIDDEN)
+    return _shown(text)
 
 
 def _flat(value: object, key: str, *, free: bool) -> Iterator[tuple[str, Setting]]:

@@ -222,6 +222,7 @@ TAGS: Final = {
     ),
     "health/nonfinite_total": "figures that were NaN or infinite",
     "health/unwritten_rows_total": "rows that could not be written (disk full)",
+    "health/<tracker>_rows_lost_total": "rows that a tracker (`learner.trackers`) lost: it failed or did not keep up",
 }
 """Tag -> meaning. `<name>` stands for any part of a tag. s, mu, q and r are explained in docs/metrics.md."""
 UNITS: Final = {"_tokens_per_s": ", tokens per second", "_s": ", seconds", "_bytes": ", bytes", "_total": ", total"}

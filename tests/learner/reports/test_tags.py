@@ -11,7 +11,7 @@ from tests.metrics_page import PAGE
 ROOT = Path(__file__).parents[3]
 WRITERS = ("learner", "weights", "buffer", "recording", "actors", "teachers", "engines", "protocol")
 """Packages whose code names the figures."""
-ENDINGS = r"(^|_)(per_rollout|per_item|mean|total|s|tokens_per_s)$"
+ENDINGS = r"(^|_)(per_rollout|per_item|mean|lost_total|total|s|tokens_per_s)$"
 
 
 def rows_of_the_page() -> dict[str, str]:
