@@ -27,6 +27,7 @@ from launch.machine.machine import pretended_machine
 from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
 from launch.report.figures import plural
+from launch.report.prometheus import PublishedStatus
 from launch.report.status import make_status
 from launch.report.summary import add_teachers, write_summary
 from launch.report.summary_table import print_summary
@@ -105,6 +106,8 @@ def run(
     except OSError as error:
         raise unwritable(folder.path, error) from error
     status = make_status(config.launch.status, config.launch.status_every_s)
+    if config.launch.prometheus:
+        status = PublishedStatus(status, folder.record.name, config.launch.prometheus)
     status.say(_headline(config, folder, resume=plan.resume))
     for line in (*describe_resumed(found), *set_damaged_aside(found)) if plan.resume else ():
         status.say(line)

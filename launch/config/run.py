@@ -5,6 +5,7 @@ A field is a key on the command line (`--learner.lr 1e-3`) and in a file. What a
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 import msgspec
@@ -61,6 +62,14 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     """File for a trace of the run, which https://ui.perfetto.dev opens: what every process did when (docs/tracing.md).
     Compressed if its name ends in .gz. Written at the end of the run; until then each process writes its events into
     trace/ of the run folder, at most 64 MiB. Empty: no trace, and no cost."""
+    prometheus: str = ""
+    """Serve the status to Prometheus at this port of 127.0.0.1, or at HOST:PORT, under /metrics. 0: a free port, which
+    is printed. Empty: do not serve it. Anyone who reaches the port can read it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prometheus and not re.fullmatch(r"([^\s:]+:)?\d{1,5}", self.prometheus):
+            raise ValueError(f"prometheus: got {self.prometheus!r}, expected a port or HOST:PORT, e.g. 9464")
 
 
 class RunConfig(Settings, frozen=True, kw_only=True):

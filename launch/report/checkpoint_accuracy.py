@@ -88,11 +88,11 @@ def measure(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
         tokenizer, tasks = load_tokenizer(str(student)), config.learner.tasks
         prompts = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks).prompts
         unscored = msgspec.structs.replace(tasks, routes={})
-        version = _version(checkpoint)  # the seeds depend on it
         evaluator = LocalEvaluator(config, check=lambda: None, scores=False)
         try:
-            evaluation = Evaluation(unscored, prompts, tokenizer, version=version, seed=config.seed)
-            result = evaluator.run(evaluation, version, None)
+            evaluation = Evaluation(unscored, prompts, tokenizer, version=_version(checkpoint), seed=config.seed)
+            # The engine has loaded the weights, and takes them for the first version.
+            result = evaluator.run(evaluation, WeightVersion(0, 0), None)
         finally:
             evaluator.close()
     figures: dict[str, Any] = msgspec.to_builtins(result)
@@ -100,7 +100,7 @@ def measure(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
 
 
 def _version(checkpoint: Path) -> WeightVersion:
-    """Version of a checkpoint of a run; the first one for another model."""
+    """Version of a checkpoint of a run, on which the seeds depend; the first one for another model."""
     return read_manifest(checkpoint).version if (checkpoint / MANIFEST).is_file() else WeightVersion(0, 0)
 
 
