@@ -66,8 +66,8 @@ class Progress:
 def run(
     command: Sequence[str], out: IO[str], site_packages: Path, *, after_s: tuple[float, float], rewrites: bool
 ) -> int:
-    """Run pip; returns its exit code. `after_s`: time before the first line, and between two. `rewrites`: each line takes
-    the place of the one before."""
+    """Run pip; returns its exit code. `after_s`: time before the first line, and between two. `rewrites`: each line
+    takes the place of the one before."""
     began_s = time.monotonic()
     progress = Progress(site_packages)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
