@@ -73,7 +73,7 @@ trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/against_t
 
 $(TRL_INSTALLED): bench/trl_requirements.txt
 	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/python -m pip install --quiet $(PIP_ARGS) -r bench/trl_requirements.txt
+	$(TRL_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r bench/trl_requirements.txt
 	@touch $@
 
 smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weights, as a folder (examples/smollm2): 92 MB to download, 540 MB on disk
