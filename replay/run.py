@@ -42,7 +42,9 @@ from learner.objectives.config import ObjectiveConfig
 from learner.objectives.registry import DIVERGENCE
 from learner.prompts.tasks import load_prompts
 from learner.reports.metrics import MetricsWriter, newest_epoch
+from learner.reports.settings import all_settings, compared_settings
 from learner.reports.step_metrics import StepMetrics
+from learner.reports.trackers.feed import Trackers
 from learner.step.make_trainer import make_trainer
 from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
@@ -102,7 +104,14 @@ def train(
         stop = stack.enter_context(_stop_asked())
         epoch = newest_epoch(folder.path)
         gone_on = None if epoch is None else WeightVersion(epoch + 1, trainer.steps_done)
-        metrics = stack.enter_context(MetricsWriter(folder.path, resume=gone_on))
+        metrics = stack.enter_context(
+            MetricsWriter(
+                folder.path,
+                resume=gone_on,
+                settings=compared_settings(config),
+                trackers=Trackers(config.learner.trackers, folder.path, all_settings(config)),
+            )
+        )
         replay = Replay(
             recording,
             trainer,
@@ -120,6 +129,7 @@ def train(
                 restore_rng(start.rng)
             order = turns(plan.batches, epochs=plan.epochs, order=plan.order, seed=config.seed)
             replay.run(islice(order, trainer.steps_done, None))
+            metrics.ended(ok=True)
         except StopAsked as asked:
             code, reason = asked.exit_code, str(asked)
             replay.checkpoint()

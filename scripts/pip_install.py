@@ -57,7 +57,7 @@ class Progress:
         if self.to_install:
             done = min(len(self._there() - self._before), self.to_install)
             return f"{done} of {_packages(self.to_install)} installed"
-        return f"{_packages(self.found)} found, {self.does}"
+        return f"{_packages(self.found)} found, {self.does}" if self.found else self.does
 
     def _there(self) -> set[str]:
         return {path.name for path in self._site_packages.glob("*.dist-info")}

@@ -33,8 +33,12 @@ from protocol.handshake import vocab_fingerprint
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that a joining host may set; all others belong to the run."""
-OF_THE_RUN: Final = ("teacher.payload", "teacher.top_k", "teacher.top_k_of", "teacher.top_mass", "teacher.tail")
-"""Exceptions: the learner's objective needs the same value from every teacher."""
+OF_THE_RUN: Final = (
+    *("teacher.payload", "teacher.top_k", "teacher.top_k_of", "teacher.top_mass", "teacher.tail"),
+    "launch.prometheus",
+)
+"""Exceptions: the learner's objective needs the same value from every teacher, and the run's own
+endpoint shows all workers."""
 LEFT_OUT: Final = ("urls", "server.gpus", "server.host", "server.port")
 """Keys of actor and teacher that describe the run's own machine; they are reset to their defaults."""
 ROLES: Final[tuple[EngineRole, ...]] = ("actor", "teacher")

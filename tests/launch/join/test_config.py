@@ -86,7 +86,9 @@ def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tup
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("flag", ["--learner.lr=1", "--buffer.max_staleness=1", "--teacher.top_k=8"])
+@pytest.mark.parametrize(
+    "flag", ["--learner.lr=1", "--buffer.max_staleness=1", "--teacher.top_k=8", "--launch.prometheus=1"]
+)
 def test_keys_of_the_run_are_refused_before_the_run_is_looked_for(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}: belongs to the run"):
         parse_join(["run", "--actors=1", flag])
