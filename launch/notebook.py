@@ -101,7 +101,7 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------- its life
 
-    def start(self, timeout_s: float = 120.0) -> Self:
+    def start(self, timeout_s: float = 600.0) -> Self:
         """Start the run; returns when its folder is there, which is after the configuration, models and prompts were
         checked. Raises RunFailed with what is wrong with them."""
         if self._process is not None:
@@ -109,7 +109,7 @@ class Run:
         reading_fd, self._lifeline_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "launch.kept_run", str(reading_fd), *self._arguments],
+                [sys.executable, "-P", "-m", "launch.kept_run", str(reading_fd), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output_fd,
                 stderr=subprocess.STDOUT,

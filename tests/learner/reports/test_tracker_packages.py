@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from learner.reports.trackers.feed import Trackers
 from tests.patience import eventually
 
+BLOCK_BYTES = 32768
 SETTINGS = {"learner.lr": 0.5, "models.student": "tiny", "learner.frozen": False}
 
 
@@ -70,22 +72,14 @@ def test_wandb_writes_offline_and_keeps_its_id_after_a_resume(tmp_path: Path, mo
 
 
 def records(folder: Path) -> dict[str, list[Any]]:
-    """A run that wandb wrote, by its messages. It has no reader in Python: its log has a header of 7 bytes, and before
-    each message 4 bytes of checksum, 2 of length and 1 of kind (1: a whole message)."""
+    """A run that wandb wrote, by its messages."""
     from wandb.proto import wandb_internal_pb2
 
     pb: Any = wandb_internal_pb2
     (file,) = folder.glob("*.wandb")
-    data, at = file.read_bytes(), 7
-    assert data[:4] == b":W&B" and len(data) < 32768, "messages are split at blocks of this size"
     found: dict[str, list[Any]] = {"history": [], "run": []}
-    while at < len(data):
-        n = int.from_bytes(data[at + 4 : at + 6], "little")
-        if at + 7 + n > len(data):
-            break  # still being written
-        assert data[at + 6] == 1
-        record = pb.Record.FromString(data[at + 7 : at + 7 + n])
-        at += 7 + n
+    for message in messages(file.read_bytes()):
+        record = pb.Record.FromString(message)
         match record.WhichOneof("record_type"):
             case "history":
                 items = record.history.item
@@ -95,3 +89,23 @@ def records(folder: Path) -> dict[str, list[Any]]:
             case _:
                 pass
     return found
+
+
+def messages(data: bytes) -> Iterator[bytes]:
+    """Those in wandb's file, for which it has no reader in Python: a log in the format of LevelDB behind a header of 7
+    bytes. Before each part of a message are 4 bytes of checksum, 2 of length and 1 of kind (whole, first, middle,
+    last). No part crosses the end of a block."""
+    assert data[:4] == b":W&B"
+    at, message = 7, b""
+    while at + 7 <= len(data):
+        if BLOCK_BYTES - at % BLOCK_BYTES < 7:
+            at += BLOCK_BYTES - at % BLOCK_BYTES
+            continue
+        n, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        if at + 7 + n > len(data):
+            return  # it is still being written
+        message += data[at + 7 : at + 7 + n]
+        at += 7 + n
+        if kind in (1, 4):
+            yield message
+            message = b""
