@@ -48,6 +48,9 @@ TAGS: Final = {
     ),
     "train/ratio_max": "maximum of r",
     "train/truncated_fraction": "share of tokens whose importance weight was capped or masked",
+    "train/rejected_fraction": (
+        "share of tokens that `objective.rejection` left out of the loss; these are not in `train/truncated_fraction`"
+    ),
     "train/weight_mean": "mean importance weight",
     "train/ess": "effective sample size of r, divided by the number of tokens",
     "train/tokens": "tokens trained",

@@ -80,7 +80,10 @@ def test_mlflow_and_wandb_get_what_a_run_writes_offline(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
-    run = launch("--actors=1", "--steps=3", "--learner.eval_every=3", "--track=wandb,mlflow")
+    run = launch(
+        # Long enough for the first start of MLflow, which makes its tables: at its end a run waits 15 s for trackers.
+        *("--actors=1", "--steps=40", "--learner.eval_every=20", "--track=wandb,mlflow")
+    )
     assert run.wait() == 0, run.text()
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [rows[-1][f"health/{name}_rows_lost_total"] for name in ("wandb", "mlflow")] == [0, 0]
