@@ -47,7 +47,7 @@ TAGS: Final = {
         "mean of r. It is 1 in expectation; a drift means that an engine's log-probs differ from the learner's"
     ),
     "train/ratio_max": "maximum of r",
-    "train/truncated_fraction": "share of tokens whose importance weight was capped or masked",
+    "train/truncated_fraction": "share of tokens whose importance weight was capped or clipped",
     "train/rejected_fraction": (
         "share of tokens that `objective.rejection` left out of the loss; these are not in `train/truncated_fraction`"
     ),
