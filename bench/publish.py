@@ -1,4 +1,4 @@
-"""Seconds from the learner's `publish` until the last of N actor processes has the weights: three ways, side by side.
+"""Seconds from the learner's `publish` until the last of N actor processes has the weights: four ways, side by side.
 
     python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--join]
 
@@ -7,6 +7,11 @@
     snapshot     write the file, and every actor reads it with its checksum: what transport = folder does
     per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
                  memory that is allocated and touched beforehand; no checks, no answers
+    flat         the same with one broadcast of all bytes: the least that a collective can cost
+
+What it must cost: each of N actors receives B bytes, and all but the leaves of the tree send them on. On one machine
+that is 2 N B bytes copied by the kernel on shared cores, at best as fast as memory; ours reads N B more for the
+checksums, and copies B once for the staging.
 
 All on this machine over loopback, so that N actors share its cores. 0.8 MB are the built-in student's own tensors,
 any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The first turn of each way is thrown away, medians
@@ -38,7 +43,7 @@ from torch.distributed import ProcessGroupGloo
 from builtin import STUDENT_DIR
 from protocol.messages import WeightVersion
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
-from weights.buckets import manifest_of, torch_dtype
+from weights.buckets import byte_views, manifest_of, torch_dtype
 from weights.config import WeightsConfig
 from weights.group_operations import connect_store, host_store
 from weights.manifest import Manifest
@@ -66,7 +71,8 @@ def main() -> None:
                 print_join(actors, large_tensors(megabytes), args.repeats)
         return
     print(f"{'actors':>6} {'MB':>6} {'tensors':>7} | {'publisher s':>11} {'confirmed s':>11} {'snapshot s':>10} "
-          f"{'per tensor s':>12} | {'snapshot/ours':>13} {'per tensor/ours':>15}")  # fmt: skip
+          f"{'per tensor s':>12} {'flat s':>7} | "
+          f"{'snapshot/ours':>13} {'per tensor/ours':>15} {'flat/ours':>9}")  # fmt: skip
     for megabytes in args.megabytes:
         for actors in args.actors:
             named = student_tensors() if megabytes == 0.8 else large_tensors(megabytes)
@@ -97,16 +103,18 @@ class Timings:
     confirmed: list[float] = field(default_factory=list[float])
     snapshot: list[float] = field(default_factory=list[float])
     per_tensor: list[float] = field(default_factory=list[float])
+    flat: list[float] = field(default_factory=list[float])
 
 
 def print_row(actors: int, named: Named, timings: Timings) -> None:
-    ours, confirmed, snapshot, plain = (
+    ours, confirmed, snapshot, plain, flat = (
         statistics.median(values[1:])
-        for values in (timings.publisher, timings.confirmed, timings.snapshot, timings.per_tensor)
+        for values in (timings.publisher, timings.confirmed, timings.snapshot, timings.per_tensor, timings.flat)
     )
     megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
     print(f"{actors:>6} {megabytes:>6.1f} {len(named):>7} | {ours:>11.4f} {confirmed:>11.4f} {snapshot:>10.4f} "
-          f"{plain:>12.4f} | {snapshot / ours:>13.2f} {plain / ours:>15.2f}", flush=True)  # fmt: skip
+          f"{plain:>12.4f} {flat:>7.4f} | "
+          f"{snapshot / ours:>13.2f} {plain / ours:>15.2f} {flat / ours:>9.2f}", flush=True)  # fmt: skip
 
 
 def measure(actors: int, named: Named, repeats: int) -> Timings:
@@ -117,6 +125,9 @@ def measure(actors: int, named: Named, repeats: int) -> Timings:
         timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
     with PerTensorFleet(actors, named) as plain:
         timings.per_tensor = [plain.broadcast() for _ in range(repeats + 1)]
+    run_B = torch.cat(byte_views(named))
+    with PerTensorFleet(actors, [("flat", run_B)]) as whole:
+        timings.flat = [whole.broadcast() for _ in range(repeats + 1)]
     return timings
 
 
@@ -126,7 +137,8 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
     def published(version: WeightVersion, broadcast_s: float) -> None:
         announced.set()
 
-    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
+    # Whole versions: the tensors do not change from step to step, so differences would be empty.
+    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, delta="off")
     with (
         ActorFleet(digests=False) as fleet,
         Publisher(
@@ -134,6 +146,8 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
         ) as publisher,
     ):
         fleet.start(f"actor-{index}" for index in range(actors))
+        for name in fleet.actors:
+            fleet.report(name, TIMEOUT_S)  # it has started: on a busy machine that can take longer than joining may
         publisher.membership(fleet.membership())
         publisher.wait_idle(TIMEOUT_S)
         for step in range(1, repeats + 2):
@@ -159,7 +173,7 @@ def measure_join(actors: int, named: Named, repeats: int) -> tuple[list[float], 
     work of the former repeat can be used again."""
     staged_s: list[float] = []
     whole_s: list[float] = []
-    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, join_window_s=0.0)
+    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, join_window_s=0.0, delta="off")
     with (
         tempfile.TemporaryDirectory() as folder,
         ActorFleet(digests=False) as fleet,
@@ -203,7 +217,7 @@ def measure_snapshot(actors: int, named: Named, repeats: int, folder: Path) -> l
 
 
 class PerTensorFleet:
-    """Processes that take one broadcast per tensor, from a default gloo group."""
+    """Processes that take one broadcast per tensor, from a default gloo group; one tensor of all bytes is "flat"."""
 
     def __init__(self, actors: int, named: Named) -> None:
         self._named = named

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from weights.buckets import Layout, byte_views, checksum, manifest_of
+from weights.buckets import Layout, byte_views, checksum, checksum_by_place, manifest_of
 
 Named = list[tuple[str, Tensor]]
 
@@ -77,6 +80,20 @@ def test_every_bucket_but_the_last_is_full_and_together_they_are_the_run() -> No
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
     assert {end - start for start, end in bounds[:-1]} == {1_024}
     assert 0 < bounds[-1][1] - bounds[-1][0] <= 1_024
+
+
+@given(n=st.integers(1, 40), first=st.integers(0, 39), second=st.integers(0, 39), seed=st.integers(0, 2**32))
+def test_exchanged_words_and_a_flipped_bit_change_both_checksums(n: int, first: int, second: int, seed: int) -> None:
+    words = torch.from_numpy(np.random.default_rng(seed).integers(-(2**63), 2**63, 8 * n))
+    first, second = first % len(words), second % len(words)
+    exchanged, flipped = words.clone(), words.clone()
+    exchanged[[first, second]] = words[[second, first]]
+    flipped[first] ^= 1 << (seed % 63)
+    for sum_of in (checksum, checksum_by_place):
+        before, after, bit = (sum_of(w.view(torch.uint8)) for w in (words, exchanged, flipped))
+        assert before.dtype == torch.int64
+        assert torch.equal(before, after) == (first == second)
+        assert not torch.equal(before, bit)
 
 
 def test_a_bucket_that_differs_in_one_bit_or_is_another_has_another_checksum() -> None:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from protocol.messages import WeightVersion
 from weights import delta
-from weights.buckets import BucketLayout, Content, Layout, checksum, place_checksum
+from weights.buckets import BucketLayout, Content, Layout, checksum, checksum_by_place
 from weights.delta import DeltaSent
 from weights.group_host import Channel, GroupHost
 from weights.group_operations import (
@@ -137,7 +137,7 @@ class WeightGroup(GroupOperations):
                     at = None  # some of what was compared may be of a newer version
             ready_b = bucket_b if at is None else delta.encode(bucket_b, at, unit)
             k = delta.WHOLE if at is None else at.numel()
-            sums.append(place_checksum(bucket_b))
+            sums.append(checksum_by_place(bucket_b))
             self._finish_all(deadline_s)  # and only then drop what was being sent
             header, sent_b = torch.tensor([k, round_number], device=self._device), ready_b
             self._start(header, deadline_s)
@@ -208,7 +208,7 @@ class WeightGroup(GroupOperations):
                     delta.apply(delta_b, k, bucket_b, unit)
                 except delta.DeltaDamaged as error:
                     wrong = f"bucket {len(sums)}: {error}"
-            sums.append(place_checksum(bucket_b))
+            sums.append(checksum_by_place(bucket_b))
 
         came: tuple[Tensor, Tensor, int] | None = None
         for index, bucket_b in enumerate(_buckets(layout, run_B)):
