@@ -50,7 +50,7 @@ SWEEP: Final[dict[str, dict[str, Any]]] = {
     "lr 2e-3": SAME | {"lr": 2e-3},
     "lr 1e-3, 1 thread": SAME | {"threads": 1},
     "lr 1e-3, beta 0.5": SAME | {"trl": SAME["trl"] | {"beta": 0.5}},
-    "lr 1e-3, 32 rollouts": SAME | {"rollouts": 32},
+    "lr 1e-3, 32 rollouts": SAME | {"rollouts": 32, "steps": 200},
 }
 TRL_BEST: Final = "lr 1e-3"
 SMOLLM2: Final[dict[str, Any]] = {
@@ -160,9 +160,10 @@ def steps_shown(races: Sequence[Race]) -> list[int]:
 
 
 def report(races: Sequence[Race], args: argparse.Namespace) -> list[str]:
-    lines = pair_table(races, SCORES["builtin"][0], args.target) if args.model == "builtin" else []
+    target = args.target if args.model == "builtin" else None
+    lines = [] if target is None else pair_table(races, SCORES["builtin"][0], target)
     for score in SCORES[args.model]:
-        lines += ["", f"{score}:", "", *run_table(races, score, steps_shown(races))]
+        lines += ["", f"{score}:", "", *run_table(races, score, steps_shown(races), target)]
     return [*lines, "", *role_table(races)]
 
 

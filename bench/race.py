@@ -97,20 +97,17 @@ def pair_table(races: Sequence[Race], score: str, target: float) -> list[str]:
     return lines
 
 
-def run_table(races: Sequence[Race], score: str, steps: Sequence[int]) -> list[str]:
-    """Markdown: one line per run with its scores at some steps, and what a step costs."""
-    heads = " | ".join(f"step {step}" for step in steps)
-    lines = [
-        f"| settings, seed | side | {heads} | seconds per step | CPU seconds per step | start-up, s |",
-        f"|---|---|{'---:|' * (len(steps) + 3)}",
-    ]
+def run_table(races: Sequence[Race], score: str, steps: Sequence[int], target: float | None = None) -> list[str]:
+    """Markdown: one line per run with its scores at some steps, what a step costs, and its seconds to the target."""
+    heads = [f"step {step}" for step in steps] + ["s per step", "CPU s per step", "start-up, s"]
+    heads += [] if target is None else [f"s to {target:g}"]
+    lines = [f"| settings, seed | side | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(heads)}"]
     for race in races:
         at = {point.step: point.scores[score] for point in race.points}
-        scores = " | ".join(f"{at[step]:.3f}" if step in at else "-" for step in steps)
-        lines.append(
-            f"| {race.settings}, {race.seed} | {race.side} | {scores} | {race.step_s:.3f} | {race.cpu_step_s:.3f} "
-            f"| {race.startup_s:.1f} |"
-        )
+        cells = [f"{at[step]:.3f}" if step in at else "-" for step in steps]
+        cells += [f"{race.step_s:.3f}", f"{race.cpu_step_s:.3f}", f"{race.startup_s:.1f}"]
+        cells += [] if target is None else [seconds(seconds_to(race.points, score, target))]
+        lines.append(f"| {race.settings}, {race.seed} | {race.side} | {' | '.join(cells)} |")
     return lines
 
 

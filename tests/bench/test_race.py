@@ -88,6 +88,12 @@ def test_costs_are_per_step_and_shares_sum_to_one() -> None:
     races = [race(OURS, 0, (0.0, 0.3), (20.0, 0.8)), race(PEER, 0, (0.0, 0.3), (40.0, 0.8))]
     ours, theirs = run_table(races, SCORE, [0, 1, 9])[2:]
     assert ours == "| same, 0 | Stillhouse | 0.300 | 0.800 | - | 2.000 | 0.400 | 4.0 |"
+    with_target = run_table(races, SCORE, [], target=0.55)
+    assert with_target[0] == "| settings, seed | side | s per step | CPU s per step | start-up, s | s to 0.55 |"
+    assert with_target[2:] == [
+        "| same, 0 | Stillhouse | 2.000 | 0.400 | 4.0 | 10.0 |",
+        "| same, 0 | TRL | 4.000 | 0.800 | 4.0 | 20.0 |",
+    ]
     assert theirs == "| same, 0 | TRL | 0.300 | 0.800 | - | 4.000 | 0.800 | 4.0 |"
     assert role_table(races)[2:] == ["| same | learner | 0.300 | 75% |", "| same | actor | 0.100 | 25% |"]
 
