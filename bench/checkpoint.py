@@ -102,6 +102,7 @@ def main() -> None:
                 with measured() as staging:
                     draft = new_draft(root, WeightVersion(0, 2 * step + 1))
                     staged = trainer.stage(draft)
+                    assert staged is not None
                     contents = Contents.of(state_of(WeightVersion(0, 2 * step + 1), staged.optimizer), staged.weights)
                 write_checkpoint(draft, contents, trainer.model, tokenizer, keep=1)
             del staged, contents

@@ -53,7 +53,8 @@ def nemo_distillation(given: Given, batch: Batch) -> Tensor:
         ids = rollout.t.topk(k, dim=1).indices
         student, teacher = (side.gather(1, ids).log_softmax(1) for side in (rollout.z, rollout.t))
         forward, reverse = generalized_jsd(student, teacher, 0), generalized_jsd(student, teacher, 1)
-        total = total + {"forward": forward, "reverse": reverse}.get(kind, weight * forward + (1 - weight) * reverse)
+        mixed = weight * forward + (1 - weight) * reverse
+        total = total + {"forward": forward, "reverse": reverse, "mixed": mixed}[kind]
     return total / batch.n_tokens
 
 
