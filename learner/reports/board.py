@@ -41,7 +41,7 @@ LAYOUT: Final = {
         "Staleness, steps": ("staleness/mean", "staleness/max"),
         "Importance ratio, mean": ("train/ratio_mean",),
         "Effective sample size, share": ("train/ess",),
-        "Capped or masked tokens, share": ("train/truncated_fraction",),
+        "Capped or clipped tokens, and rejected ones, share": ("train/truncated_fraction", "train/rejected_fraction"),
     },
     "Throughput": {
         "Tokens per second": ("rate/actor_tokens_per_s", "rate/teacher_tokens_per_s", "rate/learner_tokens_per_s"),

@@ -53,8 +53,9 @@ def nemo_distillation(given: Given, batch: Batch) -> Tensor:
         ids = rollout.t.topk(k, dim=1).indices
         student, teacher = (side.gather(1, ids).log_softmax(1) for side in (rollout.z, rollout.t))
         forward, reverse = generalized_jsd(student, teacher, 0), generalized_jsd(student, teacher, 1)
-        mixed = weight * forward + (1 - weight) * reverse
-        total = total + {"forward": forward, "reverse": reverse, "mixed": mixed}[kind]
+        shares: dict[str, float] = {"forward": 1.0, "reverse": 0.0, "mixed": weight}
+        share = shares[kind]
+        total = total + share * forward + (1 - share) * reverse
     return total / batch.n_tokens
 
 
