@@ -18,7 +18,7 @@ from tests.sim.buffer import sim as buffer_sim
 BENCH = Path(__file__).parents[2] / "bench" / "buffer_sim.py"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [7, 10, 13])
 def test_twenty_thousand_random_events_break_nothing(seed: int) -> None:
     totals = buffer_sim.run(20_000, seed, check_every=20)
     assert totals["events"] >= 20_000

@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S
 from tests.sim.buffer import sim as buffer_sim
 
 
-@pytest.mark.parametrize("seed", [3, 13, 15])
+@pytest.mark.parametrize("seed", [6, 9, 10])
 def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_course_of_events(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,12 +142,13 @@ def test_only_the_whole_address_with_its_own_host_is_answered(tmp_path: Path) ->
                     assert "Access-Control-Allow-Origin" not in answer.headers
                     return answer.status
 
+            other = view.token[:-1] + ("x" if view.token[-1] != "x" else "y")
             assert await status(browser.address) == 200
             assert await status(browser.address, Host=f"localhost:{port}") == 200
             for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example"):
                 assert await status(browser.address, Host=host) == 403, host
                 assert await status(f"{browser.address}new", Host=host) == 403, host
-            for path in ("", "/", f"{view.token}", f"{view.token[:-1]}x/", "x/", "é/", f"{view.token}/../x/", "x/new"):
+            for path in ("", "/", f"{view.token}", f"{other}/", "x/", "é/", f"{view.token}/../x/", "x/new"):
                 assert await status(f"{root}{path}") == 404, path
             async with session.post(browser.address) as answer:
                 assert answer.status in (404, 405)
