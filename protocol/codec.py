@@ -208,6 +208,8 @@ def decode(frames: Sequence[Frame], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Re
 def _excess(frames: Sequence[Frame], max_bytes: int) -> tuple[str, str] | None:
     """The exceeded size and its limit; None if all sizes are within the limits."""
     lengths = [len(frame) for frame in frames]
+    if sum(lengths) <= min(MAX_HEADER_BYTES, MAX_FRAME_BYTES, max_bytes) and len(frames) <= MAX_FRAMES:
+        return None  # nearly always
     if lengths[0] > MAX_HEADER_BYTES:
         return f"a header of {lengths[0]} bytes", f"{MAX_HEADER_BYTES}"
     if len(frames) > MAX_FRAMES:
@@ -233,11 +235,12 @@ def _read_array(frame: Frame, spec: FrameSpec) -> Array:
             raise MalformedMessage(
                 f"length of {spec.what}", got=f"{n_bytes} bytes", expected=f"a multiple of {item_bytes} bytes above 0"
             )
-    elif n_bytes != math.prod(spec.shape) * item_bytes:
+    elif n_bytes != (spec.shape[0] if len(spec.shape) == 1 else math.prod(spec.shape)) * item_bytes:
         expected = f"{math.prod(spec.shape) * item_bytes} bytes ({spec.dtype} {list(spec.shape)})"
         raise MalformedMessage(f"length of {spec.what}", got=f"{n_bytes} bytes", expected=expected)
     array = np.frombuffer(frame, dtype=spec.dtype)
-    array.flags.writeable = False
+    if not isinstance(frame, bytes):  # arrays of bytes are read-only anyway
+        array.flags.writeable = False
     return array if spec.shape is None or len(spec.shape) == 1 else array.reshape(spec.shape)
 
 

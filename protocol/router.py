@@ -137,7 +137,10 @@ class Router:
         """One message, damaged or not, or None when none is waiting."""
         received = receive_from_router(self._socket)
         if received is not None:
-            connection = self._open.setdefault(int(received.source.get(_SOURCE_FD)), _Connection())
+            descriptor = int(received.source.get(_SOURCE_FD))
+            connection = self._open.get(descriptor)
+            if connection is None:
+                connection = self._open[descriptor] = _Connection()
             overhead_bytes = CHECKSUM_BYTES + (len(received.frames) + 1) * FRAME_OVERHEAD_BYTES
             connection.read_bytes += sum(map(len, received.frames)) + overhead_bytes
             if connection.address is not None and not connection.heard:

@@ -24,6 +24,8 @@ SMALL_FRAME_BYTES = 8192
 """A received frame of up to this size is copied: libzmq returns slices, at any alignment, of a shared 8 KiB read
 buffer, and one slice kept would keep all of the buffer. Larger frames own their block and are viewed in place."""
 
+COPIED_BELOW_BYTES: Final = 1 << 16
+"""pyzmq's own threshold, below which it copies even when asked not to."""
 HANDSHAKE_MS: Final = 10_000
 """A connection that has not finished ZeroMQ's handshake by then is closed."""
 
@@ -45,9 +47,10 @@ def new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket
 def send_frames(socket: zmq.Socket[bytes], frames: list[Frame]) -> None:
     """Send a message and its checksum. Never blocks. Raises zmq.Again when the socket is full; then nothing was sent.
 
-    Frames of 64 KiB and more (pyzmq's threshold) are not copied into the socket."""
+    Frames of 64 KiB and more are not copied into the socket. For smaller ones a copy costs less than what keeps the
+    original alive."""
     for frame in frames:
-        socket.send(frame, NO_WAIT_MORE, copy=False)
+        socket.send(frame, NO_WAIT_MORE, copy=len(frame) < COPIED_BELOW_BYTES)
     socket.send(checksum(frames), _NO_WAIT)
 
 
