@@ -205,7 +205,7 @@ def measure_snapshot(actors: int, named: Named, repeats: int, folder: Path) -> l
     with ActorFleet(digests=False) as fleet:
         fleet.start(f"actor-{index}" for index in range(actors))
         for name in fleet.actors:
-            fleet.report(name)
+            fleet.report(name, TIMEOUT_S)
         for step in range(1, repeats + 2):
             began_s = time.monotonic()
             ref = write_snapshot(folder, WeightVersion(0, step), named, keep=1)
