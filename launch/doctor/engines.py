@@ -24,8 +24,13 @@ from launch.workers.start_role import StartRole
 from protocol.context import RoleContext, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2
+LOG_LINES: Final = 4
 EMBEDDED_REPLICAS: Final = 2
 """Teachers of a pool that are compared when each loads the model in its own process: they run the same code."""
+
+
+class ServerFailed(Exception):
+    """A server died before it answered, or did not answer in time."""
 
 
 def starting_s(config: RunConfig) -> float:
@@ -40,13 +45,19 @@ def servers(case: Case) -> Iterator[Finding]:
         which = f"the run uses servers that run already: {', '.join(attached)}" if attached else "no engine is a server"
         raise Impossible(which)
     began_s = time.monotonic()
-    watch = _started(case)
+    normal = "each answers within its server.start_timeout_s; the other servers of the run are the same"
+    try:
+        watch = _started(case)
+    except ServerFailed as error:
+        advice = "correct its server.args, or what its log says; docs/sglang.md lists what a server needs"
+        yield Finding(check="servers", status="failed", measured=str(error), normal=normal, advice=advice)
+        return
     took_s = time.monotonic() - began_s
     yield Finding(
         check="servers",
         status="ok",
         measured=f"{', '.join(watch.slots)} answered after {took_s:.1f} s",
-        normal="each answers within its server.start_timeout_s; the other servers of the run are the same",
+        normal=normal,
         figures={"start_s": took_s},
     )
 
@@ -66,7 +77,7 @@ def _started(case: Case) -> ServerWatch:
                 if news.kind != "up":
                     log = (case.scratch / f"{watch.log_name(news.worker)}.log").read_text(errors="replace")
                     why = news.text.rpartition("; it ")[2]
-                    raise RuntimeError(f"the server of {news.worker} {why}; its log ends with: {_tail(log)}")
+                    raise ServerFailed(f"the server of {news.worker} {why}; its log ends with: {_tail(log)}")
             time.sleep(LOOK_EVERY_S)
         return watch
 
@@ -81,7 +92,8 @@ def _first_plans(case: Case) -> Iterator[ServerPlan]:
 
 
 def _tail(text: str) -> str:
-    return " | ".join(text.strip().splitlines()[-6:])
+    """The last lines, without those that a traceback indents."""
+    return " | ".join([line for line in text.splitlines() if line.strip() and not line[0].isspace()][-LOG_LINES:])
 
 
 def context(case: Case, role: WorkerRole, index: int, server_url: str) -> RoleContext[RunConfig]:

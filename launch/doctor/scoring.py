@@ -18,7 +18,7 @@ from launch.doctor import engines
 from launch.doctor.case import Case
 from launch.doctor.finding import Finding, Status
 from launch.doctor.scored import TEMPERATURES, Scores, reference_scores, scores, texts
-from launch.doctor.written import GREEDY, PROBE, answers, of_student
+from launch.doctor.written import GREEDY, PROBE, answers, of_student, written
 from teachers.self_check import LOUD_NATS
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -105,15 +105,35 @@ def _shift(got: Floats, expected: Floats, fine: float) -> str:
 
 def temperature(case: Case) -> Iterator[Finding]:
     """Reported log-probs of samples are at the sampling temperature, scores at 1."""
-    probed = [
-        (one, table) for one, table in zip(answers(case), of_student(case), strict=True) if one.temperature == PROBE
-    ]
+    refused = written(case).refused
+    yield _refuses(case, refused) if refused else _sampled_at(case)
+    for pool in case.pools:
+        yield _scored_at(case, pool)
+
+
+def _refuses(case: Case, why: str) -> Finding:
+    """An engine that takes one temperature only is fine for a run at that one."""
+    asked = case.config.learner.tasks.temperature
+    return Finding(
+        check="temperature",
+        subject="actor",
+        status="ok" if asked == 1.0 else "failed",
+        measured=f"the engine refuses temperature {PROBE:g}: {why}",
+        normal=f"it samples at learner.tasks.temperature = {asked:g}, and reports log-probs at it",
+        advice="let the engine report log-probs of the distribution that it samples from, or set "
+        "learner.tasks.temperature = 1",
+    )
+
+
+def _sampled_at(case: Case) -> Finding:
+    pairs = zip(answers(case), of_student(case), strict=True)
+    probed = [(one, table) for one, table in pairs if one.temperature == PROBE]
     got = np.concatenate([one.logprobs for one, _ in probed])
     at_1, at_asked = (np.concatenate([table[i] for _, table in probed]) for i in (0, 1))
     apart, from_1 = _apart(got, at_asked), _apart(got, at_1)
     ignores = from_1 < apart / 2
     status = "failed" if ignores else _status(apart, *_limits(case, "actor"))
-    yield Finding(
+    return Finding(
         check="temperature",
         subject="actor",
         status=status,
@@ -125,8 +145,6 @@ def temperature(case: Case) -> Iterator[Finding]:
         "SGLANG_RETURN_ORIGINAL_LOGPROB); importance ratios would be wrong",
         figures={"mean_nats": apart, "from_temperature_1_nats": from_1},
     )
-    for pool in case.pools:
-        yield _scored_at(case, pool)
 
 
 def _scored_at(case: Case, pool: TeacherPool) -> Finding:
@@ -156,11 +174,11 @@ def _scored_at(case: Case, pool: TeacherPool) -> Finding:
 
 def known_text(case: Case) -> Iterator[Finding]:
     """The teacher gives known text a much higher probability than chance."""
-    written = answers(case)
+    own = answers(case)
     for pool in case.pools:
         got, asked = scores(case, pool), texts(case)
-        greedy = [got.among[i] for i, one in enumerate(written) if one.temperature == GREEDY]
-        truths = got.among[len(written) : len(asked)]
+        greedy = [got.among[i] for i, one in enumerate(own) if one.temperature == GREEDY]
+        truths = got.among[len(own) : len(asked)]
         uniform = -math.log(got.vocab_tokens)
         by_kind = {"what the student writes greedily": greedy, "the rows' ground truths": truths}
         means = {kind: float(np.concatenate(found).mean()) for kind, found in by_kind.items() if found}
@@ -182,22 +200,22 @@ def known_text(case: Case) -> Iterator[Finding]:
 def replica_noise(case: Case) -> Iterator[Finding]:
     """A token's score must not depend on its batch or its teacher by as much as student and teacher differ."""
     for pool in case.pools:
-        written = [i for i, one in enumerate(answers(case)) if one.temperature == 1.0]
+        sampled = [i for i, one in enumerate(answers(case)) if one.temperature == 1.0]
         first = scores(case, pool)
-        noise = [abs(first.among[i].astype(np.float64) - _answer(case, first.alone, i)) for i in written]
+        noise = [abs(first.among[i].astype(np.float64) - _answer(case, first.alone, i)) for i in sampled]
         other = [scores(case, pool, offset) for offset in range(1, engines.replicas(case, pool))]
-        noise += [abs(_answer(case, one.alone, i) - _answer(case, first.alone, i)) for one in other for i in written]
-        yield _beside_signal(case, pool, np.concatenate(noise), written, 1 + len(other))
+        noise += [abs(_answer(case, one.alone, i) - _answer(case, first.alone, i)) for one in other for i in sampled]
+        yield _beside_signal(case, pool, np.concatenate(noise), sampled, 1 + len(other))
 
 
 def _answer(case: Case, alone: Sequence[Floats], i: int) -> npt.NDArray[np.float64]:
     return alone[i][texts(case)[i].start - 1 :].astype(np.float64)
 
 
-def _beside_signal(case: Case, pool: TeacherPool, noise: Floats, written: Sequence[int], replicas: int) -> Finding:
+def _beside_signal(case: Case, pool: TeacherPool, noise: Floats, sampled: Sequence[int], replicas: int) -> Finding:
     """`noise`: absolute differences. The signal: s - q of sampled tokens, as the objective uses it."""
-    s = np.concatenate([of_student(case)[i][0] for i in written])
-    q = np.concatenate([_answer(case, scores(case, pool).alone, i) for i in written])
+    s = np.concatenate([of_student(case)[i][0] for i in sampled])
+    q = np.concatenate([_answer(case, scores(case, pool).alone, i) for i in sampled])
     kl, signal, mean = float((s - q).mean()), float(np.abs(s - q).mean()), float(noise.mean())
     status: Status = "ok"
     advice = (

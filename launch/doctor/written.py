@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from engines.base import Float32s, GenerationEngine, GenerationRequest, Int32s
@@ -26,6 +27,7 @@ PROBE: Final = 1.5
 """Temperature that shows what reported log-probs mean: the student writes unlikely tokens there, whose log-probs are
 far from those at temperature 1."""
 POLL_S: Final = 0.05
+replace = msgspec.structs.replace
 
 
 class Answer(NamedTuple):
@@ -49,12 +51,25 @@ class Answer(NamedTuple):
         return np.concatenate([self.read_ids, self.ids])
 
 
+class Written(NamedTuple):
+    """What the student wrote."""
+
+    answers: list[Answer]
+    refused: str
+    """Why the engine refuses `PROBE`; empty: it does not."""
+
+
 def answers(case: Case) -> list[Answer]:
     """Answers to a few prompts, at temperature 0, 1 and `PROBE`."""
-    return case.once("writing answers with the actor's engine", lambda: list(_write(case)))
+    return written(case).answers
 
 
-def _write(case: Case) -> Iterator[Answer]:
+def written(case: Case) -> Written:
+    """See `answers`."""
+    return case.once("writing answers with the actor's engine", lambda: _write(case))
+
+
+def _write(case: Case) -> Written:
     rows = sorted(rows_of(case), key=lambda row: len(_ids(row)) > PROMPT_TOKENS)[:PROMPTS]
     if not rows:
         raise Impossible("no prompt can be used")
@@ -63,16 +78,24 @@ def _write(case: Case) -> Iterator[Answer]:
         rows = [row for row in rows if len(_ids(row)) + length <= student.max_context]
         if not rows:
             raise Impossible(f"no prompt leaves room for an answer in {student.max_context} tokens")
-        asked = [(row, t) for t in (GREEDY, 1.0, PROBE) for row in rows]
-        requests = [
-            GenerationRequest(
-                f"doctor-{i}", _ids(row), Sampling(temperature=t, max_new_tokens=length, seed=i), length,
-                source.stop_token_ids,
-            )
-            for i, (row, t) in enumerate(asked)
-        ]  # fmt: skip
-        written = write(student.engine, requests)
-    for (row, temperature), (ids, logprobs) in zip(asked, written, strict=True):
+        found: list[Answer] = []
+        for temperature in (GREEDY, 1.0):
+            found += _at(student.engine, rows, temperature, length, source.stop_token_ids)
+        try:
+            return Written([*found, *_at(student.engine, rows, PROBE, length, source.stop_token_ids)], "")
+        except ValueError as error:  # where it could not say what was sampled at another temperature
+            return Written(found, str(error))
+
+
+def _at(
+    engine: GenerationEngine, rows: Sequence[Rendered], temperature: float, length: int, stops: tuple[int, ...]
+) -> Iterator[Answer]:
+    sampling = Sampling(temperature=temperature, max_new_tokens=length)
+    requests = [
+        GenerationRequest(f"doctor-{temperature}-{i}", _ids(row), replace(sampling, seed=i), length, stops)
+        for i, row in enumerate(rows)
+    ]
+    for row, (ids, logprobs) in zip(rows, write(engine, requests), strict=True):
         read = row.teacher_ids if len(row.teacher_ids) else _ids(row)
         yield Answer(row, _ids(row), read, ids, logprobs, temperature)
 
@@ -117,12 +140,12 @@ def of_student(case: Case) -> list[reference.Float64s]:
     answer."""
 
     def compute() -> list[reference.Float64s]:
-        written = answers(case)
-        temperatures = list(dict.fromkeys([1.0, *(one.temperature for one in written if one.temperature)]))
-        found = reference_logprobs(case, case.config.models.student, [a.of_student for a in written], temperatures)
+        all_answers = answers(case)
+        temperatures = list(dict.fromkeys([1.0, *(one.temperature for one in all_answers if one.temperature)]))
+        found = reference_logprobs(case, case.config.models.student, [a.of_student for a in all_answers], temperatures)
         return [
             table[[0, temperatures.index(one.temperature or 1.0)], len(one.prompt_ids) - 1 :]
-            for one, table in zip(written, found, strict=True)
+            for one, table in zip(all_answers, found, strict=True)
         ]
 
     return case.once("our own forward pass of the student", compute)

@@ -174,6 +174,15 @@ class AtTemperatureOne(TorchEngine):
         return rows.gather(1, ids[len(before) :, None])[:, 0].numpy()
 
 
+class OnlyTemperatureOne(TorchEngine):
+    """Refuses other temperatures, as the engine for SGLang does where the server reports log-probs at 1."""
+
+    def submit(self, request: Any) -> None:
+        if request.sampling.temperature not in (0.0, 1.0):
+            raise ValueError(f"temperature = {request.sampling.temperature}")
+        super().submit(request)
+
+
 LATE: Final = FaultyTeacher(_late)
 ALL_OF_NOTHING: Final = FaultyTeacher(_all_of_nothing)
 DIVIDED: Final = FaultyTeacher(_divided)
@@ -184,4 +193,5 @@ HANGS: Final = FaultyTeacher(_hangs)
 CRASHES: Final = FaultyTeacher(_crashes)
 DEAF: Final = FaultyActor(Deaf)
 LOGPROBS_LATE: Final = FaultyActor(LogprobsLate)
+ONLY_TEMPERATURE_ONE: Final = FaultyActor(OnlyTemperatureOne)
 AT_TEMPERATURE_ONE: Final = FaultyActor(AtTemperatureOne)

@@ -56,6 +56,14 @@ def test_samples_whose_logprobs_ignore_the_temperature(examine: Examine) -> None
     assert found.status == "failed" and "the engine reports them at temperature 1" in found.measured
 
 
+def test_an_engine_that_takes_temperature_1_only(examine: Examine) -> None:
+    engine = f"--actor.engine={ENGINES}:ONLY_TEMPERATURE_ONE"
+    found = of(examine("temperature", engine), "actor")
+    assert found.status == "ok" and "refuses temperature 1.5" in found.measured
+    assert of(examine("temperature", engine, "--learner.tasks.temperature=0.8"), "actor").status == "failed"
+    assert of(examine("off by one", engine), "actor").status == "ok"
+
+
 def test_a_noisy_replica(examine: Examine) -> None:
     arguments = ("--teachers=2", f"--teacher.engine={ENGINES}:NOISY_REPLICA")
     found = of(examine("replica noise", *arguments), "pool default")
