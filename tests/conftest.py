@@ -20,8 +20,10 @@ SLOW_FILES: Final = (
         "weights/test_group_faults.py",
         "launch/test_recovery.py",
     ),
+    *("bench/test_evaluate_checkpoints.py", "bench/test_evaluate_context.py", "launch/doctor/test_scoring.py"),
+    "learner/reports/test_tracker_packages.py",
 )
-"""Soaks, campaigns, and what kills and stops whole launchers."""
+"""Soaks, campaigns, what kills and stops whole launchers, and what writes or scores with models for many seconds."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
 REPRESENTATIVE: Final = "integration/test_whole_run.py"
 """Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
