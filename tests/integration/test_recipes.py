@@ -59,7 +59,7 @@ def test_rewards_need_no_teacher(launch: Launch, tmp_path: Path) -> None:
     assert run.wait() == 0, run.text()
     summary = run.summary()
     assert_balanced(summary)
-    assert "no teacher (rewards only)" in run.text() and "warning" not in run.text()
+    assert "no teacher" in run.text() and "warning" not in run.text()
     assert {worker["role"] for worker in summary["workers"].values()} == {"buffer", "learner", "actor"}
     assert [point["step"] for point in summary["eval"]] == [0, 2, 4]
     assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] is None for point in summary["eval"])
