@@ -6,7 +6,7 @@ beside the learner. The renderers turn this into the files of a scheduler."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from launch.config.cluster import HostConfig
 from launch.config.run import RunConfig
@@ -14,6 +14,8 @@ from launch.errors import ConfigError
 from protocol.addresses import is_local
 
 GroupName: TypeAlias = Literal["run", "ranks", "actors", "teachers"]
+REJOIN_S: Final = 10
+"""Seconds between two tries to join the run, in every scheduler's script."""
 
 
 class HostGroup(NamedTuple):
@@ -25,6 +27,11 @@ class HostGroup(NamedTuple):
     workers: tuple[int, ...]
     """Workers on each host, as even as possible; of `run` and `ranks`, the learner's ranks there."""
     host: HostConfig
+
+    @property
+    def flag(self) -> str:
+        """The flag of `cluster.py join` that says how many of these workers join."""
+        return "--learner-ranks" if self.name == "ranks" else f"--{self.name}"
 
 
 def host_groups(config: RunConfig) -> tuple[HostGroup, ...]:
@@ -40,6 +47,12 @@ def host_groups(config: RunConfig) -> tuple[HostGroup, ...]:
     if mistakes := list(_mistakes(config, groups)):
         raise ConfigError(*mistakes)
     return tuple(groups)
+
+
+def none_beside_the_learner(groups: Sequence[HostGroup]) -> str:
+    """Flags of the run itself: it starts no worker of a role that has hosts of its own."""
+    names = {group.name for group in groups}
+    return "".join(f" --{role} 0" for role in ("actors", "teachers") if role in names)
 
 
 def _shares(count: int, each: int) -> tuple[int, ...]:

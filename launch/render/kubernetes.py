@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from launch.config.cluster import HostConfig
-from launch.render.hosts import HostGroup
+from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
 from launch.render.yaml_text import yaml_text
 
 GRACE_S: Final = 180
 """Seconds that a pod has to end after SIGTERM: a learner finishes its step and writes a checkpoint."""
 RETRIES: Final = 20
 """Pods of one Job that may fail before the Job does; evicted ones are not counted."""
-REJOIN_S: Final = 10
-"""Seconds between two tries to join the run."""
 RUNS: Final = "/runs"
 """Where the volume is mounted."""
 COPY_KEYS: Final = 'mkdir -p -m 700 "$KEYS" && cp /secret/* "$KEYS" && chmod 600 "$KEYS"/*'
@@ -148,18 +146,15 @@ def _environment(run: KubernetesRun, group: HostGroup) -> list[Manifest]:
 
 
 def _run_script(run: KubernetesRun) -> str:
-    joining = {group.name for group in run.groups}
-    counts = "".join(f" --{name} 0" for name in ("actors", "teachers") if name in joining)
     return f"""\
 {COPY_KEYS} || exit 1
 [ -f "$RUN/run.json" ] && resume=--resume
 exec stillhouse --run-dir "$RUN" $resume --config /config/config.yaml --launch.status plain \\
-    --buffer.bind "tcp://$POD_IP:$PORT" --weights.host "$POD_IP"{counts}
+    --buffer.bind "tcp://$POD_IP:$PORT" --weights.host "$POD_IP"{none_beside_the_learner(run.groups)}
 """
 
 
 def _join_script(group: HostGroup) -> str:
-    flag = "learner-ranks" if group.name == "ranks" else group.name
     how = "" if group.name == "ranks" else ' --config /config/config.yaml --keys "$KEYS" --dir "$JOINED"'
     copy = "" if group.name == "ranks" else f"{COPY_KEYS} || exit 1\n"
     return f"""\
@@ -167,7 +162,7 @@ def _join_script(group: HostGroup) -> str:
 trap 'kill -TERM $join 2> /dev/null; over=yes' TERM
 while [ -z "$over" ]; do
     stillhouse join "$RUN"{how} \\
-        --{flag} "${{shares[JOB_COMPLETION_INDEX]}}" --name-prefix {group.name}-$JOB_COMPLETION_INDEX & join=$!
+        {group.flag} "${{shares[JOB_COMPLETION_INDEX]}}" --name-prefix {group.name}-$JOB_COMPLETION_INDEX & join=$!
     wait $join; code=$?
     [ -n "$over" ] && wait $join
     # 1, 75: the run broke off, or cannot be joined yet.

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launch.render.hosts import HostGroup
+from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
 from launch.render.yaml_text import yaml_text
 
 RUNS: Final = "/runs"
 """Where the volume is mounted."""
 CONFIG: Final = "/tmp/stillhouse.toml"
-REJOIN_S: Final = 10
-"""Seconds between two tries to join the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +57,7 @@ def sky_task(task: SkyTask) -> str:
 
 
 def _script(task: SkyTask) -> Iterator[str]:
-    joining = {group.name for group in task.groups}
-    counts = "".join(f" --{name} 0" for name in ("actors", "teachers") if name in joining)
+    counts = none_beside_the_learner(task.groups)
     config = f" --config {CONFIG}" if task.config else ""
     keys = f" {shlex.join(task.arguments)}" if task.arguments else ""
     yield f"RUN={RUNS}/{task.name}"
@@ -73,9 +70,8 @@ def _script(task: SkyTask) -> Iterator[str]:
     shares = [(group, share) for group in task.groups for share in group.workers]
     yield "case $SKYPILOT_NODE_RANK in"
     for rank, (group, share) in enumerate(shares):
-        flag = "learner-ranks" if group.name == "ranks" else group.name
         if rank:
-            yield f"{rank}) workers='--{flag} {share}' ;;"
+            yield f"{rank}) workers='{group.flag} {share}' ;;"
     yield "esac"
     yield "while true; do"
     yield "    until [ -f $RUN/run.json ]; do sleep 1; done"

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launch.render.hosts import HostGroup
+from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
 
 STOP_S: Final = 180
 """Seconds before the end of the job's time at which Slurm tells the script to stop the run and to requeue itself. A
 learner finishes its step and writes a checkpoint in this time."""
 JOINS_END_S: Final = 60
 """Seconds that the joined hosts have to leave after the run has ended."""
-REJOIN_S: Final = 10
-"""Seconds between two tries to join the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +105,17 @@ def _joining() -> Iterator[str]:
 
 def _run_step(job: SlurmJob) -> Iterator[str]:
     words = shlex.join(job.arguments)
-    counts = "".join(f" --{other.name} 0" for other in job.groups[1:] if other.name in ("actors", "teachers"))
     network = "" if len(job.groups) == 1 else ' "${network[@]}"'
     yield ""
     yield "# The run: launcher, buffer, learner, and roles without hosts of their own; on the host of this script."
     yield "# If Slurm starts the job again, the run continues from its newest checkpoint."
     yield 'resume=(); [ -f "$RUN/run.json" ] && resume=(--resume)'
     yield f'(stillhouse --run-dir "$RUN" "${{resume[@]}}"{network} --launch.status plain \\'
-    yield f"    {words}{counts}) &"
+    yield f"    {words}{none_beside_the_learner(job.groups)}) &"
     yield "run=$!"
 
 
 def _join_step(index: int, group: HostGroup) -> Iterator[str]:
-    flag = "learner-ranks" if group.name == "ranks" else group.name
     hosts = len(group.workers)
     yield ""
     yield f"# {group.name}: {sum(group.workers)}, on {hosts} host{'s' * (hosts > 1)}"
@@ -127,7 +123,8 @@ def _join_step(index: int, group: HostGroup) -> Iterator[str]:
         f"srun --het-group={index} --nodes={hosts} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
         "--kill-on-bad-exit=0 \\"
     )
-    yield f"    bash -c 'shares=({' '.join(map(str, group.workers))}); join_run --{flag} ${{shares[SLURM_PROCID]}} \\"
+    shares = " ".join(map(str, group.workers))
+    yield f"    bash -c 'shares=({shares}); join_run {group.flag} ${{shares[SLURM_PROCID]}} \\"
     yield f"        --name-prefix {group.name}-$SLURM_PROCID' &"
     yield "joins+=($!)"
 
