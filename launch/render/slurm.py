@@ -136,7 +136,7 @@ def _ending(*, alone: bool) -> Iterator[str]:
     yield "again="
     yield "trap 'again=yes; kill -TERM $run' USR1"
     yield "trap 'kill -TERM $run' TERM"
-    yield "while kill -0 $run 2> /dev/null; do wait $run; code=$?; done"
+    yield "while wait $run; code=$?; kill -0 $run 2> /dev/null; do :; done"
     if not alone:
         yield ""
         yield "# The other hosts leave by themselves when the run has ended."

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from launch.audit.run import audit
+from launch.config.cluster import HostConfig
+from launch.render.hosts import HostGroup
+from launch.render.slurm import SlurmJob, sbatch_script
 from tests.launch.render.slurm_cluster import CORES, Slurm, missing
-from tests.patience import RUN_PATIENCE_S, eventually
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[3]
 STEPS = 60
@@ -53,6 +56,24 @@ def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) 
     subprocess.run(["bash", "-n"], input=alone, text=True, check=True)
     assert "hetjob" not in alone
     assert "srun" not in alone
+
+
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_path: Path, code: int) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/bash\nexit {code}\n")
+    python.chmod(0o755)
+    job = SlurmJob(
+        name="run",
+        run_dir=tmp_path / "run",
+        home=tmp_path,
+        arguments=(),
+        groups=(HostGroup("run", (1,), HostConfig()),),
+        port=5555,
+    )
+    script = sbatch_script(job).replace("run=$!", "run=$!; sleep 0.5")
+    assert subprocess.run(["bash", "-c", script], timeout=PATIENCE_S).returncode == code
 
 
 @pytest.mark.slow
