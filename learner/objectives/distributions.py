@@ -21,7 +21,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -189,9 +189,13 @@ class TopKTeacher:
     """log(1 - sum of the row's probabilities); -inf only where the row holds the whole vocabulary."""
     counts_T: Tensor
     """int64, at least 1."""
+    agreement_T3: Tensor = field(init=False, repr=False, compare=False)
+    """float64: the teacher's probability of its set, the student's, and the share of the student's likeliest tokens
+    that are in the set: as many as the set has, at most LIKELIEST. Filled in by `buckets` and `compare`."""
 
     def __post_init__(self) -> None:
         n_tokens, k = self.ids_TK.shape
+        object.__setattr__(self, "agreement_T3", self.tail_T.new_zeros((n_tokens, 3), dtype=torch.float64))
         if self.logprobs_TK.shape != (n_tokens, k) or not self.tail_T.shape == self.counts_T.shape == (n_tokens,):
             raise ValueError(
                 f"ids {tuple(self.ids_TK.shape)}, log-probs {tuple(self.logprobs_TK.shape)}, tail "
@@ -215,7 +219,7 @@ class TopKTeacher:
         teacher = cls(*(torch.from_numpy(np.require(array, requirements="W")) for array in arrays))
         teacher.check(vocab_tokens)
         moved = copy.copy(teacher)  # without __post_init__
-        for name in ("ids_TK", "logprobs_TK", "tail_T", "counts_T"):
+        for name in ("ids_TK", "logprobs_TK", "tail_T", "counts_T", "agreement_T3"):
             object.__setattr__(moved, name, upload(getattr(teacher, name), device))
         return moved
 
@@ -255,27 +259,13 @@ class TopKTeacher:
         """The two sides that `compare` compares. May overwrite `z_CV`."""
         return self._bucketed(z_CV, place)[0]
 
-    def agreement(self, z_CV: Tensor, place: slice) -> Tensor:
-        """[3] float64, sums over the rows `place` of the student's logits: the teacher's probability of its set, the
-        student's, and the share of the student's likeliest tokens that are in the set: as many as the set has, at most
-        LIKELIEST. Reads nothing from the device."""
-        valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
-        z_CK = z_CV.gather(1, torch.where(valid_CK, self.ids_TK[place], first_C1)).masked_fill(~valid_CK, -torch.inf)
-        student_C = (z_CK.logsumexp(dim=1) - z_CV.logsumexp(dim=1)).double().exp()
-        teacher_C = 1.0 - self.tail_T[place].double().exp()
-        n_C = self.counts_T[place].clamp(max=min(LIKELIEST, z_CV.shape[1]))
-        largest = z_CV.topk(min(LIKELIEST, z_CV.shape[1]), dim=1).values
-        inside_C = (
-            (z_CK >= largest.gather(1, n_C[:, None] - 1)).sum(dim=1).clamp(max=n_C)
-        )  # more where logits are equal
-        return torch.stack([teacher_C.sum(), student_C.sum(), (inside_C.double() / n_C).sum()])
-
     def _bucketed(self, z_CV: Tensor, place: slice) -> tuple[Buckets, _Parts]:
         valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
         ids_CK = torch.where(valid_CK, self.ids_TK[place], first_C1)  # a repeated token does no harm below
         tail_C1 = self.tail_T[place, None].to(z_CV.dtype)
         has_tail_C1 = ~torch.isneginf(tail_C1)
-        largest_C1 = z_CV.amax(dim=1, keepdim=True)
+        likeliest_CL = z_CV.topk(min(LIKELIEST, z_CV.shape[1]), dim=1).values
+        largest_C1 = likeliest_CL[:, :1]
         top_z_CK = z_CV.gather(1, ids_CK)
         exp_CV = z_CV.sub_(largest_C1).exp_()
         total_C1 = exp_CV.sum(dim=1, keepdim=True)
@@ -283,10 +273,22 @@ class TopKTeacher:
         outside_CV = exp_CV.scatter_(1, ids_CK, 0.0)  # so that the tail is a sum, and not 1 minus something near 1
         outside_C1 = outside_CV.sum(dim=1, keepdim=True).clamp(min=torch.finfo(z_CV.dtype).tiny)
         top_CK = top_z_CK - normaliser_C1
+        self.agreement_T3[place] = self._agreement(top_z_CK, likeliest_CL, top_CK, valid_CK, place)
         student_CB = _padded(top_CK, outside_C1.log() - total_C1.log(), valid_CK, has_tail_C1)
         teacher_CB = _padded(self.logprobs_TK[place].to(z_CV.dtype), tail_C1, valid_CK, has_tail_C1)
         parts = _Parts(ids_CK, valid_CK, top_CK, outside_CV, outside_C1, total_C1)
         return Buckets(student_CB, teacher_CB), parts
+
+    def _agreement(
+        self, top_z_CK: Tensor, likeliest_CL: Tensor, top_CK: Tensor, valid_CK: Tensor, place: slice
+    ) -> Tensor:
+        """[C, 3], as in `agreement_T3`, from the student's logits and log-probs of the set, and its largest logits."""
+        student_C = torch.where(valid_CK, top_CK, -torch.inf).double().exp().sum(dim=1)
+        teacher_C = 1.0 - self.tail_T[place].double().exp()
+        n_C = self.counts_T[place].clamp(max=likeliest_CL.shape[1])
+        inside_CK = valid_CK & (top_z_CK >= likeliest_CL.gather(1, n_C[:, None] - 1))
+        inside_C = inside_CK.sum(dim=1).clamp(max=n_C)  # more where logits are equal
+        return torch.stack([teacher_C, student_C, inside_C.double() / n_C], dim=1)
 
     def _valid(self, place: slice) -> Tensor:
         columns_K = torch.arange(self.ids_TK.shape[1], device=self.ids_TK.device)

@@ -42,7 +42,7 @@ class StepSums:
     """Over pairs with a top-k set: the teacher's probability of its set."""
     set_student_mass: float
     set_overlap: float
-    """Share of the student's likeliest tokens in the set (`learner.objectives.distributions.TopKTeacher.agreement`)."""
+    """Share of the student's likeliest tokens in the set (`TopKTeacher.agreement_T3`)."""
     set_scores: int
     """Number of their terms; 0 without top-k sets that the objective uses."""
     ratio_max: float

@@ -58,7 +58,7 @@ class PayloadSums(NamedTuple):
     hidden_scores: int
     """Number of its terms: pairs of a token and a teacher that sent its hidden state."""
     sets_3: Tensor
-    """Sums of `TopKTeacher.agreement`."""
+    """Sums of `TopKTeacher.agreement_T3`."""
     set_scores: int
     """Number of their terms: pairs of a token and a teacher that sent a top-k set."""
 
@@ -188,12 +188,14 @@ class _WithPayloads(Between):
         return z_CV.index_select(0, rows_R - place.start)[:, : self.vocab_tokens]
 
 
-def _sums(teacher: TopKTeacher | WholeTeacher, z_RV: Tensor, own: slice) -> PayloadSums:
-    """`own`: the teacher's rows; those of hidden states have been compared already."""
-    zero = PayloadSums.zero(z_RV.device)
+def _sums(teacher: TopKTeacher | WholeTeacher, own: slice) -> PayloadSums:
+    """`own`: the teacher's rows, which have been compared already."""
+    n = own.stop - own.start
     if isinstance(teacher, WholeTeacher):
-        return zero._replace(error=teacher.error_T[own].double().sum(), hidden_scores=own.stop - own.start)
-    return zero._replace(sets_3=teacher.agreement(z_RV, own), set_scores=own.stop - own.start)
+        error_T = teacher.error_T
+        return PayloadSums.zero(error_T.device)._replace(error=error_T[own].double().sum(), hidden_scores=n)
+    agreement_T3 = teacher.agreement_T3
+    return PayloadSums.zero(agreement_T3.device)._replace(sets_3=agreement_T3[own].sum(dim=0), set_scores=n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +243,8 @@ class BetweenDistributions(_WithPayloads):
             found, sums = list[ChunkPart](), PayloadSums.zero(device)
             for m, teacher, rows_R, own in rows(place):
                 student_RV, between = self._logits(z_CV, place, rows_R), self._given(uniforms_M[m][own])
-                of_sets = None if isinstance(teacher, WholeTeacher) else _sums(teacher, student_RV, own)
                 divergence_R, grad_RV = teacher.compare(student_RV, own, between)
-                sums = sums.plus(of_sets or _sums(teacher, student_RV, own))
+                sums = sums.plus(_sums(teacher, own))
                 weight_R = (inputs.coef_M[m] * weight_N[rows_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
                 found.append(ChunkPart(rows_R - place.start, divergence_R, weight_R, grad_RV))
@@ -271,10 +272,8 @@ class ExpectedCosts(_WithPayloads):
             mean_MC = z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0]))
             sums = PayloadSums.zero(z_CV.device)
             for m, teacher, rows_R, own in rows(place):
-                student_RV = self._logits(z_CV, place, rows_R)
-                of_sets = None if isinstance(teacher, WholeTeacher) else _sums(teacher, student_RV, own)
-                mean_R = mean_cost(*teacher.buckets(student_RV, own), self.cost)
-                sums = sums.plus(of_sets or _sums(teacher, student_RV, own))
+                mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), own), self.cost)
+                sums = sums.plus(_sums(teacher, own))
                 mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
             return MeanCosts(mean_MC, sums)
 
