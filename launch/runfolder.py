@@ -31,7 +31,7 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 
 from engines.provider import SERVERS
-from launch.errors import INTERRUPTED_EXIT_CODE, LaunchError, unwritten
+from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
 from launch.workers.start_role import WorkFolder
 from protocol.atomic_file import write_atomic
 from protocol.keys import KEYS, make_keys
@@ -181,6 +181,15 @@ def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:
     if not chosen.is_dir():
         raise LaunchError(f"--resume: {chosen} does not exist; name the run with --run-dir DIR")
     return chosen.resolve()
+
+
+def find_run(named: str, command: str) -> Path:
+    """The folder of a run, by its path or by its name in runs/. `command` is the word that asks for it, for the
+    message. Raises ConfigError."""
+    for path in (Path(named).expanduser(), RUNS / named):
+        if path.is_dir():
+            return path
+    raise ConfigError(f"{command}: no run {named}; expected the folder of a run, or its name in {RUNS}/")
 
 
 def _free_path(path: Path, *, exact: bool) -> Path:

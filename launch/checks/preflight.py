@@ -57,14 +57,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     interpreters = Interpreters()
     machine = pretended or find_machine()._replace(host_gib=host_gib())  # even if device = cpu, one part may name a GPU
     config, why_engines = choose_engines(config, machine, interpreters)
-    named = {"models.student": config.models.student}
-    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
-    folders: dict[str, Path] = {}
-    for key, name in named.items():
-        try:
-            folders[key] = find_model(key, name)
-        except ConfigError as error:
-            mistakes += error.mistakes
+    folders, not_found = find_models(config)
+    mistakes += not_found
     for key, folder in folders.items():
         mistakes += check_weights(key, folder).mistakes
     mistakes += lacking_cuda(config, machine, interpreters.own())
@@ -103,6 +97,19 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
     return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
+
+
+def find_models(config: RunConfig) -> tuple[dict[str, Path], list[str]]:
+    """(folders of the models that are there, by the key that names each; a mistake for each other one)."""
+    named = {"models.student": config.models.student}
+    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
+    folders, mistakes = dict[str, Path](), list[str]()
+    for key, name in named.items():
+        try:
+            folders[key] = find_model(key, name)
+        except ConfigError as error:
+            mistakes += error.mistakes
+    return folders, mistakes
 
 
 def with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:

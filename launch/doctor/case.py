@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from launch.checks import preflight
-from launch.checks.model_files import find_model
 from launch.config.command_line import CommandLine, resolve_config
 from launch.config.pools import TeacherPool, teacher_pools
 from launch.config.run import RunConfig
@@ -57,7 +56,8 @@ class Case:
             checked = preflight.check(config)
             preflight.check_recorded(checked.config, resume=line.resume)
         except ConfigError as error:
-            return cls(_with_known_models(config), run_path, scratch, None, error.mistakes)
+            found, _ = preflight.find_models(config)
+            return cls(preflight.with_folders(config, found), run_path, scratch, None, error.mistakes)
         return cls(checked.config, run_path, scratch, checked)
 
     @property
@@ -99,16 +99,3 @@ class Case:
     def close(self) -> None:
         while self._closers:
             self._closers.pop()()
-
-
-def _with_known_models(config: RunConfig) -> RunConfig:
-    """The configuration with the folders of those models that can be found."""
-    named = {"models.student": config.models.student}
-    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
-    found: dict[str, Path] = {}
-    for key, name in named.items():
-        try:
-            found[key] = find_model(key, name)
-        except ConfigError:
-            continue  # it is among the mistakes
-    return preflight.with_folders(config, found)

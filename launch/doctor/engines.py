@@ -19,7 +19,7 @@ from launch.doctor.finding import Finding
 from launch.processes.slots import RestartBudget
 from launch.servers.plan import ServerPlan, launched_groups
 from launch.servers.watch import ServerWatch
-from launch.workers.launch_plan import LaunchPlan
+from launch.workers.launch_plan import new_api_key
 from launch.workers.start_role import StartRole
 from protocol.context import RoleContext, WorkerRole
 
@@ -67,7 +67,7 @@ def _started(case: Case) -> ServerWatch:
         plans = list(_first_plans(case))
         launch = case.config.launch
         budget = RestartBudget(msgspec.structs.replace(launch, max_restarts=0))
-        key = LaunchPlan(config=case.config, began_s=0.0, resume=False, preload=(), entries={}).api_key
+        key = new_api_key()
         watch = ServerWatch(plans, case.config, case.scratch, budget, key)
         case.at_end(watch.close)
         os.environ[API_KEY_VARIABLE] = key

@@ -11,7 +11,7 @@ import yaml
 
 from launch.config.tree import get
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.runfolder import RUNS
+from launch.runfolder import find_run
 from launch.trace.figures import read_figures
 from launch.trace.merge import Written, merge
 from tracing.events import FOLDER
@@ -53,9 +53,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
     if not 1 <= len(arguments) <= 2:
         got = " ".join(arguments) or "nothing"
         raise ConfigError(f"trace: got {got}, expected RUN, the folder of a run, and perhaps FILE; --help shows how")
-    run = next((path for path in (Path(arguments[0]).expanduser(), RUNS / arguments[0]) if path.is_dir()), None)
-    if run is None:
-        raise ConfigError(f"trace: no run {arguments[0]}; expected the folder of a run, or its name in {RUNS}/")
+    run = find_run(arguments[0], "trace")
     return run, Path(arguments[1]).expanduser() if len(arguments) > 1 else _configured(run) or run / FILE
 
 

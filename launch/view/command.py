@@ -16,7 +16,7 @@ import yaml
 
 from launch.config.tree import get
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.runfolder import RUNS
+from launch.runfolder import find_run
 from launch.view.live_record import LiveRecord, has_batch
 from launch.view.page import Facts, Page
 from launch.view.rollouts import Found, choose, find_rollouts, read
@@ -113,16 +113,8 @@ def parse(arguments: Sequence[str]) -> Asked:
     if mistakes:
         raise ConfigError(*(f"view: {mistake}" for mistake in mistakes))
     record = Path(values["--record"]).expanduser() if "--record" in values else None
-    run = find_run(positional[0])
+    run = find_run(positional[0], "view")
     return Asked(run, record, values.get("--tokenizer", ""), int(max_mb), opens, live, int(port))
-
-
-def find_run(named: str) -> Path:
-    """The folder of a run, by its path or its name. Raises ConfigError."""
-    for path in (Path(named).expanduser(), RUNS / named):
-        if path.is_dir():
-            return path
-    raise ConfigError(f"view: no run {named}; expected the folder of a run, or its name in {RUNS}/")
 
 
 def find_record(run: Path) -> Path:

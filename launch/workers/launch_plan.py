@@ -25,7 +25,8 @@ PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
 the learner is spawned."""
 
 
-def _new_key() -> str:
+def new_api_key() -> str:
+    """A bearer key for servers."""
     return secrets.token_hex(32)  # letters and digits: a key that began with - would be taken for an argument
 
 
@@ -46,7 +47,7 @@ class LaunchPlan:
     """Inference servers, started with the workers."""
     placement: Placement = NOWHERE
     """Devices of embedded workers."""
-    api_key: str = field(default_factory=_new_key, repr=False)
+    api_key: str = field(default_factory=new_api_key, repr=False)
     """Bearer key of the servers."""
 
     @property
