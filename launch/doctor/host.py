@@ -21,6 +21,7 @@ from launch.config.pools import WorkerGroup, worker_groups
 from launch.config.run import RunConfig
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
+from launch.report.figures import plural
 
 FILES_OF_ITSELF: Final = 64
 """Descriptors of a process without workers or rollouts: libraries, logs, sockets that listen. Measured: 20 to 50."""
@@ -86,8 +87,8 @@ def cores(case: Case) -> Iterator[Finding]:
     yield Finding(
         check="cores",
         status="warning" if demand > CORES_SHARED * available else "ok",
-        measured=f"{len(computing)} processes compute on the CPU ({', '.join(_grouped(computing))}) with {threads} "
-        f"thread{'s' * (threads > 1)} each, on {available:g} cores, with a load of {load:.1f} now",
+        measured=f"{len(computing)} processes compute on the CPU ({', '.join(_grouped(computing))}) "
+        f"with {plural(threads, 'thread')} each, on {available:g} cores, with a load of {load:.1f} now",
         normal=f"at most {CORES_SHARED:g} threads per core; more are slower together, and late heartbeats look like "
         "losses",
         advice="fewer --actors or --teachers, or a smaller launch.threads_per_worker",
@@ -109,7 +110,7 @@ def _computing(config: RunConfig, gpus: dict[str, int | None]) -> Iterator[str]:
 
 
 def _grouped(names: list[str]) -> list[str]:
-    return [f"{names.count(name)} {name}{'s' * (names.count(name) > 1)}" for name in dict.fromkeys(names)]
+    return [plural(names.count(name), name) for name in dict.fromkeys(names)]
 
 
 def shared_memory(case: Case, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:

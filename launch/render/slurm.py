@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
+from launch.report.figures import plural
 
 STOP_S: Final = 180
 """Seconds before the end of the job's time at which Slurm tells the script to stop the run and to requeue itself. A
@@ -52,8 +53,7 @@ def _header(job: SlurmJob) -> Iterator[str]:
     for index, group in enumerate(job.groups):
         if index:
             yield "#SBATCH hetjob"
-        hosts = f"{len(group.workers)} host{'s' if len(group.workers) > 1 else ''}"
-        yield f"# {group.name}: {hosts}"
+        yield f"# {group.name}: {plural(len(group.workers), 'host')}"
         gpus = f" --gres=gpu:{group.host.gpus}" if group.host.gpus else ""
         yield (
             f"#SBATCH --nodes={len(group.workers)} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
@@ -118,7 +118,7 @@ def _run_step(job: SlurmJob) -> Iterator[str]:
 def _join_step(index: int, group: HostGroup) -> Iterator[str]:
     hosts = len(group.workers)
     yield ""
-    yield f"# {group.name}: {sum(group.workers)}, on {hosts} host{'s' * (hosts > 1)}"
+    yield f"# {group.name}: {sum(group.workers)}, on {plural(hosts, 'host')}"
     yield (
         f"srun --het-group={index} --nodes={hosts} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
         "--kill-on-bad-exit=0 \\"

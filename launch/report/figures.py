@@ -68,6 +68,8 @@ class Figures:
     learner_does: str
     bound: str
     """What limits the speed, and what more of it would give; empty: not known yet."""
+    bound_short: str
+    """The same for a status in one line."""
     staleness_mean: float
     staleness_max: int
     staleness_bound: int
@@ -155,6 +157,7 @@ class Rates:
             step=snapshot.version.step if snapshot is not None and learner is not None else None,
             eta_s=self._eta.seconds(view.steps),
             bound=verdict.text if verdict is not None else "",
+            bound_short=verdict.short if verdict is not None else "",
             tokens_per_s=self._rates.tokens_per_s,
             learner=learner or {},
             learner_does=_learner_does(learner or {}),

@@ -110,8 +110,8 @@ def line(f: Figures) -> str:
     if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
         parts.append(_accuracy(f))
     parts.append(f"learner {f.learner_does}")
-    if f.bound:  # why it cannot tell is in the table and in the summary
-        parts.append(f.bound.partition(":")[0] if f.bound.startswith("cannot tell") else f.bound)
+    if f.bound_short:
+        parts.append(f.bound_short)
     parts.append(f"queues {_counted(f.queues)}")
     parts.append(f"versions {f.versions_counted}")
     if f.joined:

@@ -46,6 +46,9 @@ STAGES: Final = (
 )  # fmt: skip
 
 
+CANNOT_TELL: Final = "cannot tell what binds"
+
+
 class Verdict(NamedTuple):
     """What limits the run."""
 
@@ -54,11 +57,16 @@ class Verdict(NamedTuple):
     shares: dict[str, float]
     """Share of the learner's time by what it went to: its own work, or waiting for a stage. They sum to 1."""
     text: str
-    """For the status line."""
+    """For the table of the status, and the summary."""
     more: int = 0
     """How many more of it are advised."""
     speedup: float | None = None
     """Predicted steps per second with them, over those now; None: cannot be predicted."""
+
+    @property
+    def short(self) -> str:
+        """For a status in one line: without the reasons why nothing can be said."""
+        return CANNOT_TELL if self.stage == "unknown" else self.text
 
     def gauges(self) -> dict[str, float]:
         """Figures by tag."""
@@ -184,7 +192,7 @@ def _without_number(stage: str, work: Work, waits: float) -> str:
         return f"{_named(stage)} {waits:.0%}: {_WHAT_HELPS[stage]}"
     busy = f"actors work {work.actors_busy or 0:.0%}, teachers {work.teachers_busy or 0:.0%}"
     return (
-        f"cannot tell what binds: the learner waits {waits:.0%}, {busy} of the time, so none is the limit; "
+        f"{CANNOT_TELL}: the learner waits {waits:.0%}, {busy} of the time, so none is the limit; "
         "they may take turns, and a larger max_staleness lets them overlap"
     )
 

@@ -172,3 +172,9 @@ def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decid
         if (verdict := attribute(work(teachers_busy=0.9, actors_busy=0.95, unscored_tokens=unscored))) is not None
     ]
     assert stages == ["actors", "teachers"]
+
+
+def test_one_line_of_status_leaves_out_why_nothing_can_be_said() -> None:
+    known = Verdict("teachers", {}, "teacher-bound 71%: two more teachers would give about 1.4 times")
+    assert known.short == known.text
+    assert Verdict("unknown", {}, "cannot tell what binds: the learner waits 14%").short == "cannot tell what binds"
