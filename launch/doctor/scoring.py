@@ -69,13 +69,13 @@ def _as_asked(case: Case, expected: Sequence[Floats]) -> list[Floats]:
 
 
 def _aligned(case: Case, key: str, subject: str, got: Floats, expected: Floats, wrong: str) -> Finding:
-    fine, _ = _limits(case, key)
+    fine, _ = limits(case, key)
     if len(got) != len(expected):
         apart, status = math.inf, "failed"
         measured = f"got {len(got)} log-probs for {len(expected)} tokens"
     else:
         apart = _apart(got, expected)
-        status = "failed" if wrong else _status(apart, *_limits(case, key))
+        status = "failed" if wrong else _status(apart, *limits(case, key))
         first = abs(float(got[0]) - float(expected[0]))
         measured = (
             f"{len(got)} log-probs are {apart:.2g} nats from our own forward pass on average, the first token's "
@@ -132,7 +132,7 @@ def _sampled_at(case: Case) -> Finding:
     at_1, at_asked = (np.concatenate([table[i] for _, table in probed]) for i in (0, 1))
     apart, from_1 = _apart(got, at_asked), _apart(got, at_1)
     ignores = from_1 < apart / 2
-    status = "failed" if ignores else _status(apart, *_limits(case, "actor"))
+    status = "failed" if ignores else _status(apart, *limits(case, "actor"))
     return Finding(
         check="temperature",
         subject="actor",
@@ -140,7 +140,7 @@ def _sampled_at(case: Case) -> Finding:
         measured=f"log-probs of tokens sampled at temperature {PROBE:g} are {apart:.2g} nats from those of "
         f"softmax(z / {PROBE:g}), and {from_1:.2g} from those at temperature 1"
         + ("; the engine reports them at temperature 1" if ignores else ""),
-        normal=f"at most {_limits(case, 'actor')[0]:g} nats from those at the sampling temperature",
+        normal=f"at most {limits(case, 'actor')[0]:g} nats from those at the sampling temperature",
         advice="let the engine report log-probs of the distribution that it samples from (SGLang: without "
         "SGLANG_RETURN_ORIGINAL_LOGPROB); importance ratios would be wrong",
         figures={"mean_nats": apart, "from_temperature_1_nats": from_1},
@@ -154,7 +154,7 @@ def _scored_at(case: Case, pool: TeacherPool) -> Finding:
     best = TEMPERATURES[int(np.argmin(by_temperature))]
     at_1 = np.concatenate([table[0] for table in tables])
     factor = float(got @ at_1 / (at_1 @ at_1))
-    fine, _ = _limits(case, pool.key)
+    fine, _ = limits(case, pool.key)
     divided = by_temperature[0] > fine and _apart(got, factor * at_1) <= fine
     status = "failed" if divided or (best != 1.0 and by_temperature[0] > fine) else "ok"
     fits = f"they are {factor:.2f} times those at temperature 1, as if divided by {1 / factor:.2f}" if divided else (
@@ -242,7 +242,9 @@ def _beside_signal(case: Case, pool: TeacherPool, noise: Floats, sampled: Sequen
     )
 
 
-def _limits(case: Case, key: str) -> tuple[float, float]:
+def limits(case: Case, key: str) -> tuple[float, float]:
+    """Mean distance from the reference, in nats, up to which an engine is fine, and above which it is wrong. `key`: of
+    its group of workers."""
     return EXACT_NATS if engines.exact(case, key) else ROUNDED_NATS
 
 

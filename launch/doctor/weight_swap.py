@@ -25,7 +25,7 @@ from launch.config.pools import engine_of
 from launch.doctor import engines, reference
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
-from launch.doctor.scoring import EXACT_NATS, ROUNDED_NATS
+from launch.doctor.scoring import limits
 from launch.doctor.written import answers, write
 from models.loading import load_causal_lm
 from models.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ def weights_taken(case: Case) -> Iterator[Finding]:
 
 
 def _judged(case: Case, members: Members, changed: Sent, new: float, old: float, again: float) -> Finding:
-    fine, bad = EXACT_NATS if engines.exact(case, "actor") else ROUNDED_NATS
+    fine, bad = limits(case, "actor")
     kind = "its server" if members.kind == "servers" else "the embedded engine"
     measured = (
         f"under changed weights {kind} is {new:.2g} nats from our own forward pass with them, and {old:.2g} from that "

@@ -187,6 +187,11 @@ def learner_stats(snapshot: Snapshot | None) -> Mapping[str, float] | None:
     return next((peer.stats for peer in snapshot.peers if peer.role == "learner"), None)
 
 
+def named(stats: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The gauges whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in stats.items() if name.startswith(prefix)}
+
+
 def plural(n: int, noun: str) -> str:
     """`1 step`, `2 steps`."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
@@ -303,10 +308,10 @@ class News:
             if each.reason not in self._failed:
                 self._failed.add(each.reason)
                 yield f"a rollout failed ({each.reason}): {each.examples[0] if each.examples else each.newest}"
-        for name, lost in (learner_stats(snapshot) or {}).items():
-            if name.startswith(LOST_GAUGE) and lost and name not in self._losing:
+        for name, lost in named(learner_stats(snapshot) or {}, LOST_GAUGE).items():
+            if lost and name not in self._losing:
                 self._losing.add(name)
                 yield (
-                    f"the tracker {name.removeprefix(LOST_GAUGE)} loses rows (learner-0.log says why); the run goes "
+                    f"the tracker {name} loses rows (learner-0.log says why); the run goes "
                     "on, and metrics.jsonl has all of them"
                 )

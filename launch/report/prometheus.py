@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final, Literal, NamedTuple, Self
 
 from launch.errors import LaunchError
-from launch.report.figures import RunView, learner_stats
+from launch.report.figures import RunView, learner_stats, named
 from launch.report.status import StatusView
 from learner.reports.alarms import ALARM_SINCE
 from learner.reports.figures import ROLES, staleness
@@ -120,12 +120,10 @@ def _of_learner(stats: Mapping[str, float]) -> Iterator[Family]:
             yield one(name, "gauge", text, stats[key])
     accuracy = {kind: stats[key] for kind in ("greedy", "sampled") if (key := f"eval_{kind}") in stats}
     yield by("stillhouse_eval_accuracy_ratio", "gauge", "Accuracy of the newest evaluation.", "decoding", accuracy)
-    for name, prefix, label, kind, text in (
-        ("stillhouse_alarm_since_step", ALARM_SINCE, "alarm", "gauge", "Step since which an alarm is on."),
-        ("stillhouse_tracker_rows_lost_total", LOST_GAUGE, "tracker", "counter", "Rows that a tracker lost."),
-    ):
-        found = {key.removeprefix(prefix): value for key, value in stats.items() if key.startswith(prefix)}
-        yield by(name, "counter" if kind == "counter" else "gauge", text, label, found)
+    alarms, text = named(stats, ALARM_SINCE), "Step since which an alarm is on."
+    yield by("stillhouse_alarm_since_step", "gauge", text, "alarm", alarms)
+    lost = named(stats, LOST_GAUGE)
+    yield by("stillhouse_tracker_rows_lost_total", "counter", "Rows that a tracker lost.", "tracker", lost)
     failed = stats.get("checkpoints_failed_total", 0.0)
     yield one("stillhouse_checkpoints_failed_total", "counter", "Checkpoints that could not be written.", failed)
 

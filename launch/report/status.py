@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.report.figures import Figures, Rates, RunView, clock, plural, short
+from launch.report.figures import Figures, Rates, RunView, clock, named, plural, short
 from learner.reports.alarms import ALARM_SINCE
 
 log = logging.getLogger(__name__)
@@ -200,8 +200,7 @@ def _learning(f: Figures, between: str) -> str:
 
 def _alarms(f: Figures) -> str:
     """The alarms that are on, and at which step each began; empty if there are none."""
-    since = {name: step for name, step in f.learner.items() if name.startswith(ALARM_SINCE)}
-    return ", ".join(f"{name.removeprefix(ALARM_SINCE)} since step {step:.0f}" for name, step in since.items())
+    return ", ".join(f"{name} since step {step:.0f}" for name, step in named(f.learner, ALARM_SINCE).items())
 
 
 def _accuracy(f: Figures) -> str:
