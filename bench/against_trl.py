@@ -44,15 +44,18 @@ SAME: Final[dict[str, Any]] = {
 }
 """TRL with the schedule of the demo. Computing activations twice (gradient_checkpointing) is TRL's default; it saves
 memory that nobody needs here, and costs time."""
+JSD: Final[dict[str, Any]] = SAME["trl"] | {"beta": 0.5}
 SWEEP: Final[dict[str, dict[str, Any]]] = {
     "lr 1e-3": SAME,
     "lr 3e-4": SAME | {"lr": 3e-4},
     "lr 2e-3": SAME | {"lr": 2e-3},
     "lr 1e-3, 1 thread": SAME | {"threads": 1},
-    "lr 1e-3, beta 0.5": SAME | {"trl": SAME["trl"] | {"beta": 0.5}},
+    "lr 1e-3, beta 0.5": SAME | {"trl": JSD},
+    "lr 2e-3, beta 0.5": SAME | {"lr": 2e-3, "trl": JSD},
+    "lr 1e-3, beta 0.5, 32 rollouts": SAME | {"trl": JSD, "rollouts": 32, "steps": 200},
     "lr 1e-3, 32 rollouts": SAME | {"rollouts": 32, "steps": 200},
 }
-TRL_BEST: Final = "lr 1e-3"
+TRL_BEST: Final = "lr 1e-3, beta 0.5"
 SMOLLM2: Final[dict[str, Any]] = {
     "lr": 2e-5,
     "warmup_steps": 2,

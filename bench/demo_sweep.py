@@ -45,7 +45,14 @@ ROWS: Final[dict[str, tuple[str, ...]]] = {
     "two updates, bound 4": (*TWO, "--max-staleness=4"),
     "two updates, groups of 8": (*TWO, "--learner.tasks.group_size=8"),
     "two updates, jsd": (*TWO, "--divergence=jsd"),
+    "two updates, jsd, lr 1e-3": (*TWO, "--divergence=jsd", "--learner.lr=1e-3"),
+    "two updates, jsd, lr 1.5e-3": (*TWO, "--divergence=jsd", "--learner.lr=1.5e-3"),
+    "two updates, jsd, 32 rollouts": (*TWO, "--divergence=jsd", "--buffer.batch_rollouts=32"),
     "two updates, forward_kl": (*TWO, "--divergence=forward_kl"),
+    "three updates, jsd, 32 rollouts": (
+        *HIDDEN,
+        *("--learner.updates_per_batch=3", "--divergence=jsd", "--buffer.batch_rollouts=32"),
+    ),
     "three updates": (*HIDDEN, "--learner.updates_per_batch=3"),
     "four updates": (*HIDDEN, "--learner.updates_per_batch=4"),
     "k1, lr 3e-4": (
