@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | trackers | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -15,6 +15,7 @@ AGENTS := gymnasium,reasoning-gym,skyrl-gym,textarena,openai,math-verify,json-sc
 AGENTS_INSTALLED := $(VENV)/.agents
 TRACKERS := wandb,mlflow,notebook
 TRACKERS_INSTALLED := $(VENV)/.trackers
+RAY_INSTALLED := $(VENV)/.ray
 OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
@@ -27,7 +28,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -52,6 +53,12 @@ trackers: $(TRACKERS_INSTALLED)  ## Weights & Biases, MLflow and a kernel for no
 
 $(TRACKERS_INSTALLED): $(INSTALLED)
 	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
+	@touch $@
+
+ray: $(RAY_INSTALLED)  ## Ray, for runs on a Ray cluster (docs/cluster.md), into the same virtual environment
+
+$(RAY_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	@touch $@
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
@@ -97,7 +104,7 @@ test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but serve
 test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: agents trackers openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
+test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check

@@ -3,6 +3,7 @@ Add workers:   python launch/cluster.py join RUN --actors 8            (on anoth
 Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
 See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
 Make a job for Slurm, Kubernetes or SkyPilot: python launch/cluster.py render slurm --config FILE
+Change a run on Ray: python launch/cluster.py scale RUN --actors 16    (one that was started with --backend ray)
 Write its trace: python launch/cluster.py trace RUN                    (one that was started with --trace FILE)
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
 Examine a run before its start:   python launch/cluster.py doctor         (the keys of the run)
@@ -30,6 +31,7 @@ COMMANDS = {
     "view": "launch.view.command",
     "render": "launch.render.command",
     "trace": "launch.trace.command",
+    "scale": "launch.ray.scale",
     "try": "launch.try_environment",
     "doctor": "launch.doctor.command",
     "completion": "launch.completion",

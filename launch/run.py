@@ -11,13 +11,14 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
 from launch.checks import preflight
 from launch.checks.preflight import check_recorded
-from launch.config.command_line import parse_arguments, resolve_config
+from launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text
 from launch.config.pools import needs_no_teacher
@@ -54,39 +55,56 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         if line.version:
             print(f"stillhouse {_version()}")
             return 0
-        config = resolve_config(line)
-        checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)
-        for warning in checked.warnings:
-            print(f"stillhouse: warning: {warning}", file=sys.stderr)
-        check_recorded(checked.config, resume=line.resume)
-        found = NOTHING_FOUND
-        if line.resume:
-            folder = choose_path(line.run_dir, resume=True, name=line.name)
-            found = check_resumed(checked.config, folder, read_prompts=line.check)
-        if line.check:
-            from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
-
-            print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
-            print(*check_run(checked.config, devices=not line.gpus), sep="\n")
-            for text in checked.servers.report():
-                print(text)
-            print("configuration, models and prompts are fine; nothing was started")
-            return 0
-        plan = LaunchPlan(
-            config=checked.config,
-            began_s=began_s,
-            resume=line.resume,
-            preload=preload_modules(checked.config, checked.model_types),
-            entries=entries_of(checked.config),
-            servers=checked.servers.plans,
-            placement=checked.servers.placement,
-        )
-        with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
-            return run(plan, folder, found=found, make_backend=make_backend)
+        with ExitStack() as stack:
+            config = resolve_config(line)
+            if config.launch.backend == "ray":
+                config, make_backend = _on_ray(line, config, stack)
+            return _start(line, config, make_backend, began_s)
     except LaunchError as error:
         return refuse(error)
     except KeyboardInterrupt:  # from then on the supervisor handles signals
         return interrupted()
+
+
+def _on_ray(line: CommandLine, config: RunConfig, stack: ExitStack) -> tuple[RunConfig, MakeBackend]:
+    from launch.ray.run import beside_the_learner, on_ray  # the package ray is an extra
+
+    if line.check:
+        return beside_the_learner(config), LocalProcesses
+    former = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else None
+    return stack.enter_context(on_ray(config, former))
+
+
+def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, began_s: float) -> int:
+    """Check everything, and start the run unless only the check was asked for."""
+    checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)
+    for warning in checked.warnings:
+        print(f"stillhouse: warning: {warning}", file=sys.stderr)
+    check_recorded(checked.config, resume=line.resume)
+    found = NOTHING_FOUND
+    if line.resume:
+        folder = choose_path(line.run_dir, resume=True, name=line.name)
+        found = check_resumed(checked.config, folder, read_prompts=line.check)
+    if line.check:
+        from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
+
+        print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
+        print(*check_run(checked.config, devices=not line.gpus), sep="\n")
+        for text in checked.servers.report():
+            print(text)
+        print("configuration, models and prompts are fine; nothing was started")
+        return 0
+    plan = LaunchPlan(
+        config=checked.config,
+        began_s=began_s,
+        resume=line.resume,
+        preload=preload_modules(checked.config, checked.model_types),
+        entries=entries_of(checked.config),
+        servers=checked.servers.plans,
+        placement=checked.servers.placement,
+    )
+    with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
+        return run(plan, folder, found=found, make_backend=make_backend)
 
 
 def run(

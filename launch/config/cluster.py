@@ -27,11 +27,14 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
 
     each: NonNegativeInt = 0
     """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner."""
+    most: NonNegativeInt = 0
+    """With --backend ray: add hosts while the run waits for this role, up to this many workers, and remove hosts of
+    teachers that are not needed. 0: the number stays as it is, until launch/cluster.py scale changes it."""
 
 
 class ClusterConfig(Settings, frozen=True, kw_only=True):
-    """Machines by role, for a scheduler (launch/cluster.py render). Only render reads this section: a run that you
-    start yourself uses the machine that it is on."""
+    """Machines by role, for a scheduler (launch/cluster.py render) and for --backend ray. Other runs use the machine
+    that they are on."""
 
     learner: HostConfig = msgspec.field(default_factory=HostConfig)
     actors: RoleHostsConfig = msgspec.field(default_factory=RoleHostsConfig)

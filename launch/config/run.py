@@ -35,6 +35,10 @@ class ModelsConfig(Settings, frozen=True, kw_only=True):
 class LaunchConfig(Settings, frozen=True, kw_only=True):
     """How processes are started, watched and stopped."""
 
+    backend: str = "local"
+    """local: all workers on this machine. ray: actors and teachers on the nodes of a Ray cluster, as the section
+    `cluster` says (docs/cluster.md); the cluster at RAY_ADDRESS, or one that is started here. For Slurm and Kubernetes:
+    launch/cluster.py render."""
     start_method: Literal["auto", "fork", "spawn"] = "auto"
     """fork: workers start from one parent that has imported torch (Linux). spawn: each is a new interpreter. auto: fork
     where that is safe."""
@@ -68,6 +72,9 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.backend not in ("local", "ray"):
+            render = " (Slurm and Kubernetes start a run themselves: launch/cluster.py render slurm or k8s)"
+            raise ValueError(f"backend: got {self.backend!r}, expected local or ray{render}")
         if self.prometheus and not re.fullmatch(r"([^\s:]+:)?\d{1,5}", self.prometheus):
             raise ValueError(f"prometheus: got {self.prometheus!r}, expected a port or HOST:PORT, e.g. 9464")
 
@@ -185,6 +192,7 @@ ALIASES: Final = {
     "offline": "learner.offline.file",
     "record": "learner.record",
     "trace": "launch.trace",
+    "backend": "launch.backend",
     "track": "learner.trackers",
 }
 """Short flag -> key. On the command line only; files use the key."""

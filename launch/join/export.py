@@ -63,6 +63,19 @@ def main(arguments: Sequence[str]) -> int:
         return WRONG_CONFIG_EXIT_CODE  # of a finished run, too: there is nothing to export
 
 
+def files_to_join(run: Path, name: str, address: str, roles: Sequence[str]) -> dict[str, bytes]:
+    """Name -> content of all files of such a folder. Some are secret."""
+    card = JoinCard(name=name, address=address)
+    files = {
+        JOIN_FILE: msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n",
+        "config.yaml": (run / "config.yaml").read_bytes(),
+    }
+    if (run / KEYS).is_dir():
+        for key in ("server.key", "learner.key", "joiner.key_secret", *(f"{role}.key_secret" for role in roles)):
+            files[f"{KEYS}/{key}"] = (run / KEYS / key).read_bytes()
+    return files
+
+
 def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
     """Write the folder, all of it or nothing. Raises LaunchError."""
     if read_record(run) is None:
@@ -72,17 +85,15 @@ def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
     record, config = running_record(run), read_config(run / "config.yaml")
     address = reachable(listening_address(run, record), record.name, record.host, config)
     card = JoinCard(name=record.name, address=address)
+    files = files_to_join(run, card.name, card.address, roles)
     draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True, mode=0o700)
-        (draft / JOIN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n")
-        shutil.copy2(run / "config.yaml", draft)
-        if (run / KEYS).is_dir():
-            (draft / KEYS).mkdir(mode=0o700)
-            for name in ("server.key", "learner.key", "joiner.key_secret", *(f"{role}.key_secret" for role in roles)):
-                shutil.copy2(run / KEYS / name, draft / KEYS)
-                (draft / KEYS / name).chmod(0o600)
+        for name, content in files.items():
+            (draft / name).parent.mkdir(mode=0o700, exist_ok=True)
+            (draft / name).touch(mode=0o600)
+            (draft / name).write_bytes(content)
         draft.rename(folder)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)

@@ -34,8 +34,9 @@ class HostGroup(NamedTuple):
         return "--learner-ranks" if self.name == "ranks" else f"--{self.name}"
 
 
-def host_groups(config: RunConfig) -> tuple[HostGroup, ...]:
-    """All groups; that of the run is the first. Raises ConfigError for a configuration that cannot be spread."""
+def host_groups(config: RunConfig, *, one_machine: bool = False) -> tuple[HostGroup, ...]:
+    """All groups; that of the run is the first. `one_machine`: all hosts are this machine. Raises ConfigError for a
+    configuration that cannot be spread."""
     cluster, learner = config.cluster, config.learner
     groups = [HostGroup("run", (learner.ranks_each,), cluster.learner)]
     if learner.hosts > 1:
@@ -44,7 +45,7 @@ def host_groups(config: RunConfig) -> tuple[HostGroup, ...]:
         groups.append(HostGroup("teachers", _shares(config.teachers, cluster.teachers.each), cluster.teachers))
     if cluster.actors.each and config.actors:
         groups.append(HostGroup("actors", _shares(config.actors, cluster.actors.each), cluster.actors))
-    if mistakes := list(_mistakes(config, groups)):
+    if mistakes := list(_mistakes(config, groups, one_machine=one_machine)):
         raise ConfigError(*mistakes)
     return tuple(groups)
 
@@ -61,7 +62,7 @@ def _shares(count: int, each: int) -> tuple[int, ...]:
     return tuple(count // hosts + (host < count % hosts) for host in range(hosts))
 
 
-def _mistakes(config: RunConfig, groups: Sequence[HostGroup]) -> Iterator[str]:
+def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bool) -> Iterator[str]:
     names = [group.name for group in groups]
     if "actors" in names and config.actor.urls:
         yield "cluster.actors.each: expected 0 with actor.urls, whose servers are there already"
@@ -70,7 +71,7 @@ def _mistakes(config: RunConfig, groups: Sequence[HostGroup]) -> Iterator[str]:
             "cluster.teachers.each: expected 0 with teacher.urls or pools; let those teachers run beside the learner, "
             "or start them by `cluster.py join RUN --pool NAME`"
         )
-    if ("actors" in names or "ranks" in names) and not config.weights.allow_plain_network:
+    if ("actors" in names or "ranks" in names) and not one_machine and not config.weights.allow_plain_network:
         yield (
             "weights.allow_plain_network: got false, but weights go to other hosts, without encryption (SECURITY.md); "
             "set it to true if the network between these hosts is private"

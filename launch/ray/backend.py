@@ -1,0 +1,54 @@
+"""The process backend of a run on Ray: the run's own workers are local, and its hosts are watched beside them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Collection
+
+from launch.processes.backend import Event, Exited, ProcessBackend, Vitals
+from launch.ray.hosts import RayHosts
+from launch.workers.start_role import StartRole
+
+OF_THE_RUN = ("buffer", "learner")
+
+
+class RayBackend(ProcessBackend):
+    """Passes everything on to the local backend. What the hosts report comes with its events."""
+
+    def __init__(self, local: ProcessBackend, hosts: RayHosts) -> None:
+        self._local, self._hosts = local, hosts
+
+    def prepare(self) -> None:
+        self._local.prepare()
+        self._hosts.start()
+
+    def start(self, start: StartRole, *, preloaded: bool) -> None:
+        self._local.start(start, preloaded=preloaded)
+
+    def stop(self, name: str) -> None:
+        if name.startswith(OF_THE_RUN):
+            self._hosts.end()
+        self._local.stop(name)
+
+    def kill(self, name: str) -> None:
+        self._local.kill(name)
+
+    def dump_stacks(self, name: str) -> None:
+        self._local.dump_stacks(name)
+
+    def vitals(self, names: Collection[str]) -> dict[str, Vitals]:
+        return self._local.vitals(names)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        events = self._local.poll(timeout_s)
+        if any(isinstance(event, Exited) and event.name.startswith("learner") and not event.code for event in events):
+            self._hosts.end()
+        while True:
+            try:
+                events.append(self._hosts.notices.get_nowait())
+            except queue.Empty:
+                return events
+
+    def close(self) -> None:
+        self._hosts.close()
+        self._local.close()

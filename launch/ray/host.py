@@ -1,0 +1,105 @@
+"""One host of a run on Ray: an actor of Ray that runs `cluster.py join` on its node.
+
+What the join needs (address, configuration, keys) comes as bytes with the actor's arguments and is written into a
+folder that only this user can read. The join's logs go back in pieces, when the launcher asks for them. No token, score
+or weight passes here: those go over the run's own links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from launch.processes.lifeline import kill_group
+
+PIECE_BYTES: Final = 64 * 1024
+"""The most that one answer carries of one log."""
+JOIN_LOG: Final = "join.log"
+"""Output of the join itself; the workers' logs lie beside it."""
+
+
+class Placed(NamedTuple):
+    """Where Ray put the host."""
+
+    node: str
+    """Address of the node."""
+    pid: int
+
+
+class News(NamedTuple):
+    """Answer to the launcher's question."""
+
+    code: int | None
+    """Exit code of the join; None while it runs."""
+    pieces: dict[str, bytes]
+    """Name of a log -> what follows the given offset."""
+
+
+class SomeHost(Protocol):
+    """What the launcher asks of a host; JoiningHost, behind Ray."""
+
+    def placed(self) -> Placed: ...
+    def news(self, offsets: Mapping[str, int]) -> News: ...
+    def stop(self) -> None: ...
+    def clean(self) -> None: ...
+
+
+class JoiningHost(SomeHost):
+    """The join and its folder. It is used from one thread."""
+
+    def __init__(self, files: Mapping[str, bytes], words: Sequence[str], address: str) -> None:
+        """`files`: path -> content of the folder to join, as `cluster.py export` writes it. `words`: the further
+        arguments of `cluster.py join`; all of them where there are no files. `address`: the node's own."""
+        self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))
+        self._address = address
+        run = self._home / "run"
+        for name, content in files.items():
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).touch(mode=0o600)
+            (run / name).write_bytes(content)
+        self._logs = self._home / "joined" / "logs"
+        self._logs.mkdir(parents=True)
+        target = [str(run), "--dir", str(self._logs.parent)] if files else []
+        command = [sys.executable, "-P", "-m", "launch.ray.joined", str(os.getpid()), *target, *words]
+        with (self._logs / JOIN_LOG).open("ab") as log:
+            self._join = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def placed(self) -> Placed:
+        return Placed(self._address, os.getpid())
+
+    def news(self, offsets: Mapping[str, int]) -> News:
+        """Pieces of the logs from these offsets on. The last pieces come together with the exit code, or after it."""
+        code = self._join.poll()
+        pieces: dict[str, bytes] = {}
+        for file in sorted(self._logs.glob("*.log")):
+            with file.open("rb") as log:
+                log.seek(offsets.get(file.name, 0))
+                if piece := log.read(PIECE_BYTES):
+                    pieces[file.name] = piece
+        return News(code, pieces)
+
+    def stop(self) -> None:
+        """Ask the join to leave; its workers say goodbye to the run."""
+        if self._join.poll() is None:
+            self._join.send_signal(signal.SIGTERM)
+
+    def clean(self) -> None:
+        """End what is left, and remove the folder with the keys."""
+        kill_group(self._join.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._join.wait(5.0)
+        shutil.rmtree(self._home, ignore_errors=True)

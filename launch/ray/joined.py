@@ -1,0 +1,12 @@
+"""`python -m launch.ray.joined PID RUN ...`: `cluster.py join RUN ...` that dies with its parent, process PID."""
+
+from __future__ import annotations
+
+import sys
+
+from launch.join import command
+from launch.processes.lifeline import die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    sys.exit(command.main(sys.argv[2:]))

@@ -1,0 +1,247 @@
+"""The watch of Ray's hosts, with a cluster in which each host does what the test says; real Ray is in test_on_ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
+from launch.config.run import LaunchConfig, RunConfig
+from launch.errors import ConfigError, LaunchError
+from launch.ray.hosts import RayHosts, Wanted, read_wanted, shares, write_wanted
+from launch.ray.run import beside_the_learner, on_ray
+from launch.ray.scale import main as scale
+from tests.patience import eventually
+
+ROOT = Path(__file__).parents[3]
+CONFIG = RunConfig(
+    actors=5,
+    teachers=1,
+    cluster=ClusterConfig(actors=RoleHostsConfig(each=2)),
+    launch=LaunchConfig(max_restarts=1, restart_backoff_s=0.0, shutdown_grace_s=0.5),
+)
+
+
+class RayError(Exception):
+    pass
+
+
+class ActorUnavailableError(RayError):
+    pass
+
+
+class Method:
+    def __init__(self, function: Callable[..., Any], *, now: bool = False) -> None:
+        self._function, self._now = function, now
+
+    def remote(self, *arguments: Any) -> Callable[[], Any]:
+        if self._now:
+            self._function(*arguments)
+        return lambda: self._function(*arguments)
+
+
+class FakeHost:
+    def __init__(self, words: list[str]) -> None:
+        self.words, self.code, self.dead, self.stopped, self.away = words, None, False, False, 0
+        self.log = b"written there\n"
+        self.placed, self.news = Method(self._placed), Method(self._news)
+        self.stop, self.clean = Method(self._stop, now=True), Method(self._clean, now=True)
+
+    def _placed(self) -> tuple[str, int]:
+        return "10.0.0.9", 1
+
+    def _news(self, offsets: Mapping[str, int]) -> tuple[int | None, dict[str, bytes]]:
+        if self.away:
+            self.away -= 1
+            raise ActorUnavailableError
+        if self.dead:
+            raise RayError("the node died\nmore")
+        rest = self.log[offsets.get("join.log", 0) :]
+        return self.code, {"join.log": rest} if rest else {}
+
+    def _stop(self) -> None:
+        self.stopped, self.code = True, 143
+
+    def _clean(self) -> None:
+        self.dead = True
+
+
+class FakeCluster:
+    """Also Ray's module: wait, get, kill."""
+
+    def __init__(self) -> None:
+        self.hosts: list[FakeHost] = []
+        self.ray, self.exceptions = self, self
+        self.RayError, self.ActorUnavailableError = RayError, ActorUnavailableError
+
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str], threads: int) -> FakeHost:
+        assert files == {"join.json": b"{}"}
+        self.hosts.append(FakeHost(words))
+        return self.hosts[-1]
+
+    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return references, []
+
+    def get(self, reference: Callable[[], Any]) -> Any:
+        return reference()
+
+    def kill(self, host: FakeHost) -> None:
+        host.dead = True
+
+    def free(self) -> str:
+        return "nothing"
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Generator[tuple[RayHosts, FakeCluster, Path]]:
+    cluster = FakeCluster()
+    hosts = RayHosts(cluster, CONFIG, tmp_path, Wanted(actors=5), lambda: {"join.json": b"{}"})
+    hosts.start()
+    try:
+        eventually(lambda: len(cluster.hosts) == 3, "three hosts")
+        yield hosts, cluster, tmp_path
+    finally:
+        hosts.close()
+
+
+def texts(hosts: RayHosts) -> str:
+    found: list[str] = []
+    while not hosts.notices.empty():
+        notice = hosts.notices.get()
+        found.append(f"{'FATAL ' * notice.fatal}{notice.text}")
+    return "\n".join(found)
+
+
+def counts(cluster: FakeCluster) -> list[str]:
+    return [host.words[1] for host in cluster.hosts]
+
+
+def test_each_host_gets_its_share_and_its_log_comes_home(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
+    hosts, cluster, run_dir = watched
+    assert counts(cluster) == ["2", "2", "1"]
+    log = run_dir / "joined" / "actors-1" / "logs" / "join.log"
+    eventually(lambda: log.is_file() and log.read_bytes() == b"written there\n", "the log")
+    assert "actors-2 (1 actor) on 10.0.0.9" in texts(hosts)
+
+
+def test_a_lost_host_is_placed_again_until_its_budget_is_spent(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
+    hosts, cluster, _ = watched
+    cluster.hosts[0].dead = True
+    eventually(lambda: len(cluster.hosts) == 4, "another place")
+    assert "actors-0 (2 actors) is lost (the node died); it is placed again" in texts(hosts)
+    said: list[str] = []
+    cluster.hosts[3].dead = True
+    eventually(lambda: "FATAL" in (said.append(texts(hosts)) or "".join(said)), "the end of the budget")
+    assert len(cluster.hosts) == 4
+
+
+def test_a_host_that_cannot_be_reached_for_a_while_is_not_replaced(
+    watched: tuple[RayHosts, FakeCluster, Path],
+) -> None:
+    hosts, cluster, run_dir = watched
+    cluster.hosts[0].away = 2
+    eventually(lambda: cluster.hosts[0].away == 0, "two failed questions")
+    cluster.hosts[0].log += b"and back\n"
+    log = run_dir / "joined" / "actors-0" / "logs" / "join.log"
+    eventually(lambda: log.is_file() and log.read_bytes().endswith(b"and back\n"), "the log")
+    assert len(cluster.hosts) == 3
+    assert "lost" not in texts(hosts)
+
+
+@pytest.mark.parametrize(("code", "says"), [(1, "broke off"), (2, "FATAL")])
+def test_the_exit_code_of_a_join_decides(watched: tuple[RayHosts, FakeCluster, Path], code: int, says: str) -> None:
+    hosts, cluster, _ = watched
+    cluster.hosts[1].code = code
+    said: list[str] = []
+    eventually(lambda: says in (said.append(texts(hosts)) or "".join(said)), says)
+    if code == 1:
+        eventually(lambda: len(cluster.hosts) == 4, "another place")
+
+
+def test_the_numbers_can_change(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
+    _, cluster, run_dir = watched
+    write_wanted(run_dir, Wanted(actors=2))
+    eventually(lambda: [host.stopped for host in cluster.hosts] == [False, True, True], "two hosts to leave")
+    write_wanted(run_dir, Wanted(actors=3))
+    eventually(lambda: counts(cluster)[3:] == ["1"], "a host of one actor")
+
+
+def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    hosts = RayHosts(cluster, CONFIG, tmp_path, Wanted(actors=5), lambda: {"join.json": b"{}"})
+    hosts.start()
+    eventually(lambda: len(cluster.hosts) == 3, "three hosts")
+    hosts.end()
+    for host in cluster.hosts:
+        host.code = 1
+    hosts.close()
+    assert len(cluster.hosts) == 3
+    assert "broke off" not in texts(hosts)
+
+
+def test_shares() -> None:
+    assert shares(5, 2) == [2, 2, 1]
+    assert shares(4, 2) == [2, 2]
+    assert shares(0, 2) == []
+
+
+def test_the_run_itself_has_no_workers_of_roles_with_hosts() -> None:
+    run = beside_the_learner(CONFIG)
+    assert (run.actors, run.teachers) == (0, 1)
+
+
+def test_a_damaged_file_of_numbers_is_named(tmp_path: Path) -> None:
+    assert read_wanted(tmp_path) is None
+    (tmp_path / "hosts.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"hosts\.json"):
+        read_wanted(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["slurm", "k8s", "spark"])
+def test_other_backends_are_refused_with_what_to_do(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"launch/cluster\.py render"):
+        LaunchConfig(backend=backend)
+
+
+def test_scale_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        ([], "expected a RUN"),
+        ([str(tmp_path)], "expected a RUN"),
+        ([str(tmp_path), "--actors", "many"], "expected a number"),
+        ([str(tmp_path), "--actors", "4"], "holds no run"),
+    ):
+        assert scale(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def no_spec(_name: str) -> None:
+    return None
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr("importlib.util.find_spec", no_spec)
+    with pytest.raises(LaunchError, match=r"stillhouse\[ray\]"), on_ray(CONFIG, None):
+        pass
+
+
+def test_ray_is_imported_only_when_it_is_chosen() -> None:
+    code = "import launch.run, launch.ray.run, sys; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_nothing_to_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Connected(FakeCluster):
+        ours, address = True, "127.0.0.1"
+
+    monkeypatch.setattr("launch.ray.cluster.RayCluster.connect", Connected)
+    with pytest.raises(ConfigError, match=r"cluster\.actors\.each"), on_ray(RunConfig(), None):
+        pass
