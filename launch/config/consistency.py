@@ -127,9 +127,9 @@ def _pools(config: RunConfig) -> Iterator[str]:
 
 def _left_to_others(config: RunConfig) -> Iterator[str]:
     """Warn of work that waits until workers join."""
-    if not config.actors:
+    if not config.actors and not config.cluster.actors.each:
         yield "actors: 0; no rollouts until some join (launch/cluster.py join RUN --actors N)"
-    if not config.teachers and config.learner.tasks.routes:
+    if not config.teachers and not config.cluster.teachers.each and config.learner.tasks.routes:
         pools = " or ".join(config.learner.tasks.routes)
         yield f"teachers: 0; nothing is scored until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
 
