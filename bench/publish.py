@@ -3,7 +3,7 @@
     python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--join]
 
     publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
-                 member's answer and the announcement
+                 member's answer and the announcement. With --transport wire: encrypted, from one port
     snapshot     write the file, and every actor reads it with its checksum: what transport = folder does
     per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
                  memory that is allocated and touched beforehand; no checks, no answers
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.8, 256.0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--transport", choices=["collective", "wire"], default="collective", help="of the publisher")
     parser.add_argument("--join", action="store_true", help="measure what an actor that joins costs")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -80,7 +81,7 @@ def main() -> None:
             if needed > 0.6 * free:
                 print(f"{actors:>6} {megabytes:>6.1f}: left out, needs {needed >> 20} MiB of {free >> 20} MiB free")
                 continue
-            print_row(actors, named, measure(actors, named, args.repeats))
+            print_row(actors, named, measure(actors, named, args.repeats, args.transport))
 
 
 def student_tensors() -> Named:
@@ -117,11 +118,11 @@ def print_row(actors: int, named: Named, timings: Timings) -> None:
           f"{snapshot / ours:>13.2f} {plain / ours:>15.2f} {flat / ours:>9.2f}", flush=True)  # fmt: skip
 
 
-def measure(actors: int, named: Named, repeats: int) -> Timings:
+def measure(actors: int, named: Named, repeats: int, transport: str) -> Timings:
     """One way after the other: together they would need three times the memory."""
     timings = Timings()
     with tempfile.TemporaryDirectory() as folder:
-        measure_publisher(actors, named, repeats, Path(folder) / "publisher", timings)
+        measure_publisher(actors, named, repeats, Path(folder) / "publisher", timings, transport)
         timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
     with PerTensorFleet(actors, named) as plain:
         timings.per_tensor = [plain.broadcast() for _ in range(repeats + 1)]
@@ -131,14 +132,14 @@ def measure(actors: int, named: Named, repeats: int) -> Timings:
     return timings
 
 
-def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, timings: Timings) -> None:
+def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, timings: Timings, transport: str) -> None:
     announced = threading.Event()
 
     def published(version: WeightVersion, broadcast_s: float) -> None:
         announced.set()
 
     # Whole versions: the tensors do not change from step to step, so differences would be empty.
-    config = WeightsConfig(join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, delta="off")
+    config = WeightsConfig(transport=transport, join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, delta="off")
     with (
         ActorFleet(digests=False) as fleet,
         Publisher(

@@ -21,6 +21,7 @@ DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
     "collective": "weights.transports.servers:collective",
+    "wire": "weights.transports.wire:WireTransport",
     "folder": "weights.transports.folder:FolderTransport",
 }
 """Transports by name; each value is a callable that makes one from a weights.transport.Setup."""
@@ -41,9 +42,11 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Weight transport: sending to all actors at once, and deadlines for slow actors."""
 
     transport: str = "auto"
-    """The way of a version to the actors. collective: one broadcast to all. folder: a file in the run folder, for
-    actors that can read that folder but can connect only to weights.control_port. auto: collective. A transport from
-    another package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
+    """The way of a version to the actors. collective: one broadcast to all, by gloo or NCCL, which do not encrypt.
+    wire: each actor fetches it from weights.control_port, encrypted and with the run's keys; the learner's link
+    carries it once per actor. folder: a file in the run folder, for actors that see that folder. auto: collective on
+    one machine or with allow_plain_network, else wire. A transport from another package is given by its entry-point
+    name (group stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
     """With learner.lora.rank: send the adapters alone, as files in the run folder that SGLang servers load, a few
     megabytes per version. off: every version is the merged student. on: the servers that the launcher starts get
@@ -62,7 +65,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Send only the weights that changed since the version before: in bfloat16 few do in one step, in float32 nearly
     all. on: whenever the members have the version before. auto: from 32 MB on, when that was faster in this run; each
     way is measured again every 50 versions. off: send all weights, always. Only for broadcasts to embedded engines;
-    SGLang servers and transport = folder get all weights."""
+    SGLang servers and the transports folder and wire get all weights."""
     staging: Staging = "auto"
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
@@ -72,8 +75,9 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
     this address only."""
     allow_plain_network: bool = False
-    """Allow a `host` that other machines can reach. torch's store, gloo and NCCL neither encrypt nor authenticate:
-    anyone on that network can read the weights and disturb their transfer. Use it on a private network only."""
+    """Allow broadcasts, and a learner with ranks, on a `host` that other machines can reach. torch's store, gloo and
+    NCCL neither encrypt nor authenticate: anyone on that network can read the weights and disturb or forge their
+    transfer. Use it on a private network only. When off, weights go to other machines by transport = wire."""
     store_port: Port = 0
     """TCP port of torch's store. 0: the system chooses (each weight plan names the port). For SGLang servers each group
     has a store of its own, one after the other on this port."""
@@ -117,25 +121,41 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.transport:
             raise ValueError(f"transport is empty; expected auto, {', '.join(BUILT_IN)}, or module:attribute")
-        if self.transport == "folder" and self.backend == "nccl":
-            raise ValueError("backend = nccl with transport = folder, which makes no process group; use backend = auto")
-        if self.transport == "folder" and self.delta == "on":
-            raise ValueError(
-                "delta = on with transport = folder, whose files hold all weights, so that one is enough for any "
-                "member; use delta = auto"
-            )
-        if self.transport == "folder" and self.verify == "reload":
-            raise ValueError(
-                "verify = reload with transport = folder: servers would compare a file with itself, because they load "
-                "every version from it; use verify = auto, a prompt that learner and server both score"
-            )
         if not self.host:
             raise ValueError("host is empty; expected an address of this machine that the actors can reach")
-        if not is_local(self.host) and not self.allow_plain_network:
+        if self.backend == "nccl" and self.transport in ("folder", "wire"):
             raise ValueError(
-                f"host is {self.host}, which other machines can reach, and weights are sent without encryption (torch "
-                "has none). If that is acceptable on this network, set weights.allow_plain_network = true"
+                f"backend = nccl with transport = {self.transport}, which makes no process group; use backend = auto"
             )
+        if self.delta == "on" and self.way in ("folder", "wire"):
+            raise ValueError(
+                f"delta = on with transport = {self.way}, which gives each member all weights; use delta = auto"
+            )
+        if self.verify == "reload" and self.way in ("folder", "wire"):
+            raise ValueError(
+                f"verify = reload with transport = {self.way}: servers would compare a file with itself, because they "
+                "load every version from one; use verify = auto, a prompt that learner and server both score"
+            )
+        plain = self.backend == "nccl" or self.transport not in ("auto", "wire", "folder")
+        if plain and not is_local(self.host) and not self.allow_plain_network:
+            asked = "backend = nccl" if self.backend == "nccl" else f"transport = {self.transport}"
+            raise ValueError(
+                f"host is {self.host}, which other machines can reach, and with {asked} weights are sent without "
+                "encryption (torch has none). Leave transport and backend at auto, which encrypts; or, on a private "
+                "network, set weights.allow_plain_network = true"
+            )
+
+    @property
+    def way(self) -> str:
+        """The transport, where auto is decided."""
+        if self.transport != "auto":
+            return self.transport
+        return "collective" if is_local(self.host) or self.allow_plain_network else "wire"
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether a process group carries the weights."""
+        return self.way not in ("folder", "wire")
 
 
 def sent_dtype(asked: PublishDtype, held: SentDtype) -> SentDtype:

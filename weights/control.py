@@ -19,11 +19,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import zmq
 
+from protocol.codec import Frame
 from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
 from protocol.messages import WeightPlan
@@ -31,7 +32,7 @@ from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import RateLimitedLog
 from protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
 from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
-from weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Ready
+from weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Piece, Ready, Want
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ LONGEST_WORDS: Final = 4000
 MAX_UNREAD_BYTES: Final = 1 << 20
 """Bound on unread bytes of one member, and of all connections that have not joined together; above it they are cut."""
 MESSAGES_PER_MEMBER: Final = 16
-"""Messages that may wait for rank 0 per member. A member sends three, and one more each round."""
+"""Messages that may wait for rank 0 per member, and requests for pieces likewise. A member sends three messages, and
+one more each round."""
 WATCH_S: Final = 0.1
 _MEMBER: Final = "member"
 """Owner of the keys in a plan."""
@@ -51,6 +53,13 @@ _LINGER_MS: Final = 500
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class Request(NamedTuple):
+    """A member's wish for pieces, and the connection on which it wants them."""
+
+    route: bytes
+    want: Want
 
 
 class ControlHost:
@@ -79,14 +88,15 @@ class ControlHost:
         port_taken = self._router.address.rpartition(":")[2]
         self.endpoint: Final = f"tcp://{f'[{host}]' if ':' in host else host}:{port_taken}"
         """For WeightPlan.control."""
-        self._decoder = msgspec.msgpack.Decoder(FromMember)
+        self._decoder = msgspec.msgpack.Decoder(FromMember | Want)
         self._changed = threading.Condition()
         # Under `changed`:
         self._group_epoch = 0
         self._members: tuple[str, ...] = ()
         self._routes: dict[int, bytes] = {}
         self._heard: list[FromMember] = []
-        self._to_send: list[tuple[bytes, bytes]] = []
+        self._wanted: list[Request] = []
+        self._to_send: list[tuple[bytes, list[Frame]]] = []
         self._closing = False
         self._failure: Exception | None = None
         self.unreadable_total = 0
@@ -105,7 +115,7 @@ class ControlHost:
         """From now on only messages of this group count. `members`: their names, by rank from 1 on."""
         with self._changed:
             self._group_epoch, self._members = group_epoch, tuple(members)
-            self._routes, self._heard = {}, []
+            self._routes, self._heard, self._wanted = {}, [], []
 
     def poll(self, timeout_s: float) -> list[FromMember]:
         """Messages of the present group; waits up to `timeout_s` for the first. Raises the error that ended the
@@ -122,7 +132,25 @@ class ControlHost:
         """Send to every member that has joined."""
         frame = _encode(message)
         with self._changed:
-            self._to_send += [(route, frame) for route in self._routes.values()]
+            self._to_send.extend((route, [frame]) for route in self._routes.values())
+        self._waker.wake()
+
+    def requests(self, timeout_s: float) -> list[Request]:
+        """Pieces that members of the present group want; waits up to `timeout_s` for the first request or message.
+        Raises the error that ended the thread."""
+        with self._changed:
+            if not self._wanted and not self._heard and self._failure is None:
+                self._changed.wait(max(0.0, timeout_s))
+            if self._failure is not None:
+                raise self._failure
+            wanted, self._wanted = self._wanted, []
+            return wanted
+
+    def send_piece(self, request: Request, index: int, piece_b: Frame) -> None:
+        """Answer a request. The bytes must not change afterwards."""
+        frame = _encode(Piece(request.want.group_epoch, request.want.number, index))
+        with self._changed:
+            self._to_send.append((request.route, [frame, piece_b]))
         self._waker.wake()
 
     def close(self) -> None:
@@ -144,8 +172,8 @@ class ControlHost:
                 self._waker.clear()
                 with self._changed:
                     closing, to_send, self._to_send = self._closing, self._to_send, []
-                for route, frame in to_send:
-                    self._router.send(route, [frame])  # if the member is gone, its silence will show that
+                for route, frames in to_send:
+                    self._router.send(route, frames)  # if the member is gone, its silence will show that
                 self._take()
         except Exception as error:  # `poll` raises it
             log.exception("the weight control channel broke")
@@ -165,8 +193,12 @@ class ControlHost:
                     continue
                 if not self._speaks_for_its_rank(message, received):
                     self._pass_over(received, f"a message of rank {message.rank}, which is not the sender's rank")
-                elif len(self._heard) >= MESSAGES_PER_MEMBER * len(self._members):
+                elif len(self._wanted if isinstance(message, Want) else self._heard) >= self._most_waiting:
                     self._pass_over(received, "more messages than a group sends")
+                elif isinstance(message, Want):
+                    self._router.let_in(received.source)
+                    self._wanted.append(Request(received.identity, message))
+                    self._changed.notify_all()
                 else:
                     if isinstance(message, Joined):
                         self._routes[message.rank] = received.identity
@@ -174,13 +206,17 @@ class ControlHost:
                     self._heard.append(message)
                     self._changed.notify_all()
 
-    def _speaks_for_its_rank(self, message: FromMember, received: FromRouter) -> bool:
+    @property
+    def _most_waiting(self) -> int:
+        return MESSAGES_PER_MEMBER * len(self._members)
+
+    def _speaks_for_its_rank(self, message: FromMember | Want, received: FromRouter) -> bool:
         if not 0 < message.rank <= len(self._members):
             return False
         owner = self._router.owner_of(received.source)
         return owner is None or owner == _MEMBER or speaks_for(owner, "actor", self._members[message.rank - 1])
 
-    def _read(self, received: FromRouter) -> FromMember | None:
+    def _read(self, received: FromRouter) -> FromMember | Want | None:
         try:
             if received.damage is not None:
                 raise received.damage

@@ -5,10 +5,13 @@
             <-------------  Go         all members are here: make the process group
     Ready   ------------->             the group is made (or why not)
             <-------------  Round      a version follows as a broadcast
+    Want    ------------->             without a broadcast: these pieces of the version, please
+            <-------------  Piece      one of them, and its bytes as a second frame
     Answer  ------------->             I have it (or why not)
             <-------------  Leave      the group is over; a plan may follow
 
-`weights.control` has both ends of the channel. No torch, no socket.
+`weights.control` has both ends of the channel. Want and Piece have a connection of their own (`weights.wire`), so that
+a Leave does not wait behind weights. No torch, no socket.
 """
 
 from __future__ import annotations
@@ -108,6 +111,26 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
     group_epoch: int
     reason: str
+
+
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """member -> rank 0: send these pieces of the present round's version."""
+
+    group_epoch: int
+    rank: int
+    number: int
+    """The round's."""
+    first: int
+    """Index of the first piece."""
+    count: int = 1
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> member; its bytes follow as the next frame."""
+
+    group_epoch: int
+    number: int
+    index: int
 
 
 FromMember: TypeAlias = Joined | Ready | Answer

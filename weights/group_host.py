@@ -73,7 +73,7 @@ class GroupHost(ABC):
     """A transport (weights.transport) whose members answer on the control channel. It has at most one group at a time.
     Subclasses define where members meet, what carries the bytes, and their layout."""
 
-    backend: ClassVar[BackendName | Literal["folder"] | None] = None
+    backend: ClassVar[BackendName | Literal["folder", "wire"] | None] = None
     """The `backend` of its plans; None: that of the Setup."""
     independent: ClassVar[bool] = False
     """True if the other members can still get a version when one of them fails."""
@@ -129,6 +129,10 @@ class GroupHost(ABC):
     @property
     def control_unreadable_total(self) -> int:
         return self._control.unreadable_total
+
+    @property
+    def control_refused_total(self) -> int:
+        return sum(self._control.refused.values())
 
     def form(
         self,

@@ -84,7 +84,7 @@ class Publisher:
         the control channel. `streams`: None = those of `device`. `staging`: makes the copies. Raises ValueError for a
         backend that this machine does not have."""
         device = torch.device(device)
-        backend = "gloo" if config.transport == "folder" else choose_backend(config.backend, device)
+        backend = choose_backend(config.backend, device) if config.makes_groups else "gloo"
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config, self._members, self._canary = config, members, canary
         self._post_plan, self._published, self._staging = post_plan, published, staging
@@ -204,6 +204,7 @@ class Publisher:
                 dropped_total=self._stats.dropped_total.copy(),
                 full_total=self._stats.full_total.copy(),
                 control_unreadable_total=self._transport.control_unreadable_total,
+                control_refused_total=self._transport.control_refused_total,
             )
 
     def close(self, timeout_s: float = 10.0) -> None:

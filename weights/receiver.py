@@ -36,6 +36,7 @@ from weights.sink import (
     WeightSink,
     WeightsRefused,
 )
+from weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 
@@ -193,9 +194,13 @@ class WeightReceiver:
         def interrupted() -> str | None:
             return self._interrupted() or ("asked to leave" if control.must_leave() else None)
 
+        wire: WireMember | None = None
         try:
             try:
-                if plan.backend != "folder":
+                if plan.backend == "wire":
+                    keys = member_keys(plan, self._keys)
+                    wire = WireMember(plan.control, keys, group_epoch=plan.group_epoch, rank=index + 1)
+                elif plan.backend != "folder":
                     self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)
@@ -213,8 +218,10 @@ class WeightReceiver:
                     return
                 if isinstance(message, Round):
                     agreed = message.agreed or agreed
-                    self._take_round(control, index, message, agreed, interrupted)
+                    self._take_round(control, index, message, agreed, interrupted, wire)
         finally:
+            if wire is not None:
+                wire.close()
             self._sink.leave()
 
     def _recv(self, control: ControlMember, deadline_s: float | None) -> Go | Round | Leave | None:
@@ -227,7 +234,13 @@ class WeightReceiver:
         return control.recv(left_s, self._waker)
 
     def _take_round(
-        self, control: ControlMember, index: int, header: Round, agreed: Agreed | None, interrupted: Interrupted
+        self,
+        control: ControlMember,
+        index: int,
+        header: Round,
+        agreed: Agreed | None,
+        interrupted: Interrupted,
+        wire: WireMember | None,
     ) -> None:
         """Take a version and answer. Failures are answered too, so that rank 0 knows that this member is alive."""
 
@@ -238,7 +251,7 @@ class WeightReceiver:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
             with events.span("weights", "receive", version=str(header.version)):
-                taken = self._sink.take(header, agreed, interrupted)
+                taken = self._sink.take(header, agreed, interrupted, wire)
         except (GroupBroken, GroupInterrupted) as error:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))

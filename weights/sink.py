@@ -15,10 +15,13 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.control_messages import Agreed, Round
+
+if TYPE_CHECKING:
+    from weights.wire import WireMember
 
 Interrupted: TypeAlias = Callable[[], str | None]
 """Called about every 0.1 s during a wait; a reason ends the wait with GroupInterrupted."""
@@ -93,9 +96,10 @@ class WeightSink(Protocol):
         and WeightsRefused when the fault is this member's own."""
         ...
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
-        """Take part in a broadcast. Raises GroupBroken, GroupInterrupted or WeightsRefused; any other error means that
-        no round will ever succeed here."""
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+        """Take a version: from its file (`header.weights`), by `wire`, or else as part of a broadcast. Raises
+        GroupBroken, GroupInterrupted or WeightsRefused; any other error means that no round will ever succeed
+        here."""
         ...
 
     def settle(self, timeout_s: float) -> bool:

@@ -16,14 +16,12 @@ import hashlib
 import logging
 import re
 import shutil
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -33,26 +31,14 @@ from protocol.messages import WeightsRef, WeightVersion
 from weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
 from weights.manifest import Manifest
 from weights.sink import SnapshotRefused, check_snapshot
+from weights.snapshot_format import FILE_NAME, snapshot_head
 from weights.staged_weights import Staged
 
 log = logging.getLogger(__name__)
 
-FILE_NAME: Final = "model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 PIECE_BYTES: Final = 64 << 20
 """Memory that writing takes."""
-_DTYPES: Final = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    **{f"{sign}int{bits}": f"{sign[:1].upper() or 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    "bool": "BOOL",
-    "complex64": "C64",
-}
-"""Names of dtypes in a file, by torch's."""
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -112,24 +98,14 @@ def write_snapshot(
 def write_content(
     folder: Path, version: WeightVersion, manifest: Manifest, content: Content, *, keep: int
 ) -> WeightsRef:
-    """The same, PIECE_BYTES at a time, in one pass. The format (github.com/huggingface/safetensors, "Format"): 8 bytes,
-    the length of the header; the header, JSON; the tensors without gaps."""
+    """The same, PIECE_BYTES at a time, in one pass."""
     target = folder.resolve() / str(version) / FILE_NAME
     target.parent.mkdir(parents=True, exist_ok=True)
     layout = PackedLayout(manifest, PIECE_BYTES)
-    header: dict[str, object] = {"__metadata__": {"version": str(version), "format": "pt"}}
-    for spec, offset in zip(manifest.tensors, layout.offsets, strict=True):
-        header[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": (offset, offset + spec.n_bytes),
-        }
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)  # so that tensors begin at multiples of 8 in a mapped file
     digest = hashlib.sha256()
     piece_b = torch.empty(min(PIECE_BYTES, layout.total_bytes), dtype=torch.uint8)
     with replacing(target) as draft, draft.open("wb") as file:
-        for part in chain((struct.pack("<Q", len(text)), text), _pieces(layout, content, piece_b)):
+        for part in chain((snapshot_head(manifest, version),), _pieces(layout, content, piece_b)):
             digest.update(part)
             file.write(part)
     sync(target.parent)

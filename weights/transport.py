@@ -8,7 +8,7 @@ A transport is a callable that takes a Setup: a file in weights/transports/, `mo
 directory), or an entry point of an installed package in the group `stillhouse.weights`. `weights.group_host.GroupHost`
 is a base class for transports whose members answer on the learner's control channel, as all of ours do; its subclasses
 only say where members meet, and how the bytes leave. Receivers (weights.sink) need no change for transports that end in
-a process group's broadcast (`gloo`, `nccl`) or in files (`folder`).
+a process group's broadcast (`gloo`, `nccl`), in files (`folder`) or at the control port (`wire`).
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class PublisherStats:
     dropped_total: Counter[DropReason] = field(default_factory=Counter[DropReason])
     """Members left out, by reason."""
     control_unreadable_total: int = 0
+    control_refused_total: int = 0
+    """Connections to the control port without a key of this run, or cut for what they sent."""
     check_requests_total: int = 0
     """Versions for which SGLang servers were asked for a proof. The actors' `weight_checks_*_total` give the
     results."""
@@ -93,7 +95,7 @@ class PublisherStats:
 
 
 class Transport(Protocol):
-    """Only the publisher's thread uses it, except `seats`, `group_epoch` and `control_unreadable_total`."""
+    """Only the publisher's thread uses it, except `seats`, `group_epoch` and the totals."""
 
     limits: Limits
 
@@ -110,6 +112,11 @@ class Transport(Protocol):
     @property
     def control_unreadable_total(self) -> int:
         """Messages on the control channel that did not come from a member."""
+        ...
+
+    @property
+    def control_refused_total(self) -> int:
+        """Connections to the control channel that were refused or cut."""
         ...
 
     def form(
@@ -153,7 +160,7 @@ class Setup:
 
 def make_transport(setup: Setup) -> Transport:
     """The transport that `weights.transport` names. Raises ValueError when there is none."""
-    name = "collective" if setup.config.transport == "auto" else setup.config.transport
+    name = setup.config.way
     target = BUILT_IN.get(name, name)
     if ":" not in target:
         found = installed(ENTRY_POINTS)

@@ -26,6 +26,7 @@ from engines.sglang.weights import STUDENT, ServerWeights
 from protocol.messages import WeightPlan, WeightVersion
 from weights.control_messages import Agreed, Round
 from weights.sink import Interrupted, Taken, WeightsRefused
+from weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ServerAdapters(ServerWeights):
                 f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's server is given adapters"
             )
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
         if header.weights is None:
             raise WeightsRefused(f"version {header.version} came without a file; adapters are loaded from files")
         deadline_s = time.monotonic() + header.timeout_s

@@ -121,7 +121,7 @@ class SGLangProvider(EngineProvider):
         server = actor.server
         if weights.adapters == "on":
             return Members(kind="adapters", check_by="off" if weights.verify == "off" else "canary")
-        check_by: CheckBy = "canary" if weights.transport == "folder" else "reload"
+        check_by: CheckBy = "reload" if weights.makes_groups else "canary"
         if weights.verify == "off":
             check_by = "off"
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))

@@ -4,6 +4,7 @@
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
              tensor again, synchronise; end, check, resume
              from a file: pause, POST /update_weights_from_disk, check, resume
+             by wire: written to a file in the system's folder for temporary ones, then as from a file
     prepare  the same, from the student's own folder
     leave    POST /destroy_weights_update_group
 
@@ -27,7 +28,9 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -49,6 +52,8 @@ from weights.sink import (
     WeightsRefused,
     check_snapshot,
 )
+from weights.snapshot_format import FILE_NAME, snapshot_head
+from weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 
@@ -133,16 +138,45 @@ class ServerWeights:
         except ServerUnavailable as error:
             raise WeightsRefused(str(error)) from error
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+        if wire is not None:
+            return self._take_by_wire(header, agreed, interrupted, wire)
         if self._group_name is None and header.weights is None:
             raise GroupBroken("no group was joined")
+        return self._take(header, agreed, interrupted)
+
+    def _take_by_wire(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Taken:
+        """The server must see the temporary files of this process (TMPDIR), as one on the same machine does."""
+        began_s = time.monotonic()
+        with TemporaryDirectory(prefix="stillhouse-weights-") as folder:
+            path = Path(folder) / FILE_NAME
+            head = snapshot_head(agreed.manifest, header.version)
+            n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
+            try:
+                with path.open("wb") as file:
+                    file.write(head)
+
+                    def take(at: int, piece: bytes | memoryview) -> None:
+                        file.seek(len(head) + at)
+                        file.write(piece)
+
+                    wire.fetch(header.number, n_bytes, take, began_s + header.timeout_s, interrupted)
+            except OSError as error:
+                raise WeightsRefused(f"{path}: {error}") from error
+            fetched_s = time.monotonic() - began_s
+            taken = self._take(header, agreed, interrupted, path)
+        return replace(taken, receive_s=taken.receive_s + fetched_s)
+
+    def _take(self, header: Round, agreed: Agreed, interrupted: Interrupted, path: Path | None = None) -> Taken:
+        """`path`: the version in a file of this process."""
         deadline_s = time.monotonic() + header.timeout_s
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
         label = {"weight_version": self._engine.labels.of(header.version)} if named_by_update else {}
         began_s = time.monotonic()
         with self._faults():
-            path = self._checked(header.weights, deadline_s, interrupted) if header.weights is not None else None
+            if header.weights is not None:
+                path = self._checked(header.weights, deadline_s, interrupted)
             self._pause(deadline_s, cut=check is not None and check.canary is not None)
             paused_s = time.monotonic()
             if path is not None:

@@ -22,6 +22,7 @@ from weights.group_operations import Store, connect_store, local_address_towards
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
 from weights.snapshot import read_snapshot
 from weights.transports.collective import WeightGroup
+from weights.wire import WireMember
 
 
 class EmbeddedWeights:
@@ -35,6 +36,8 @@ class EmbeddedWeights:
         self._stores: dict[tuple[str, int], Store] = {}
         self._group: WeightGroup | None = None
         self._layout: Layout | None = None
+        self._fetched_B: Tensor | None = None
+        """Memory that receives the bytes by wire; kept, because the page faults of fresh memory cost more than that."""
 
     @property
     def version(self) -> WeightVersion:
@@ -54,8 +57,8 @@ class EmbeddedWeights:
             raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set weights.backend to gloo")
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
-        if plan.backend == "folder":
-            raise ValueError(f"weight plan {plan.group_epoch} has no process group; its versions are files")
+        if plan.backend in ("folder", "wire"):
+            raise ValueError(f"weight plan {plan.group_epoch} has no process group; its backend is {plan.backend}")
         self.leave()
         self._layout = None
         self._group = WeightGroup(
@@ -75,9 +78,11 @@ class EmbeddedWeights:
             self._stores.clear()
             raise
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
         if header.weights is not None:
             return self._take_file(header, header.weights, interrupted)
+        if wire is not None:
+            return self._fetch(header, agreed, interrupted, wire)
         if self._group is None:
             raise GroupBroken("no group was joined")
         if self._layout is None or self._layout.manifest != agreed.manifest:
@@ -90,6 +95,19 @@ class EmbeddedWeights:
             else self._group.receive_delta(*round_, base=header.base)
         )
         return self._taken(header, named, self._layout.total_bytes, began_s, interrupted)
+
+    def _fetch(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Taken:
+        began_s = time.monotonic()
+        layout = Layout(agreed.manifest, agreed.bucket_bytes)
+        if self._fetched_B is None or self._fetched_B.numel() != layout.total_bytes:
+            self._fetched_B = torch.zeros(layout.total_bytes, dtype=torch.uint8)
+        run = self._fetched_B.numpy().data
+
+        def take(at: int, piece: bytes | memoryview) -> None:
+            run[at : at + len(piece)] = piece
+
+        wire.fetch(header.number, layout.total_bytes, take, began_s + header.timeout_s, interrupted)
+        return self._taken(header, layout.views(self._fetched_B), layout.total_bytes, began_s, interrupted)
 
     def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Taken:
         began_s = time.monotonic()

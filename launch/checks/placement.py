@@ -128,7 +128,7 @@ def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, w
     members = list(_actors(config, places, interpreters))
     gpu = places.seats[LEARNER]
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
-    wanted = "gloo" if config.weights.transport == "folder" else config.weights.backend
+    wanted = config.weights.backend if config.weights.makes_groups else "gloo"
     weights = choose_weight_backend(wanted, learner, members)
     text = "; ".join(_described(config, machine, places, weights, why, own))
     return Placement(places, weights, text)
@@ -211,8 +211,10 @@ def _described(
         pool = f" of {group.key.removeprefix('pools.')}" if group.key.startswith("pools.") else ""
         chosen = f" (auto: {why[group.key]})" if group.key in why else ""
         yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
-    if config.weights.transport == "folder":
+    if config.weights.way == "folder":
         yield "weights by files in the run folder (weights.transport)"
+    elif config.weights.way == "wire":
+        yield "weights over encrypted connections to the learner (weights.transport wire)"
     else:
         yield f"weights by {weights.backend} ({weights.why})"
 

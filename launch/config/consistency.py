@@ -53,6 +53,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_top_k_sets(config, student),
             *_sets_of_the_student(config),
             *_delta_of_servers(config),
+            *_ranks_in_plain_text(config),
             *hidden_states(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
@@ -270,14 +271,29 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
             )
 
 
+def _ranks_in_plain_text(config: RunConfig) -> Iterator[str]:
+    """Ranks exchange batches and gradients by gloo or NCCL."""
+    host = config.weights.host
+    if config.learner.hosts > 1 and not is_local(host) and not config.weights.allow_plain_network:
+        yield (
+            f"learner.hosts: got {config.learner.hosts} with weights.host = {host}, which other machines can reach; "
+            "the ranks exchange batches and gradients without encryption, and anyone there can take part "
+            "(SECURITY.md). On a private network set weights.allow_plain_network = true; otherwise keep the learner on "
+            "one host"
+        )
+
+
 def _open_ports(config: RunConfig) -> Iterator[str]:
     """Warn of ports that other machines can reach and that do not authenticate, each time, although they were
     allowed."""
     host = config.weights.host
-    if not is_local(host):
+    plain = ["the weight group"] if config.weights.makes_groups else []
+    plain += ["the learner's ranks"] if config.learner.hosts > 1 else []
+    if not is_local(host) and plain:
         yield (
-            f"weights.host: other machines can reach {host}; torch's store and the ports of the weight group accept "
-            "any client, and nothing on them is encrypted: use a private network only (SECURITY.md)"
+            f"weights.allow_plain_network: other machines can reach {host}; torch's store and the ports of "
+            f"{' and '.join(plain)} accept any client, and nothing on them is encrypted: use a private network only "
+            "(SECURITY.md)"
         )
     if not config.buffer.encrypted and config.buffer.allow_plain_network:
         yield (

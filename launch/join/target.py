@@ -44,7 +44,7 @@ TRY_AGAIN_EXIT_CODE: Final = 75
 WILDCARDS: Final = ("0.0.0.0", "[::]", "*")
 HOW_TO_LISTEN: Final = (
     "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --weights.host ADDRESS "
-    "--weights.allow_plain_network true (docs/cluster.md)"
+    "(docs/cluster.md)"
 )
 
 

@@ -71,10 +71,16 @@ def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bo
             "cluster.teachers.each: expected 0 with teacher.urls or pools; let those teachers run beside the learner, "
             "or start them by `cluster.py join RUN --pool NAME`"
         )
-    if ("actors" in names or "ranks" in names) and not one_machine and not config.weights.allow_plain_network:
+    plain = config.weights.allow_plain_network or one_machine
+    if "ranks" in names and not plain:
         yield (
-            "weights.allow_plain_network: got false, but weights go to other hosts, without encryption (SECURITY.md); "
-            "set it to true if the network between these hosts is private"
+            "weights.allow_plain_network: got false, but the learner's ranks on several hosts exchange batches and "
+            "gradients without encryption (SECURITY.md); set it to true if the network between these hosts is private"
+        )
+    if "actors" in names and config.weights.backend == "nccl" and not plain:
+        yield (
+            "weights.backend: got nccl, which sends weights to other hosts without encryption (SECURITY.md); use auto, "
+            "or set weights.allow_plain_network to true if the network between these hosts is private"
         )
     if len(groups) > 1 and not (is_local(config.buffer.bind) and is_local(config.weights.host)):
         yield (

@@ -179,6 +179,9 @@ TAGS: Final = {
         "snapshots of the moving average, for self-distillation: `snapshots_total`, `failures_total`, and the "
         "`step` of the newest"
     ),
+    "weights/control_refused_total": (
+        "connections to the port for weights that were refused, because they had no key of this run, or cut"
+    ),
     "weights/dropped_<reason>_total": "actors that were dropped from the group, by reason",
     "weights/deltas_total": "versions sent as changes since the one before (`weights.delta`)",
     "weights/delta_changed": "share of the weights that the newest of them sent, 0 to 1",

@@ -231,8 +231,9 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     group_epoch: int
     host: str
     port: int
-    backend: Literal["gloo", "nccl", "folder"]
-    """folder: there is no process group; each version is a file that members load."""
+    backend: Literal["gloo", "nccl", "folder", "wire"]
+    """folder, wire: there is no process group. Each version is a file that members load, or they fetch its bytes over
+    encrypted connections to `control`."""
     members: tuple[str, ...]
     """Actor names, in the order of their ranks."""
     world_size: int

@@ -43,7 +43,6 @@ class HostRun:
         addresses = (
             f"--buffer.bind={self._address}",
             f"--weights.host={network.address('learner')}",
-            "--weights.allow_plain_network=true",
         )
         checked = preflight.check(resolve_config(parse_arguments([*arguments, *addresses])))
         write_config(checked.config, run_dir / "config.yaml")

@@ -23,7 +23,6 @@ def test_an_exported_folder_is_all_that_another_host_needs(tmp_path: Path) -> No
             settings = (
                 f"--buffer.bind=tcp://{address}:{PORT}",
                 f"--weights.host={address}",
-                "--weights.allow_plain_network=true",
                 *("--actors=0", "--teachers=0", "--steps=4", "--learner.eval_every=0"),
             )
             run = Launched(tmp_path / "run", settings, network.command("home", []))

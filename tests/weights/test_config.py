@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any, Literal
 
+import msgspec
 import pytest
 import torch
 
@@ -46,9 +47,22 @@ def test_settings_and_roster_load_without_torch() -> None:
 
 
 def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> None:
-    with pytest.raises(ValueError, match="allow_plain_network"):
-        WeightsConfig(host="10.0.0.1")
-    assert WeightsConfig(host="10.0.0.1", allow_plain_network=True).host == "10.0.0.1"
+    assert WeightsConfig().way == "collective" and WeightsConfig().makes_groups
+    for transport in ("auto", "wire"):
+        assert WeightsConfig(host="10.0.0.1", transport=transport).way == "wire"
+    assert WeightsConfig(host="10.0.0.1", transport="folder").way == "folder"
+    plain: dict[str, Any]
+    for plain in ({"transport": "collective"}, {"backend": "nccl"}, {"transport": "mine:Transport"}):
+        with pytest.raises(ValueError, match="allow_plain_network"):
+            WeightsConfig(host="10.0.0.1", **plain)
+        assert WeightsConfig(host="10.0.0.1", allow_plain_network=True, **plain).makes_groups
+    assert WeightsConfig(host="10.0.0.1", allow_plain_network=True).way == "collective"
+
+
+@pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload"), ("delta", "on")])
+def test_what_no_process_group_can_do_is_refused(field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} = {value} with transport = wire"):
+        msgspec.convert({"transport": "wire", field: value}, WeightsConfig)
 
 
 def test_auto_is_the_default_of_all_three() -> None:

@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_
 def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -> None:
     with learner.start(transport="weights.transports.folder:FolderTransport"):
         pass
-    with pytest.raises(ValueError, match=r"weights\.transport = carrier_pigeon; expected one of auto, collective, fol"):
+    with pytest.raises(ValueError, match=r"weights\.transport = carrier_pigeon; expected one of auto, collective, wir"):
         learner.start(transport="carrier_pigeon")
 
 

@@ -16,7 +16,8 @@ from tests.full_disk import fill, small_disk
 from tests.power_cut import PowerCut
 from weights.manifest import ITEM_BYTES
 from weights.sink import SnapshotRefused
-from weights.snapshot import FILE_NAME, read_snapshot, snapshots, write_snapshot
+from weights.snapshot import read_snapshot, snapshots, write_snapshot
+from weights.snapshot_format import FILE_NAME
 
 VERSION = WeightVersion(1, 7)
 

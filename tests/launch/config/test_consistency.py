@@ -67,11 +67,21 @@ def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:
 def test_open_ports_are_told_of_at_each_start() -> None:
     publish = {"host": "10.0.0.7", "allow_plain_network": True}
     (told,) = warnings(weights=publish)
-    assert told.startswith("weights.host: other machines can reach 10.0.0.7; torch's store and the ports of the")
+    assert told.startswith("weights.allow_plain_network: other machines can reach 10.0.0.7; torch's store and the por")
+    assert warnings(weights={"host": "10.0.0.7"}) == []  # by wire: nothing is open
     plain = {"bind": "tcp://10.0.0.7:0", "encrypt": "off", "allow_plain_network": True}
     (told,) = warnings(buffer=plain)
     assert told.startswith("buffer.allow_plain_network: the links to tcp://10.0.0.7:0 are not encrypted")
     assert warnings(buffer={"bind": "tcp://10.0.0.7:0"}) == []
+
+
+def test_ranks_on_several_hosts_must_be_allowed_to_talk_in_plain_text() -> None:
+    learner = {"ranks": 4, "hosts": 2}
+    (told,) = mistakes(learner=learner, weights={"host": "10.0.0.7"})
+    assert told.startswith("learner.hosts: got 2 with weights.host = 10.0.0.7, which other machines can reach; the")
+    assert mistakes(learner=learner, weights={"host": "10.0.0.7", "allow_plain_network": True}) == []
+    (told,) = warnings(learner=learner, weights={"host": "10.0.0.7", "allow_plain_network": True})
+    assert "the weight group and the learner's ranks accept any client" in told
 
 
 def test_changes_of_weights_are_not_sent_to_servers() -> None:

@@ -50,7 +50,8 @@ def test_further_hosts_of_the_learner_have_its_other_ranks() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"weights": {}}, "weights.allow_plain_network"),
+        ({"weights": {"backend": "nccl"}}, r"weights\.backend: got nccl"),
+        ({"weights": {}, "learner": {"ranks": 4, "hosts": 2}}, r"weights\.allow_plain_network: got false"),
         ({"actor": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}, "cluster.actors.each"),
         ({"buffer": {"bind": "tcp://10.0.0.7:5555"}}, "buffer.bind"),
     ],

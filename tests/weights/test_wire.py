@@ -1,0 +1,195 @@
+"""Versions over encrypted connections to the learner's control port: real processes, and strangers at the port."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from protocol.messages import WeightPlan, WeightVersion
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.weight_actors import ActorFleet, digest_of
+from weights.config import WeightsConfig
+from weights.publisher import Publisher
+from weights.wire import PIECE_BYTES, WINDOW
+
+CONFIG = WeightsConfig(
+    transport="wire",
+    join_timeout_s=PATIENCE_S,
+    broadcast_timeout_s=PATIENCE_S,
+    answer_grace_s=1.0,
+    join_window_s=0.05,
+    rejoin_delay_s=0.2,
+)
+NAMES = ("actor-0", "actor-1", "actor-2")
+ROWS = (WINDOW + 3) * PIECE_BYTES // (4 * 256) + 1
+"""Of float32 tensors of width 256: more pieces than a member may ask for at a time, and a last one that is smaller."""
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(0, step)
+
+
+def weights(step: int, rows: int = ROWS) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [
+        ("half", torch.randn(61, generator=generator).half()),
+        ("w", torch.randn(rows, 256, generator=generator)),
+        ("one", torch.randn(1, generator=generator)),
+    ]
+
+
+class Learner:
+    """A publisher for a fleet of actor processes."""
+
+    def __init__(self, fleet: ActorFleet, folder: Path) -> None:
+        self.fleet, self._folder = fleet, folder
+        self.plans: list[WeightPlan] = []
+        self.announced: list[WeightVersion] = []
+
+    def post_plan(self, plan: WeightPlan) -> None:
+        self.plans.append(plan)
+        self.fleet.post_plan(plan)
+
+    def start(self, **changes: Any) -> Publisher:
+        return Publisher(
+            msgspec.structs.replace(CONFIG, **changes),
+            snapshot_dir=self._folder,
+            post_plan=self.post_plan,
+            published=lambda version, _: self.announced.append(version),
+        )
+
+    def delivered(self, step: int, *names: str) -> None:
+        for staged in self.fleet.wait_for(version(step), PATIENCE_S, names or None).values():
+            assert (staged.version, staged.digest) == (version(step), digest_of(weights(step)))
+
+    @property
+    def port(self) -> int:
+        return int(self.plans[-1].control.rpartition(":")[2])
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> Iterator[Learner]:
+    with ActorFleet() as fleet:
+        yield Learner(fleet, tmp_path / "weights")
+
+
+def test_every_version_reaches_every_member_by_one_port_without_a_file_or_a_process_group(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_store(*_: object) -> None:
+        raise AssertionError("this way needs no store")
+
+    monkeypatch.setattr("weights.transports.collective.host_store", no_store)
+    with learner.start(every_version=True) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        for step in range(1, 5):
+            publisher.publish(version(step), weights(step))
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.delivered(4)
+        stats = publisher.stats
+    assert learner.announced == [version(step) for step in range(1, 5)]
+    assert (stats.members, stats.skipped_versions_total, stats.dropped_total) == (3, 0, {})
+    assert {(plan.backend, plan.port) for plan in learner.plans} == {("wire", 0)}
+    assert stats.snapshots_total == 0 and not (tmp_path / "weights").exists()
+    assert stats.control_refused_total == stats.control_unreadable_total == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(learner: Learner, signum: int) -> None:
+    with learner.start(broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.fleet.signal(NAMES[0], signum)
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2, *NAMES[1:])
+        assert publisher.wait_idle(PATIENCE_S)
+        assert publisher.stats.dropped_total == {"no_answer": 1}
+
+
+def test_a_newcomer_gets_the_newest_version(learner: Learner) -> None:
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES[:1])
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        learner.fleet.start(NAMES[1:])
+        publisher.membership(learner.fleet.membership())
+        learner.delivered(1, *NAMES)
+        assert publisher.wait_idle(PATIENCE_S) and publisher.stats.members == 3
+
+
+def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
+    learner: Learner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The strangers are made from a plain socket and from ZeroMQ itself; they share no code with the members."""
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+
+        talk_tcp(learner.port)
+        plan = learner.plans[-1]
+        assert plan.control_keys is not None
+        public, secret, server = (key.encode() for key in plan.control_keys)
+        want = msgspec.msgpack.encode(
+            {"type": "Want", "group_epoch": plan.group_epoch, "rank": 1, "number": 1, "first": 0, "count": 8}
+        )
+        for keys in (None, zmq.curve_keypair()):  # without encryption; with a pair that nobody knows
+            assert talk_zmq(plan.control, keys, server, want) == []
+        members = publisher.stats.members
+        eventually(lambda: publisher.stats.control_refused_total >= 3, "three refused connections")
+        assert "no_key" in caplog.text and "wrong_key" in caplog.text and "127.0.0.1" in caplog.text
+
+        assert talk_zmq(plan.control, (public, secret), server, want) == []  # between rounds nothing is served
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2)
+        assert publisher.stats.dropped_total == {} and publisher.stats.members == members == 3
+
+
+def talk_tcp(port: int) -> bytes:
+    """What the port says to somebody who does not speak ZeroMQ."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: learner\r\n\r\n")
+        stranger.settimeout(PATIENCE_S)
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := stranger.recv(1 << 16):
+                heard += piece
+        return heard
+
+
+def talk_zmq(endpoint: str, keys: tuple[bytes, bytes] | None, server: bytes, message: bytes) -> list[bytes]:
+    """All that comes back within a second."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.linger = 0
+    if keys is not None:
+        stranger.curve_publickey, stranger.curve_secretkey = keys
+        stranger.curve_serverkey = server
+    stranger.connect(endpoint)
+    stranger.send(message)
+    heard: list[bytes] = []
+    end_s = time.monotonic() + 1.0
+    while time.monotonic() < end_s:
+        if stranger.poll(100):
+            heard += stranger.recv_multipart()
+    stranger.close()
+    context.term()
+    return heard

@@ -1,0 +1,129 @@
+"""Versions over encrypted connections to the learner's control port: the way between hosts (weights.wire has the
+member's end).
+
+    learner    Round: version | piece 0 | piece 1 | ...     each member asks for its pieces | wait for answers
+    member     Want 0 to 7    |   Want 8 ...                | has all bytes: stage, Answer  |
+
+One port of the learner, which admits only holders of the run's keys, and no connection to or between members. Nothing
+is shared but the copies of the version: a piece is read from them when the first member wants it, and kept until
+others, which are about as fast, have it too. Each member gets all bytes from the learner, so a version takes members x
+bytes of its link, where a broadcast tree takes a few times the bytes. A slow or silent member does not stop the
+others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from weights.buckets import BucketLayout, Content
+from weights.control import ControlHost, Request
+from weights.control_messages import Answer, FromMember
+from weights.group_host import Channel, GroupHost
+from weights.manifest import Manifest
+from weights.roster import Seat
+from weights.sink import GroupInterrupted
+from weights.wire import PIECE_BYTES, WINDOW, n_pieces
+
+KEPT_PIECES: Final = 4 * WINDOW
+"""The pieces wanted last. A member that is further behind than this has them read again for it."""
+WAIT_SLICE_S: Final = 0.05
+
+
+class _Pieces:
+    """The pieces of one version."""
+
+    def __init__(self, layout: BucketLayout, content: Content) -> None:
+        self._layout, self._content = layout, content
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self.count = n_pieces(layout.total_bytes)
+
+    def get(self, index: int) -> memoryview:
+        """In memory of its own, which does not change: it is still being sent when the version is long replaced."""
+        piece = self._kept.pop(index, None)
+        if piece is None:
+            start = index * PIECE_BYTES
+            end = min(start + PIECE_BYTES, self._layout.total_bytes)
+            piece_b = torch.zeros(end - start, dtype=torch.uint8)
+            self._content.read(self._layout, start, end, piece_b)
+            piece = piece_b.numpy().data
+        self._kept[index] = piece
+        if len(self._kept) > KEPT_PIECES:
+            self._kept.popitem(last=False)
+        return piece
+
+
+class WireChannel:
+    """Rank 0's end, for the publisher's thread."""
+
+    def __init__(
+        self,
+        control: ControlHost,
+        seats: tuple[Seat, ...],
+        *,
+        gone: Callable[[], frozenset[Seat]],
+        answered: Callable[[int], list[FromMember]],
+        closing: Callable[[], bool],
+    ) -> None:
+        """`answered(round)`: the answers of that round that came so far."""
+        self._control, self._seats = control, seats
+        self._gone, self._answered, self._closing = gone, answered, closing
+
+    def join(self, timeout_s: float) -> None:
+        """Members that are on the control channel can reach its port."""
+
+    def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
+        """Serve the members until each has all pieces, or has answered that it gives up, or is gone; at the deadline
+        the rest is left to whoever waits for their answers. Raises GroupInterrupted."""
+        deadline_s = time.monotonic() + timeout_s
+        pieces = _Pieces(layout, content)
+        sent = dict.fromkeys(range(1, len(self._seats) + 1), 0)
+        while sent and time.monotonic() < deadline_s:
+            if self._closing():
+                raise GroupInterrupted("the learner is closing")
+            for request in self._control.requests(WAIT_SLICE_S):
+                if request.want.number == round_number and request.want.rank in sent:
+                    sent[request.want.rank] += self._serve(request, pieces)
+            gone = self._gone()
+            done = {rank for rank, count in sent.items() if count >= pieces.count}
+            done |= {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
+            done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
+            for rank in done:
+                sent.pop(rank, None)
+
+    def _serve(self, request: Request, pieces: _Pieces) -> int:
+        """Send what it wants; returns the number of pieces. What no member of ours asks for is not there."""
+        wanted = range(request.want.first, request.want.first + request.want.count)
+        if not (wanted.start >= 0 and len(wanted) <= WINDOW and wanted.stop <= pieces.count):
+            return 0
+        for index in wanted:
+            self._control.send_piece(request, index, pieces.get(index))
+        return len(wanted)
+
+    def close(self) -> None: ...
+
+
+class WireTransport(GroupHost):
+    """Members fetch each version from the learner, encrypted."""
+
+    backend = "wire"
+    independent = True
+
+    def _meet_at(self) -> int:
+        return 0
+
+    def _open(self, seats: tuple[Seat, ...]) -> Channel:
+        def answered(round_number: int) -> list[FromMember]:
+            self._heard += self._control.poll(0.0)
+            return [heard for heard in self._heard if isinstance(heard, Answer) and heard.number == round_number]
+
+        return WireChannel(
+            self._control, seats, gone=lambda: self._gone(seats), answered=answered, closing=self._closing
+        )
+
+    def _layout_of(self, manifest: Manifest) -> BucketLayout:
+        return self._members.staging(manifest, self._config.bucket_bytes)

@@ -1,0 +1,113 @@
+"""A member's own connection for the bytes of versions that no broadcast carries (weights.transports.wire). No torch.
+
+    member                              rank 0, at its control port
+    Want pieces 0 to 7    ---------->   reads a piece when the first member wants it
+                          <----------   Piece 0, bytes
+    Want piece 8          ---------->   ...
+
+The member asks, so nobody is sent more than it can take, and rank 0 holds at most WINDOW pieces per member. The
+connection is encrypted and admits only holders of the member's key, like the control channel, to whose port it goes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import zmq
+
+from protocol.errors import DamagedMessage
+from protocol.keys import ClientKeys, encrypt_client
+from protocol.sockets import new_socket, receive_frames, send_frames
+from weights.control_messages import Piece, Want
+from weights.sink import GroupBroken, GroupInterrupted, Interrupted
+
+PIECE_BYTES: Final = 1 << 20
+"""Every piece of a version but the last."""
+WINDOW: Final = 8
+"""Pieces that a member has asked for and not received."""
+WAIT_SLICE_S: Final = 0.1
+"""Time within which an interruption is noticed."""
+
+
+def n_pieces(total_bytes: int) -> int:
+    return -(-total_bytes // PIECE_BYTES)
+
+
+class WireMember:
+    """For one group, and one thread."""
+
+    def __init__(self, endpoint: str, keys: ClientKeys | None, *, group_epoch: int, rank: int) -> None:
+        """`endpoint`: WeightPlan.control; `keys`: from `weights.control.member_keys`. Connects in the background."""
+        self._group_epoch, self._rank = group_epoch, rank
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.DEALER)
+        self._socket.set(zmq.IPV6, "[" in endpoint)
+        if keys is not None:
+            encrypt_client(self._socket, keys)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(Piece)
+
+    def fetch(
+        self,
+        number: int,
+        total_bytes: int,
+        take: Callable[[int, bytes | memoryview], None],
+        deadline_s: float,
+        interrupted: Interrupted,
+    ) -> None:
+        """All bytes of the version of round `number`. `take(at, piece)` gets them once each, in any order. Raises
+        GroupInterrupted, and GroupBroken at the deadline or when rank 0 sends what was not asked for."""
+        total = n_pieces(total_bytes)
+        owed: set[int] = set(range(min(WINDOW, total)))
+        asked = len(owed)
+        self._want(number, 0, asked)
+        while owed:
+            piece, content = self._next(number, deadline_s, interrupted)
+            at = piece.index * PIECE_BYTES
+            expected_bytes = min(PIECE_BYTES, total_bytes - at)
+            if piece.index not in owed or len(content) != expected_bytes:
+                raise GroupBroken(
+                    f"rank 0 sent piece {piece.index} of {total} with {len(content)} bytes; expected one of the "
+                    f"{len(owed)} that were asked for, with {expected_bytes}"
+                )
+            take(at, content)
+            owed.remove(piece.index)
+            if asked < total:
+                owed.add(asked)
+                self._want(number, asked, 1)
+                asked += 1
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+    def _want(self, number: int, first: int, count: int) -> None:
+        want = Want(self._group_epoch, self._rank, number, first, count)
+        try:
+            send_frames(self._socket, [msgspec.msgpack.encode(want)])
+        except zmq.Again:
+            raise GroupBroken("the connection for weights takes no more requests") from None
+
+    def _next(self, number: int, deadline_s: float, interrupted: Interrupted) -> tuple[Piece, bytes | memoryview]:
+        """The next piece of this round."""
+        while True:
+            if (reason := interrupted()) is not None:
+                raise GroupInterrupted(reason)
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise GroupBroken("the bytes of a version did not come before the deadline")
+            if not self._socket.poll(max(1, round(1000 * min(left_s, WAIT_SLICE_S)))):
+                continue
+            try:
+                frames = receive_frames(self._socket)
+                if frames is None:
+                    continue
+                head, content = frames
+                piece = self._decoder.decode(head)
+            except (DamagedMessage, ValueError) as error:  # msgspec's errors are ValueErrors, too
+                raise GroupBroken(f"a piece of the weights cannot be read: {error}") from None
+            if (piece.group_epoch, piece.number) == (self._group_epoch, number):
+                return piece, content  # others belong to a round that was given up
