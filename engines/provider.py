@@ -220,6 +220,8 @@ class Launch(NamedTuple):
     forked: bool
     """Forked from a process that has already imported everything (sglang_server's zygote); else started as a new
     process."""
+    certificate: str = ""
+    """PEM file of the certificate with which the server speaks TLS; empty: it does not."""
 
 
 class ServerCommand(NamedTuple):
@@ -252,8 +254,9 @@ class ServerEngine:
         and ask for the key `api_key`. Its output goes to `log`."""
         raise NotImplementedError
 
-    def answers(self, host: str, port: int, api_key: str, timeout_s: float) -> bool:
-        """Whether the server there is ready. Called several times a second while it loads its model."""
+    def answers(self, host: str, port: int, api_key: str, timeout_s: float, certificate: str = "") -> bool:
+        """Whether the server there is ready. Called several times a second while it loads its model. `certificate`:
+        Launch.certificate."""
         raise NotImplementedError
 
     def ask(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import threading
 import time
@@ -275,9 +276,15 @@ def _other_version(base: Mapping[str, str]) -> str:
     return str(folder) if version else ""
 
 
-def answers(host: str, port: int, api_key: str = "", *, timeout_s: float = _PROBE_TIMEOUT_S) -> bool:
-    """True if a server answers GET /model_info, which it does once its model is loaded. No proxy is used."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+def answers(
+    host: str, port: int, api_key: str = "", *, timeout_s: float = _PROBE_TIMEOUT_S, certificate: str = ""
+) -> bool:
+    """True if a server answers GET /model_info, which it does once its model is loaded. No proxy is used.
+    `certificate`: the file of a server that speaks TLS."""
+    try:
+        connection = _connection(host, port, timeout_s, certificate)
+    except OSError:  # ssl.SSLError too: the server will say why it cannot use the file
+        return False
     try:
         connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
         return connection.getresponse().status == 200
@@ -285,6 +292,14 @@ def answers(host: str, port: int, api_key: str = "", *, timeout_s: float = _PROB
         return False
     finally:
         connection.close()
+
+
+def _connection(host: str, port: int, timeout_s: float, certificate: str) -> http.client.HTTPConnection:
+    if not certificate:
+        return http.client.HTTPConnection(host, port, timeout=timeout_s)
+    context = ssl.create_default_context(cafile=certificate)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
 
 
 def _tail(log: Path) -> str:

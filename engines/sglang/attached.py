@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -15,9 +17,10 @@ from engines.config import WorkerSettings
 from engines.provider import EngineRole, ServerFacts
 from engines.sglang.config import ServerLinkConfig, SGLangConfig
 from engines.sglang.features import Features, probe_server, why_unfit
-from engines.sglang.http import RequestRefused, ServerUnavailable
+from engines.sglang.http import RequestRefused, ServerUnavailable, tls_context
 from engines.sglang.stream import StreamError
 from engines.sglang.tokenizer import compare_tokenizers
+from protocol.addresses import is_local
 
 PROBE_TIMEOUT_S: Final = 20.0
 """Upper limit of the connect timeout here, because the servers should be running."""
@@ -32,6 +35,12 @@ def ask(key: str, role: EngineRole, settings: WorkerSettings, student: str) -> t
     name, secret = own.api_key_env, os.environ.get(own.api_key_env, "") if own.api_key_env else ""
     if name and not secret:
         return [], [f"{key}.sglang.api_key_env: the environment has no {name}, expected the bearer key of {key}.urls"]
+    if open_links := [*_open_links(key, settings.urls, bool(secret))]:
+        return [], open_links
+    try:
+        tls_context(own.ca_file)
+    except ValueError as error:
+        return [], [f"{key}.sglang.{error}"]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(_ask_one, settings.urls, repeat(short), repeat(secret)))
     mistakes = [f"{key}.urls: {answer}" for answer in answers if isinstance(answer, str)]
@@ -42,6 +51,25 @@ def ask(key: str, role: EngineRole, settings: WorkerSettings, student: str) -> t
     if mistakes:
         return [], mistakes
     return [one.facts for one in features], _other_tokenizers(key, settings.urls, short, secret, Path(student))
+
+
+def _open_links(key: str, urls: tuple[str, ...], has_key: bool) -> Iterator[str]:
+    """Servers on other machines need TLS and a key."""
+    for url in urls:
+        parts = urlsplit(url)
+        if is_local(parts.hostname or ""):
+            continue
+        if parts.scheme != "https":
+            yield (
+                f"{key}.urls: got {url}, where prompts and answers can be read on the way; expected https://, or an "
+                f"address of this machine. SGLang takes --ssl-certfile and --ssl-keyfile; {key}.sglang.ca_file names "
+                "the authority of its certificate"
+            )
+        elif not has_key:
+            yield (
+                f"{key}.urls: got {url} without a key, so that anyone who reaches it can change its weights; start it "
+                f"with --api-key, and name a variable with the key by {key}.sglang.api_key_env"
+            )
 
 
 def _ask_one(url: str, settings: ServerLinkConfig, api_key: str) -> Features | str:

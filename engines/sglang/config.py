@@ -13,8 +13,11 @@ class ServerLinkConfig(Settings, frozen=True, kw_only=True):
     """A teacher's connection to its SGLang server (`engines.sglang.scorer`)."""
 
     api_key_env: str = ""
-    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty: they need none.
-    Servers that the launcher starts get a new key for each run."""
+    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty: they need none,
+    which is refused for servers on other machines. Servers that the launcher starts get a new key for each run."""
+    ca_file: str = ""
+    """PEM file with the certificates of authorities, or of servers themselves, by which https servers are known. Empty:
+    the system's authorities, and for a server that the launcher starts its own certificate."""
     max_concurrent: PositiveInt = 64
     """Requests at the server at one time; the rest wait in the worker."""
     connect_timeout_s: PositiveFloat = 60.0

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import random
+import ssl
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -346,7 +347,8 @@ class ServerLink:
 
     async def _open(self) -> tuple[CircuitBreaker, aiohttp.ClientSession]:
         # No limit here: max_concurrent limits requests, and an abort must never wait for a free connection.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+        tls = tls_context(self.config.ca_file) if self.url.startswith("https://") else True
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0, ssl=tls)
         session = aiohttp.ClientSession(
             self.url, connector=connector, headers=self._headers, cookie_jar=aiohttp.DummyCookieJar()
         )
@@ -373,6 +375,17 @@ def _headers(api_key: str, config: ServerLinkConfig) -> dict[str, str]:
     if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
         raise ValueError(f"{where}: expected printable ASCII without blanks, got other characters")
     return {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+
+
+def tls_context(ca_file: str) -> ssl.SSLContext:
+    """Checks the server's certificate and name. A certificate in `ca_file` is trusted whether or not it is an
+    authority's. Raises ValueError when the file cannot be used."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ValueError(f"ca_file: {ca_file} holds no certificates (PEM) that can be read: {error}") from error
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
 
 
 def backoffs() -> Iterator[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from engines.config import ServerConfig, WorkerSettings
 from engines.provider import (
@@ -28,6 +30,7 @@ from weights.config import WeightsConfig, checkpoint_dtype, server_dtype
 from weights.roster import CheckBy, Members
 
 SERVERS: Final = SGLangServers()
+LinkT = TypeVar("LinkT", bound=ServerLinkConfig)
 
 
 class SGLangProvider(EngineProvider):
@@ -57,7 +60,7 @@ class SGLangProvider(EngineProvider):
         from models.tokenizer_file import FileTokenizer
 
         config, path = ctx.config.actor, ctx.config.models.student
-        own = config.section(self.name, SGLangConfig)
+        own = _trusting(config, config.section(self.name, SGLangConfig))
         tokenizer: FileTokenizer = FileTokenizer(path)
         started_by_us = not config.urls
 
@@ -95,7 +98,7 @@ class SGLangProvider(EngineProvider):
         from models.tokenizer_file import FileTokenizer
 
         config, path = ctx.config.teacher, ctx.config.models.teacher
-        own = config.section(self.name, ServerLinkConfig)
+        own = _trusting(config, config.section(self.name, ServerLinkConfig))
         key = "" if config.urls else os.environ.get(API_KEY_VARIABLE, "")
 
         def start() -> SGLangScorer:
@@ -143,6 +146,13 @@ class SGLangProvider(EngineProvider):
         if wish.in_process:
             return False, wish.in_process
         return SERVERS.fits(wish)
+
+
+def _trusting(settings: WorkerSettings, own: LinkT) -> LinkT:
+    """A server that the launcher started is known by its own certificate."""
+    if settings.urls or own.ca_file:
+        return own
+    return msgspec.structs.replace(own, ca_file=SERVERS.launch(settings.server).certificate)
 
 
 PROVIDER: Final = SGLangProvider()

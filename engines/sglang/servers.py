@@ -51,6 +51,7 @@ PP: Final = Option(("--pp-size", "--pipeline-parallel-size"), ("--pp-s", "--pipe
 NODES: Final = Option(("--nnodes",), ("--nnodes",))
 SYMMETRIC: Final = Option(("--enable-symm-mem",), ("--enable-symm",))
 NVLS: Final = Option(("--enable-nccl-nvls",), ("--enable-nccl",))
+CERTIFICATE: Final = Option(("--ssl-certfile",), ("--ssl-certfile",))
 DEVICE: Final = Option(("--device",), ("--device",))
 FRACTION: Final = Option(("--mem-fraction-static",), ("--mem-f",))
 QUANTIZATION: Final = Option(("--quantization",), ("--quantization",))
@@ -127,7 +128,8 @@ class SGLangServers(ServerEngine):
         python = self.choose_python(server)
         forked = server.device == "cpu" and python == DEFAULT_PYTHON
         base = SERVER_ARGS if forked else ("--device", server.device)
-        return Launch(python, (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args), forked)
+        arguments = (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args)
+        return Launch(python, arguments, forked, value_of(server.args, CERTIFICATE) or "")
 
     def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
         """sglang_server/serve.py in SGLang's interpreter."""
@@ -136,8 +138,8 @@ class SGLangServers(ServerEngine):
         request = {"args": args, "optional": OPTIONAL_ARGS, "log": str(log), "parent_pid": os.getpid()}
         return ServerCommand((launch.python, SERVE), json.dumps(request).encode() + b"\n")
 
-    def answers(self, host: str, port: int, api_key: str, timeout_s: float) -> bool:
-        return sglang_servers.answers(host, port, api_key, timeout_s=timeout_s)
+    def answers(self, host: str, port: int, api_key: str, timeout_s: float, certificate: str = "") -> bool:
+        return sglang_servers.answers(host, port, api_key, timeout_s=timeout_s, certificate=certificate)
 
     def ask(
         self, key: str, role: EngineRole, settings: WorkerSettings, student: str

@@ -17,7 +17,7 @@ from launch.machine.devices import fill_devices, torch_devices
 from launch.machine.machine import NO_GPUS, Interpreters, Machine
 from launch.servers.attached import ask_servers, grouped
 from launch.servers.plan import ServerPlan, contradictions, launched_groups, overfull_gpus, plan_servers, with_server
-from protocol.addresses import free_port
+from protocol.addresses import free_port, is_local
 
 HIGHEST_PORT: Final = 65535
 replace = msgspec.structs.replace
@@ -120,6 +120,12 @@ def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -
     last = server.port + group.n - 1
     if server.port and last > HIGHEST_PORT:
         others.append(f"{key}.server.port: got {server.port}, and {group.n} servers would need ports up to {last}")
+    if not is_local(server.host) and not servers.launch(server).certificate:
+        others.append(
+            f"{key}.server.host: got {server.host}, which other machines can reach, and HTTP is not encrypted; "
+            f"expected 127.0.0.1, or a certificate that is valid for the address: --{key}.server.args="
+            "--ssl-certfile,FILE,--ssl-keyfile,FILE"
+        )
     try:
         free_port(server.host)
     except OSError as error:

@@ -44,7 +44,7 @@ class ServerSlot:
 
     @property
     def url(self) -> str:
-        return url_of(self.plan.host, self.port)
+        return url_of(self.plan.host, self.port, "https" if self.plan.launch.certificate else "http")
 
 
 class ServerNews(NamedTuple):
@@ -167,13 +167,18 @@ class ServerWatch:
         if slot.state == "waiting" and now_s >= slot.restart_at_s:
             self._start(slot)
         elif slot.state == "starting" and slot.pid is not None:
-            if plan.engine.answers(reachable_host(plan.host), slot.port, self._api_key, PROBE_TIMEOUT_S):
+            if self._answers(slot):
                 slot.state, slot.ever_up = "up", True
                 return [ServerNews("up", plan.worker, "")]
             if now_s - slot.started_s > plan.start_timeout_s and not slot.late and self._processes is not None:
                 slot.late = True
                 self._processes.kill(plan.name)
         return []
+
+    def _answers(self, slot: ServerSlot) -> bool:
+        plan = slot.plan
+        where = reachable_host(plan.host), slot.port
+        return plan.engine.answers(*where, self._api_key, PROBE_TIMEOUT_S, plan.launch.certificate)
 
     def _exited(self, slot: ServerSlot, code: int, *, restart: bool) -> list[ServerNews]:
         answered = slot.state in ("up", "lost")

@@ -125,6 +125,14 @@ def test_cuda_without_a_gpu_a_foreign_address_and_a_port_too_high_are_told(monke
     assert "actor.server.port: got 65535, and 2 servers would need ports up to 65536" in mistakes
 
 
+def test_servers_that_other_machines_reach_are_refused_without_a_certificate() -> None:
+    plain = "\n".join(found({"host": "0.0.0.0"}, device="cpu").mistakes)
+    assert "actor.server.host: got 0.0.0.0, which other machines can reach, and HTTP is not encrypted" in plain
+    tls = found({"host": "0.0.0.0", "args": ["--ssl-certfile", "c.pem", "--ssl-keyfile", "k.pem"]}, device="cpu")
+    assert tls.mistakes == [] and {plan.launch.certificate for plan in tls.plans} == {"c.pem"}
+    assert url_of("0.0.0.0", 7, "https") == "https://127.0.0.1:7"
+
+
 def test_as_many_workers_as_urls_are_expected() -> None:
     urls = {"engine": "sglang", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}
     with pytest.raises(ConfigError, match=r"actors: got 3 with 2 actor\.urls, expected the same number of both"):

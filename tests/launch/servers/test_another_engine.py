@@ -36,7 +36,7 @@ class OtherServers(ServerEngine):
     def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
         return ServerCommand((launch.python, *launch.arguments, host, str(port)), f"{api_key}\n".encode())
 
-    def answers(self, host: str, port: int, api_key: str, timeout_s: float) -> bool:
+    def answers(self, host: str, port: int, api_key: str, timeout_s: float, certificate: str = "") -> bool:
         try:
             connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
             connection.request("GET", "/", headers={"X-Key": api_key})
