@@ -40,6 +40,7 @@ with instrumented:
     from buffer.config import BufferConfig
     from buffer.state import BufferState
     from protocol import messages as m
+    from protocol.bundle import unbundled
     from protocol.codec import decode, encode
     from protocol.errors import RemoteProtocolError
     from protocol.server import FromPeer, PeerDown, PeerUp, Server
@@ -73,12 +74,13 @@ def unpack(data: bytes) -> Frames:
 
 
 def seeds() -> list[Frames]:
-    """A message of every kind."""
+    """A message of every kind, and bundles of them."""
     from tests.sim.messages import EXAMPLES
 
     hellos = [m.Hello(role, f"{role}-0", "first", RUN, VOCAB) for role in ROLES]
     examples = [*EXAMPLES, *((hello, ()) for hello in hellos)]
-    return [[bytes(frame) for frame in encode(message, arrays)] for message, arrays in examples]
+    encoded = [[bytes(frame) for frame in encode(message, arrays)] for message, arrays in examples]
+    return [*encoded, *([cast(bytes, msgpack.packb(encoded[n : n + 4]))] for n in range(0, len(encoded), 4))]
 
 
 def mutate(frames: Frames, rng: random.Random) -> Frames:
@@ -147,17 +149,18 @@ def _odd(value: object, rng: random.Random) -> object:
 
 
 class Decoder:
-    """`decode` may raise RemoteProtocolError and nothing else."""
+    """`unbundled` may raise nothing, `decode` RemoteProtocolError and nothing else."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
 
     def take(self, frames: Frames) -> None:
-        try:
-            outcome = type(decode(frames).message).__name__
-        except RemoteProtocolError as error:
-            outcome = error.code
-        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        for message in unbundled(list(frames)):
+            try:
+                outcome = type(decode(message).message).__name__
+            except RemoteProtocolError as error:
+                outcome = error.code
+            self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
     def close(self) -> None:
         pass

@@ -29,6 +29,8 @@ import numpy as np
 import psutil
 import zmq
 
+from buffer.acks import acknowledged_together
+from buffer.peers import Outgoing
 from protocol.client import Client
 from protocol.codec import encode
 from protocol.keys import load_client_keys, load_server_keys, make_keys
@@ -82,17 +84,20 @@ def serve_ours(ready: Connection, n_tokens: int, reject: bool, keys: Path | None
     )
     ready.send(server.address)
     while not ready.poll():
+        outgoing: list[Outgoing] = []
         for event in server.poll(0.05):
             if not isinstance(event, FromPeer):
                 continue
             match event.received.message:
                 case Segment(rollout_id=rollout_id, index=index):
-                    status = "rejected" if reject else "accepted"
-                    server.send(event.role, event.name, SegmentAck(rollout_id, index, status))
+                    ack = SegmentAck(rollout_id, index, "rejected" if reject else "accepted")
+                    outgoing.append(Outgoing(event.role, event.name, ack))
                 case Heartbeat():
-                    server.send(event.role, event.name, HeartbeatReply(VERSION))
+                    outgoing.append(Outgoing(event.role, event.name, HeartbeatReply(VERSION)))
                 case _:
                     pass
+        for out in acknowledged_together(outgoing):  # as the buffer's core does
+            server.send(*out)
     server.close(linger_s=0)
 
 

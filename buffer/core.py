@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from buffer.acks import acknowledged_together
 from buffer.state import BufferState, Outgoing
 from protocol.codec import Received, decode, encode
 from protocol.flow import UNNUMBERED
@@ -121,6 +122,10 @@ class Core:
 
     def apply(self, turn: Turn) -> list[Outgoing]:
         """Apply one turn. Returns the messages to send, in order."""
+        return acknowledged_together(self.answers(turn))
+
+    def answers(self, turn: Turn) -> list[Outgoing]:
+        """The same, with an acknowledgement for every segment."""
         if turn.refused is not None:
             self.refused = turn.refused
         outgoing: list[Outgoing] = []

@@ -57,6 +57,10 @@ def acked_keys(message: m.Message) -> frozenset[AckKey]:
     match message:
         case m.SegmentAck(rollout_id=rollout_id, index=index):
             return frozenset((("segment", rollout_id, index),))
+        case m.SegmentsAck(segments=segments):
+            return frozenset(
+                ("segment", rollout_id, index) for rollout_id in segments for index in segments[rollout_id]
+            )
         case m.RolloutFailedAck(rollout_id=rollout_id):
             return frozenset((("rollout_failed", rollout_id),))
         case m.ScoresAck(leases=leases):
@@ -72,7 +76,7 @@ def acked_keys(message: m.Message) -> frozenset[AckKey]:
 def concerns_caller(message: m.Message) -> bool:
     """Whether a worker needs to see `message`. Replies that only confirm arrival are left out."""
     match message:
-        case m.HeartbeatReply() | m.RolloutFailedAck():
+        case m.HeartbeatReply() | m.RolloutFailedAck() | m.SegmentsAck():
             return False
         case m.SegmentAck(status=status):
             return status == "rejected"

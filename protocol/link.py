@@ -23,6 +23,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from protocol.bundle import bundled
 from protocol.codec import Received, decode, encode
 from protocol.errors import (
     ConnectTimeout,
@@ -58,7 +59,7 @@ UNREADABLE_IN_WINDOW = 5
 """More unreadable messages than this, of both sides within `UNREADABLE_WINDOW_S`, and the link gives up."""
 UNREADABLE_WINDOW_S = 30.0
 BATCH = 64
-"""Most messages read, or sent, in one go."""
+"""After this many messages sent or read, the other of the two has its turn."""
 LINGER_S = 1.0
 """At close: how long ZeroMQ may still deliver messages sent before, the Goodbye among them."""
 
@@ -283,15 +284,17 @@ class Link(threading.Thread):
 
     def _send_queued(self, at_most: int) -> bool:
         """Returns False when the socket has no room left."""
-        for _ in range(at_most):
+        n_sent = 0
+        while n_sent < at_most:
             with self._state.changed:
-                entry = self._state.outbox.next_queued()
-            if entry is None:
+                entries = self._state.outbox.next_queued()
+            if not entries:
                 return True
-            if not self._try_send(entry.frames):
+            if not self._try_send(bundled([entry.frames for entry in entries])):
                 return False
             with self._state.changed:
-                self._state.outbox.sent(entry, now_s=time.monotonic(), heartbeats_sent=self._heartbeats_sent)
+                self._state.outbox.sent(entries, now_s=time.monotonic(), heartbeats_sent=self._heartbeats_sent)
+            n_sent += len(entries)
         return True
 
     def _try_send(self, frames: list[bytes | memoryview]) -> bool:
@@ -305,7 +308,7 @@ class Link(threading.Thread):
     def _sleep(self, timeout_s: float, *, want_room: bool) -> None:
         """Sleep until the socket or the caller has something, or the time is over."""
         with self._state.changed:
-            at_work = self._known and not want_room and self._state.outbox.next_queued() is not None
+            at_work = self._known and not want_room and self._state.outbox.any_queued
             if self._state.goodbye is not None or self._state.heartbeat_at_once or at_work:
                 timeout_s = 0.0
             self._state.asleep = timeout_s > 0

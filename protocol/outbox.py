@@ -13,12 +13,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES
 from protocol.codec import MAX_MESSAGE_BYTES, Frame, Received
 from protocol.flow import AckKey
 from protocol.messages import WeightVersion, Welcome
 
 MAX_RESEND_FACTOR = 8
 """The wait before each resend of a message doubles, up to this factor, so that a slow buffer is not flooded."""
+FRAME_LENGTH_BYTES = 5
+"""The most that MessagePack writes before the bytes of a frame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,21 +80,41 @@ class Outbox:
         self._unacked += entry.reliable
         self._queue.append(entry)
 
-    def next_queued(self) -> Entry | None:
-        """The entry to send next. It stays queued until `sent` is called."""
+    @property
+    def any_queued(self) -> bool:
+        """Whether there is anything to send."""
         while self._queue and self._queue[0].done:  # acknowledged while it waited to be sent again
             self._queue.popleft()
-        return self._queue[0] if self._queue else None
+        return bool(self._queue)
 
-    def sent(self, entry: Entry, *, now_s: float, heartbeats_sent: int) -> None:
-        """Record that `entry`, from `next_queued`, was given to the socket."""
-        self._queue.popleft()
-        entry.queued = False
-        entry.resend_at_s = now_s + self._resend_s * min(2**entry.times_sent, MAX_RESEND_FACTOR)
-        entry.times_sent += 1
-        if entry.reliable:
-            self._next_due_s = min(self._next_due_s, entry.resend_at_s)
-        entry.after_heartbeat = heartbeats_sent
+    def next_queued(self) -> list[Entry]:
+        """The entries to send next: several small ones go together (`protocol.bundle`). They stay queued until `sent`
+        is called."""
+        entries: list[Entry] = []
+        together_bytes = 0
+        for entry in self._queue:
+            if entry.done:
+                continue
+            together_bytes += entry.n_bytes + FRAME_LENGTH_BYTES * len(entry.frames)
+            small = entry.n_bytes <= SMALL_BYTES and together_bytes <= BUNDLE_BYTES
+            if entries and not small:
+                break
+            entries.append(entry)
+            if not small or len(entries) == BUNDLE_MESSAGES:
+                break
+        return entries
+
+    def sent(self, entries: list[Entry], *, now_s: float, heartbeats_sent: int) -> None:
+        """Record that `entries`, from `next_queued`, were given to the socket."""
+        for entry in entries:
+            while self._queue.popleft() is not entry:  # one that is done stood before it
+                pass
+            entry.queued = False
+            entry.resend_at_s = now_s + self._resend_s * min(2**entry.times_sent, MAX_RESEND_FACTOR)
+            entry.times_sent += 1
+            if entry.reliable:
+                self._next_due_s = min(self._next_due_s, entry.resend_at_s)
+            entry.after_heartbeat = heartbeats_sent
 
     def acknowledged(self, keys: Iterable[AckKey]) -> None:
         """Keys that nothing waits for are ignored: an acknowledgement may come twice."""

@@ -16,13 +16,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 
+from protocol.bundle import unbundled
 from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
 from protocol.errors import RemoteProtocolError
 from protocol.flow import SENDERS, UNNUMBERED
@@ -43,6 +44,7 @@ from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import OncePerInterval, RateLimitedLog
 from protocol.router import Router, address_of
 from protocol.session import Session, SessionBook
+from protocol.sockets import FromRouter
 
 POLL_MESSAGES = 256
 POLL_BUDGET_S = 0.02
@@ -114,6 +116,8 @@ class Server:
         self._expected_back_until_s = -math.inf if restored is None else clock() + peer_timeout_s
         self._held: tuple[bytes, zmq.Frame, Hello] | None = None
         """A Hello that has been read but belongs to the next batch of events, with its connection and source."""
+        self._bundle: deque[FromRouter] = deque()
+        """The rest of the bundle in hand."""
         self._refused: Counter[str] = Counter()
         self._source: zmq.Frame | None = None
         """A frame of the message in hand, which carries the metadata of its connection."""
@@ -193,7 +197,7 @@ class Server:
         events: list[Event] = []
         self.hellos.clear()
         self._drop_lost_peers(events)
-        if self._held is None and not events:
+        if self._held is None and not self._bundle and not events:
             self._router.wait(timeout_s)
         until_s = self._clock() + POLL_BUDGET_S
         for _ in range(POLL_MESSAGES):
@@ -227,7 +231,7 @@ class Server:
             (identity, self._source, hello), self._held = self._held, None
             self._greet(identity, hello, events)
             return True
-        got = self._router.receive()
+        got = self._receive()
         if got is None:
             return False
         identity, source, frames, damage = got
@@ -264,6 +268,16 @@ class Server:
             self._greet(identity, received.message, events)
             return True
         return self._take(identity, session, received, events)
+
+    def _receive(self) -> FromRouter | None:
+        """The next message, which may be one of several in a bundle."""
+        if not self._bundle:
+            got = self._router.receive()
+            if got is None or got.damage is not None:
+                return got
+            identity, source, frames, _ = got
+            self._bundle.extend(FromRouter(identity, source, message, None) for message in unbundled(frames))
+        return self._bundle.popleft()
 
     def _take(self, identity: bytes, session: Session | None, received: Received, events: list[Event]) -> bool:
         message = received.message

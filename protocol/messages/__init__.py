@@ -2,13 +2,13 @@
 
 A message is one ZeroMQ multipart: the first frame is MessagePack of the tagged Struct, the others are raw little-endian
 arrays in the order and dtype that the docstring names (see `protocol.codec`), and the last is a checksum
-(`protocol.sockets`). Lengths are in tokens.
+(`protocol.sockets`). Small ones to the buffer share a multipart (`protocol.bundle`). Lengths are in tokens.
 
 Every peer talks to the buffer only; the buffer is a ROUTER, all others are DEALERs:
 
     any      Hello -> Welcome | Refused;  Heartbeat <-> HeartbeatReply;  Goodbye ->;  <- Shutdown
-    actor    TicketCredit -> .. <- Tickets;  Segment -> <- SegmentAck;  RolloutFailed -> <- RolloutFailedAck;
-             <- CancelRollout;  <- WeightPlan
+    actor    TicketCredit -> .. <- Tickets;  Segment -> <- SegmentsAck | SegmentAck;
+             RolloutFailed -> <- RolloutFailedAck;  <- CancelRollout;  <- WeightPlan
     teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck;
              <- TeacherWeights
     learner  LearnerStarted ->;  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;
@@ -36,7 +36,7 @@ FromTeacher: TypeAlias = ScoreCredit | Scores | ScoreFailed
 LearnersWork: TypeAlias = LearnerStarted | TasksOffered | BatchWanted | BatchTrained | EvalWanted | RunFinished
 FromLearner: TypeAlias = LearnersWork | VersionPublished | PostWeightPlan | TeacherWeights
 ToAny: TypeAlias = Welcome | Refused | HeartbeatReply | Shutdown | Snapshot
-ToActor: TypeAlias = Tickets | SegmentAck | RolloutFailedAck | CancelRollout | WeightPlan
+ToActor: TypeAlias = Tickets | SegmentAck | SegmentsAck | RolloutFailedAck | CancelRollout | WeightPlan
 ToTeacher: TypeAlias = ScoreWork | ScoresAck
 ToLearner: TypeAlias = TasksAck | Batch | BatchTrainedAck | EvalResult | Membership
 Message: TypeAlias = FromAny | FromActor | FromTeacher | FromLearner | ToAny | ToActor | ToTeacher | ToLearner

@@ -98,6 +98,13 @@ class SegmentAck(msgspec.Struct, frozen=True, tag=True):
     """For rejected: a `RejectReason` of buffer.ledger, e.g. "nan_logprob", "unknown_rollout"."""
 
 
+class SegmentsAck(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor. All these segments are accepted, or were before. Refusals are a SegmentAck each."""
+
+    segments: dict[str, list[int]]
+    """Indices by rollout id."""
+
+
 class RolloutFailed(msgspec.Struct, frozen=True, tag=True):
     """actor -> buffer, acknowledged: this rollout will not finish."""
 

@@ -89,8 +89,8 @@ class ShadowedState:
             read_again = decode_turn(encode_turn(turn))
         except RemoteProtocolError:  # the simulation also sends what no wire can carry
             read_again = turn
-        outgoing = self.core.apply(turn)
-        assert on_the_wire(self.shadow.apply(read_again)) == on_the_wire(outgoing)
+        outgoing = self.core.answers(turn)
+        assert on_the_wire(self.shadow.answers(read_again)) == on_the_wire(outgoing)
         self.events += 1
         if self.events % EVENTS_PER_LIFE == 0:
             self.shadow = restored(self.shadow, now_s)

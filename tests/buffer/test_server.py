@@ -310,8 +310,8 @@ def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
         written.append(turn)
 
     def look(server: Server, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:
-        if isinstance(message, m.SegmentAck):
-            known.append(any(message.rollout_id.encode() in turn for turn in written))
+        if isinstance(message, m.SegmentsAck):
+            known.extend(any(rollout_id.encode() in turn for turn in written) for rollout_id in message.segments)
         return send(server, role, name, message, arrays)
 
     monkeypatch.setattr(Journal, "write", written_first)

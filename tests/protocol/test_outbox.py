@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from protocol.bundle import BUNDLE_MESSAGES, SMALL_BYTES
 from protocol.flow import AckKey
 from protocol.outbox import Entry, Outbox
 
@@ -19,9 +20,10 @@ def put(outbox: Outbox, *messages: tuple[bytes, frozenset[AckKey]]) -> None:
 
 def send_all(outbox: Outbox, *, now_s: float = 0.0, heartbeats_sent: int = 0) -> list[bytes]:
     sent: list[bytes] = []
-    while (entry := outbox.next_queued()) is not None:
-        sent.append(bytes(entry.frames[0]))
-        outbox.sent(entry, now_s=now_s, heartbeats_sent=heartbeats_sent)
+    while entries := outbox.next_queued():
+        sent += [bytes(entry.frames[0]) for entry in entries]
+        outbox.sent(entries, now_s=now_s, heartbeats_sent=heartbeats_sent)
+    assert not outbox.any_queued
     return sent
 
 
@@ -108,9 +110,36 @@ def test_a_new_connection_gets_everything_unconfirmed_in_the_order_of_putting() 
     assert send_all(outbox) == [b"a", b"b", b"d"]
 
 
-def test_the_entry_at_the_head_stays_queued_when_the_socket_had_no_room() -> None:
+def test_entries_stay_queued_when_the_socket_had_no_room() -> None:
     outbox = Outbox(resend_s=5.0)
-    put(outbox, (b"a", key(0)))
-    first: Entry | None = outbox.next_queued()
-    assert first is not None
-    assert outbox.next_queued() is first
+    put(outbox, (b"a", key(0)), (b"b", key(1)))
+    first: list[Entry] = outbox.next_queued()
+    assert len(first) == 2
+    assert outbox.next_queued() == first
+    put(outbox, (b"c", key(2)))
+    outbox.sent(first, now_s=0.0, heartbeats_sent=0)
+    assert send_all(outbox) == [b"c"]
+
+
+def test_small_messages_leave_together_and_large_ones_alone() -> None:
+    outbox = Outbox(resend_s=5.0)
+    large, half = bytes(SMALL_BYTES + 1), bytes(SMALL_BYTES)
+    put(outbox, *[(frame, frozenset()) for frame in (b"a", b"b", large, b"c", half, half, half, half, b"d")])
+    sizes: list[list[int]] = []
+    while entries := outbox.next_queued():
+        sizes.append([entry.n_bytes for entry in entries])
+        outbox.sent(entries, now_s=0.0, heartbeats_sent=0)
+    assert sizes == [[1, 1], [SMALL_BYTES + 1], [1, *[SMALL_BYTES] * 3], [SMALL_BYTES, 1]]
+    put(outbox, *[(b"x", frozenset())] * (BUNDLE_MESSAGES + 1))
+    assert len(outbox.next_queued()) == BUNDLE_MESSAGES
+
+
+def test_a_message_acknowledged_between_two_others_is_left_out_of_their_bundle() -> None:
+    outbox = Outbox(resend_s=5.0)
+    put(outbox, (b"a", key(0)), (b"b", key(1)), (b"c", key(2)))
+    send_all(outbox)
+    outbox.requeue_overdue(5.0)
+    outbox.acknowledged(key(1))
+    assert send_all(outbox, now_s=5.0) == [b"a", b"c"]
+    outbox.acknowledged(key(0) | key(2))
+    assert outbox.empty

@@ -58,6 +58,7 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.Tickets((TICKET, TICKET)), (ids(4), ids(2))),
     SEGMENT,
     (m.SegmentAck("train-3-0-1", 1, "rejected", "nan_logprob"), ()),
+    (m.SegmentsAck({"train-3-0-1": [1, 2], "train-3-0-2": [0]}), ()),
     (m.RolloutFailed("train-3-0-1", "env_error", "KeyError", "step: 'tool'"), ()),
     (m.RolloutFailedAck("train-3-0-1"), ()),
     (m.CancelRollout("train-3-0-1", "stale"), ()),

@@ -85,13 +85,14 @@ class Tap:
     def passed(self, name: str, unit: Unit) -> None:
         """A message of this peer, or to it, was passed on."""
         try:
-            kind = self._tag.decode(unit[0].body).type
-        except msgspec.DecodeError:
+            for frames in _messages(bodies(unit)[:-1]):
+                kind = self._tag.decode(frames[0]).type
+                if kind in USEFUL:
+                    self.useful_s[name] = time.monotonic()
+                if kind in ("Batch", "BatchTrained", "BatchTrainedAck") and self._file is not None:
+                    self._write(decode(frames))
+        except (msgspec.DecodeError, IndexError):
             return
-        if kind in USEFUL:
-            self.useful_s[name] = time.monotonic()
-        if kind in ("Batch", "BatchTrained", "BatchTrainedAck") and self._file is not None:
-            self._write(decode(bodies(unit)[:-1]))
 
     def _write(self, received: Received) -> None:
         assert self._file is not None
@@ -104,6 +105,13 @@ class Tap:
                 self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, True)) + b"\n")
             case _:
                 pass
+
+
+def _messages(frames: list[bytes]) -> list[list[bytes]]:
+    """The frames of each message in a multipart: of several small ones, if it is one frame with an array of them."""
+    if len(frames) == 1 and frames[0][:1] and (0x90 <= frames[0][0] <= 0x9F or frames[0][0] in (0xDC, 0xDD)):
+        return msgspec.msgpack.decode(frames[0], type=list[list[bytes]])
+    return [frames]
 
 
 def read_tap(file: Path) -> list[BatchSeen | TrainedSeen]:
