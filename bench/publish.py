@@ -1,6 +1,6 @@
 """Seconds from the learner's `publish` until the last of N actor processes has the weights: four ways, side by side.
 
-    python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--join]
+    python bench/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--no-snapshot] [--join]
 
     publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
                  member's answer and the announcement. With --transport wire: encrypted, from one port
@@ -8,6 +8,9 @@
     per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
                  memory that is allocated and touched beforehand; no checks, no answers
     flat         the same with one broadcast of all bytes: the least that a collective can cost
+
+Where members share few cores, seconds measure mostly who is scheduled. So CPU seconds of all processes per GB and
+member are printed too. Those of the publisher contain the copy for staging, the checksums and the answers.
 
 What it must cost: each of N actors receives B bytes, and all but the leaves of the tree send them on. On one machine
 that is 2 N B bytes copied by the kernel on shared cores, at best as fast as memory; ours reads N B more for the
@@ -24,6 +27,7 @@ it until the newcomer has that version staged, and until the new group stands.
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import statistics
 import tempfile
@@ -40,6 +44,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
+from bench.role_cpu import own_cpu_s
 from builtin import STUDENT_DIR
 from protocol.messages import WeightVersion
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
@@ -64,6 +69,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transport", choices=["collective", "wire"], default="collective", help="of the publisher")
     parser.add_argument("--join", action="store_true", help="measure what an actor that joins costs")
+    parser.add_argument("--no-snapshot", action="store_true", help="leave files out, which take longest")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.join:
@@ -81,7 +87,7 @@ def main() -> None:
             if needed > 0.6 * free:
                 print(f"{actors:>6} {megabytes:>6.1f}: left out, needs {needed >> 20} MiB of {free >> 20} MiB free")
                 continue
-            print_row(actors, named, measure(actors, named, args.repeats, args.transport))
+            print_row(actors, named, measure(actors, named, args.repeats, args.transport, snapshot=not args.no_snapshot))
 
 
 def student_tensors() -> Named:
@@ -98,37 +104,59 @@ def large_tensors(megabytes: float) -> Named:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds per repeat."""
+    """Seconds per repeat, and CPU seconds of all processes per GB and member, by way."""
 
     publisher: list[float] = field(default_factory=list[float])
     confirmed: list[float] = field(default_factory=list[float])
     snapshot: list[float] = field(default_factory=list[float])
     per_tensor: list[float] = field(default_factory=list[float])
     flat: list[float] = field(default_factory=list[float])
+    cpu: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+
+class CpuMeter:
+    """CPU seconds per GB and member of one way's turns."""
+
+    def __init__(self, timings: Timings, way: str, actors: int, named: Named) -> None:
+        self._readings = timings.cpu.setdefault(way, [])
+        self._gb = actors * sum(tensor.nbytes for _, tensor in named) / 1e9
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = own_cpu_s()
+
+    def __exit__(self, *_: object) -> None:
+        self._readings.append((own_cpu_s() - self._began_s) / self._gb)
 
 
 def print_row(actors: int, named: Named, timings: Timings) -> None:
     ours, confirmed, snapshot, plain, flat = (
-        statistics.median(values[1:])
+        statistics.median(values[1:] or [math.nan])
         for values in (timings.publisher, timings.confirmed, timings.snapshot, timings.per_tensor, timings.flat)
     )
     megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
     print(f"{actors:>6} {megabytes:>6.1f} {len(named):>7} | {ours:>11.4f} {confirmed:>11.4f} {snapshot:>10.4f} "
           f"{plain:>12.4f} {flat:>7.4f} | "
           f"{snapshot / ours:>13.2f} {plain / ours:>15.2f} {flat / ours:>9.2f}", flush=True)  # fmt: skip
+    cpu = {way: statistics.median(readings[1:]) for way, readings in timings.cpu.items()}
+    figures = ", ".join(f"{way} {cpu_s:.3f}" for way, cpu_s in cpu.items())
+    print(
+        f"{'':>6} CPU s per GB and member: {figures}; flat / publisher {cpu['flat'] / cpu['publisher']:.2f}", flush=True
+    )
 
 
-def measure(actors: int, named: Named, repeats: int, transport: str) -> Timings:
+def measure(actors: int, named: Named, repeats: int, transport: str, *, snapshot: bool) -> Timings:
     """One way after the other: together they would need three times the memory."""
     timings = Timings()
     with tempfile.TemporaryDirectory() as folder:
         measure_publisher(actors, named, repeats, Path(folder) / "publisher", timings, transport)
-        timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
+        if snapshot:
+            timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
     with PerTensorFleet(actors, named) as plain:
-        timings.per_tensor = [plain.broadcast() for _ in range(repeats + 1)]
+        timings.per_tensor = plain.broadcasts(repeats + 1, CpuMeter(timings, "per tensor", actors, named))
     run_B = torch.cat(byte_views(named))
     with PerTensorFleet(actors, [("flat", run_B)]) as whole:
-        timings.flat = [whole.broadcast() for _ in range(repeats + 1)]
+        timings.flat = whole.broadcasts(repeats + 1, CpuMeter(timings, "flat", actors, named))
     return timings
 
 
@@ -140,6 +168,7 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
 
     # Whole versions: the tensors do not change from step to step, so differences would be empty.
     config = WeightsConfig(transport=transport, join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, delta="off")
+    meter = CpuMeter(timings, "publisher", actors, named)
     with (
         ActorFleet(digests=False) as fleet,
         Publisher(
@@ -153,11 +182,12 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
         publisher.wait_idle(TIMEOUT_S)
         for step in range(1, repeats + 2):
             announced.clear()
-            began_s = time.monotonic()
-            publisher.publish(WeightVersion(0, step), named)
-            announced.wait(TIMEOUT_S)
-            timings.confirmed.append(time.monotonic() - began_s)
-            staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S)
+            with meter:
+                began_s = time.monotonic()
+                publisher.publish(WeightVersion(0, step), named)
+                announced.wait(TIMEOUT_S)
+                timings.confirmed.append(time.monotonic() - began_s)
+                staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S)
             timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
 
 
@@ -242,15 +272,19 @@ class PerTensorFleet:
             connection.close()
             process.join(TIMEOUT_S)
 
-    def broadcast(self) -> float:
+    def broadcasts(self, n: int, meter: CpuMeter) -> list[float]:
+        return [self._broadcast(meter) for _ in range(n)]
+
+    def _broadcast(self, meter: CpuMeter) -> float:
         for _, connection in self._members:
             connection.send(None)
         for _, connection in self._members:
             connection.recv()  # memory is there
-        began_s = time.monotonic()
-        for _, tensor in self._named:
-            self._group.broadcast(tensor, 0).wait()  # pyright: ignore
-        ended_s: list[float] = [connection.recv() for _, connection in self._members]
+        with meter:
+            began_s = time.monotonic()
+            for _, tensor in self._named:
+                self._group.broadcast(tensor, 0).wait()  # pyright: ignore
+            ended_s: list[float] = [connection.recv() for _, connection in self._members]
         return max(ended_s) - began_s
 
 

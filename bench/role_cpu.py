@@ -1,11 +1,14 @@
-"""CPU seconds of a run's processes by role, from /proc. Linux only."""
+"""CPU seconds of a run's processes by role, from /proc (Linux only), and of a bench's own processes."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
@@ -31,3 +34,15 @@ def role_cpu_s(run_folder: Path, launcher_pid: int) -> dict[str, float]:
             continue
         found[role] = found.get(role, 0.0) + (int(fields[11]) + int(fields[12])) / TICKS_PER_S
     return found
+
+
+def own_cpu_s() -> float:
+    """CPU seconds so far of this process and all that it started, and that still run."""
+    total_s = time.process_time()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total_s += times.user + times.system
+    return total_s

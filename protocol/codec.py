@@ -11,7 +11,8 @@ integer keys (in Python: `msgpack.unpackb(header, strict_map_key=False)`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -73,13 +74,16 @@ def _prompt_per_task(message: m.TasksOffered) -> Iterator[FrameSpec]:
         yield FrameSpec(f"prompt ids of task {task.task_id}", _INT32, None)
 
 
-def _segment_arrays(message: m.Segment) -> Iterator[FrameSpec]:
-    shape = (message.end - message.start,)
-    yield FrameSpec("token ids", _INT32, shape)
-    yield FrameSpec("behaviour log-probs", _FLOAT32, shape)
-    yield FrameSpec("loss mask", _UINT8, shape)
-    if message.top_ids:
-        yield FrameSpec("likeliest ids", _UINT8, None)
+def _segment_arrays(message: m.Segment) -> Sequence[FrameSpec]:
+    return _arrays_of(message.end - message.start, message.top_ids)
+
+
+@lru_cache(maxsize=4096)
+def _arrays_of(n_tokens: int, top_ids: bool) -> Sequence[FrameSpec]:
+    """The arrays of a segment. The answers are kept, because segments are the most frequent messages and small."""
+    own = (("token ids", _INT32), ("behaviour log-probs", _FLOAT32), ("loss mask", _UINT8))
+    likeliest = [FrameSpec("likeliest ids", _UINT8, None)] if top_ids else []
+    return [*(FrameSpec(what, dtype, (n_tokens,)) for what, dtype in own), *likeliest]
 
 
 def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:
@@ -109,7 +113,7 @@ def _four_or_five_per_item(message: m.Batch | m.EvalResult) -> Iterator[FrameSpe
             yield FrameSpec(f"top-k payloads of {item.rollout_id}", _UINT8, (sum(sizes),))
 
 
-FRAMES: dict[type[Any], Callable[[Any], Iterator[FrameSpec]]] = {
+FRAMES: dict[type[Any], Callable[[Any], Iterable[FrameSpec]]] = {
     m.Tickets: _prompt_per_ticket,
     m.Segment: _segment_arrays,
     m.ScoreWork: _context_per_item,

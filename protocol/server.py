@@ -251,8 +251,8 @@ class Server:
         if session is not None:
             session.last_heard_s = self._clock()
         try:
-            received = decode(frames, max_bytes=MAX_TO_BUFFER_BYTES)
-            received = received._replace(message=printable_texts(received.message))
+            message, arrays = decode(frames, max_bytes=MAX_TO_BUFFER_BYTES)
+            received = Received(printable_texts(message), arrays)
         except RemoteProtocolError as error:
             self._refuse_unreadable(identity, frames, error)
             return True
