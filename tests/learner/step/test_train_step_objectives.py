@@ -205,6 +205,42 @@ def test_mixed_mode_with_several_teachers_is_one_sum_after_the_other(tiny_studen
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
+def _log_ratios(model: PreTrainedModel, train_item: TrainItem) -> list[float]:
+    """s - mu of each trained token, by a plain forward pass over the item alone."""
+    ids_L = torch.from_numpy(train_item.tokens_L).long()
+    with torch.no_grad():
+        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
+    places = np.flatnonzero(train_item.train_mask_L).tolist()
+    return [float(logprobs_LV[t - 1, ids_L[t]]) - float(train_item.behaviour_L[t]) for t in places]
+
+
+@pytest.mark.parametrize(
+    ("level", "low", "high"), [("token", 0.8, 1.3), ("sequence", 0.5, 1.6), ("geometric", 0.9, 1.1)]
+)
+@pytest.mark.parametrize("pack_tokens", [9, 4096])
+def test_a_step_counts_the_tokens_that_it_rejects(
+    tiny_student: Student, make_item: Make, level: str, low: float, high: float, pack_tokens: int
+) -> None:
+    model = tiny_student("eager", torch.float64)
+    items = _near_the_student(_items(make_item), model)
+    rejected = capped = 0
+    for train_item in items:
+        logs = _log_ratios(model, train_item)
+        for log in logs:
+            judged = {"token": log, "sequence": sum(logs), "geometric": sum(logs) / len(logs)}[level]
+            out = not low <= math.exp(judged) <= high
+            rejected += out
+            capped += not out and math.exp(log) > 1.05
+    n = sum(train_item.n_trained for train_item in items)
+    assert 0 < rejected < n and capped > 0
+    config = _config(
+        rejection=(level, {"low": low, "high": high}), importance=("truncated", {"cap": 1.05}), pack_tokens=pack_tokens
+    )
+    figures = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10).step(items).as_dict()
+    assert figures["rejected_fraction"] == pytest.approx(rejected / n, abs=1e-12)
+    assert figures["truncated_fraction"] == pytest.approx(capped / n, abs=1e-12)
+
+
 def test_rewards_alone_raise_the_logprob_of_what_was_rewarded(tiny_student: Student, make_item: Make) -> None:
     config = _config(coef=0.0, advantage="grpo", importance="none", lr=1e-2)
     trainer = Trainer(tiny_student(), config, total_steps=10)
