@@ -121,6 +121,7 @@ def top_k(x: Inputs, chunk: int) -> Tensor:
         behaviour_N=x.behaviour_T,
         teacher_MN=x.teacher_T[None],
         routed_MN=torch.from_numpy(routed_MN),
+        teachers=("default",),
         coef_M=torch.ones(1),
         reward_advantage_N=torch.zeros(n),
         share_N=torch.ones(n),

@@ -399,6 +399,7 @@ class LearnerLoop:
                 **(self._recorder.figures if self._recorder is not None else {}),
                 **(self._group_rewards.figures if self._group_rewards is not None else {}),
                 **rollouts,
+                **(figures.of_pools() if figures is not None else {}),
                 **alarms.figures(),
                 **self._worker_figures.update(batch.snapshot),
                 **self.progress.limits.update(batch.snapshot),

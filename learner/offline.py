@@ -44,8 +44,7 @@ class OfflineMixer:
             check_given(header.writer, str(recording.path), config.objective)
         except ValueError as error:
             raise RecordError(f"learner.offline: {error}") from error
-        if config.objective.needs_top_k:
-            recording.expect_top_k(config.divergence.name)
+        recording.expect_top_k(config.objective.needs_top_k_for)
         self._recording = recording
         self._owed_per_token = (1.0 - config.student_fraction) / config.student_fraction
         self._seed = seed

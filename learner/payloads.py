@@ -5,7 +5,7 @@ Legend: T tokens of a payload, R rows of one teacher, K columns, S draws per row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -119,11 +119,15 @@ def read_payloads(
     payloads: npt.NDArray[np.uint8],
     trained: npt.NDArray[np.int64],
     vocab_tokens: int,
+    *,
+    teachers: Collection[str] | None = None,
 ) -> dict[str, Rows]:
-    """Teacher -> top-k sets or hidden states of the tokens at the ascending offsets `trained`. Raises PayloadError if
-    one is missing, or does not fit its tokens or the vocabulary."""
-    found: dict[str, list[Rows]] = {name: [] for name in item.teachers}
-    covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in item.teachers}
+    """Teacher -> top-k sets or hidden states of the tokens at the ascending offsets `trained`. `teachers`: those whose
+    payloads are read; default: all of the item. Raises PayloadError if one is missing, or does not fit its tokens or
+    the vocabulary."""
+    read = [name for name in item.teachers if teachers is None or name in teachers]
+    found: dict[str, list[Rows]] = {name: [] for name in read}
+    covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in read}
     at = 0
     for piece in item.top_k:
         body = payloads[at : at + piece.n_bytes].tobytes()
@@ -131,6 +135,8 @@ def read_payloads(
         if not 0 <= piece.teacher < len(item.teachers):
             raise PayloadError(f"a top-k set of teacher {piece.teacher}; it has {len(item.teachers)}")
         name = item.teachers[piece.teacher]
+        if name not in found:
+            continue
         inside = trained[(trained >= piece.start) & (trained < piece.end)]
         found[name].append(_rows(name, body, piece.end - piece.start, inside - piece.start, vocab_tokens))
         covered[name].append(inside)

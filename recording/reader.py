@@ -6,7 +6,7 @@ the disk on request. The file may still be written to: records added after it wa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
@@ -79,13 +79,19 @@ class Recording:
         self.batches: Sequence[Kept] = tuple(batches[step] for step in sorted(batches))
         """Batches in the order of their steps."""
 
-    def expect_top_k(self, divergence: str) -> None:
-        """Raise RecordError if the file has no top-k sets, which this divergence needs."""
-        if not any(one.item.top_k for batch in self.batches for one in batch.record.items):
-            raise RecordError(
-                f"{self.path} holds no top-k sets, which the divergence {divergence!r} needs; expected the file of a "
-                "run with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
-            )
+    def expect_top_k(self, needed_for: Callable[[str], str]) -> None:
+        """Raise RecordError if the file has no top-k sets of a pool that needs them. `needed_for`: pool -> key and
+        value that need them, or an empty text."""
+        sent: dict[str, bool] = {}
+        for item in (one.item for batch in self.batches for one in batch.record.items):
+            senders = {item.teachers[piece.teacher] for piece in item.top_k}
+            sent |= {pool: sent.get(pool, False) or pool in senders for pool in item.teachers}
+        for pool in [pool for pool, has_sets in (sent or {"": False}).items() if not has_sets]:
+            if why := needed_for(pool):
+                raise RecordError(
+                    f"{self.path} holds no top-k sets of the pool {pool!r}, which {why} needs; expected the file of a "
+                    "run with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
+                )
 
     def __repr__(self) -> str:
         return f"Recording({self.path}, {len(self.batches)} batches of {self.header.run})"

@@ -93,8 +93,7 @@ def train(
     began_s = time.monotonic()
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
-    if config.learner.objective.needs_top_k:
-        recording.expect_top_k(config.learner.objective.divergence.name)
+    recording.expect_top_k(config.learner.objective.needs_top_k_for)
     start = _start(config, tokenizer, run_dir if resume else None)
     trainer = start.trainer
     with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
@@ -174,8 +173,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     for name in names:
         try:
             objective = _with_divergence(config.learner.objective, name)
-            if objective.needs_top_k:
-                recording.expect_top_k(name)
+            recording.expect_top_k(objective.needs_top_k_for)
             compared[name] = msgspec.structs.replace(config.learner, objective=objective)
         except ValueError as error:
             mistakes.append(f"--compare: {error}")
@@ -219,10 +217,9 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
 
 
 def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
-    """The objective with another divergence; the configured one keeps its options. Raises ValueError."""
-    if name == objective.divergence.name:
-        return objective
-    return msgspec.structs.replace(objective, divergence=DIVERGENCE.make(name))
+    """The objective with another divergence for all pools; the configured one keeps its options. Raises ValueError."""
+    divergence = objective.divergence if name == objective.divergence.name else DIVERGENCE.make(name)
+    return msgspec.structs.replace(objective, divergence=divergence, teacher_divergences={})
 
 
 def _evaluations(
@@ -309,12 +306,13 @@ def _raise_if_asked(stop: list[int]) -> None:
 
 def _headline(recording: Recording, config: RunConfig, folder: RunFolder, plan: ReplayPlan, *, steps_done: int) -> str:
     header, learner, objective = recording.header, config.learner, config.learner.objective
+    own = "".join(f", {pool}: {divergence.name}" for pool, divergence in objective.teacher_divergences.items())
     going_on = f", going on from step {steps_done}" if folder.record.launches > 1 else ""
     return (
         f"replay of {len(recording.batches)} batches of the run {header.run} (written by the {header.writer}, "
         f"configuration {header.config_digest[:12]}), {plan.epochs} epochs, {plan.order}{going_on}: "
-        f"{config.models.student}, divergence {objective.divergence.name}, importance {objective.importance.name}, "
-        f"lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
+        f"{config.models.student}, divergence {objective.divergence.name}{own}, importance "
+        f"{objective.importance.name}, lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
     )
 
 

@@ -134,7 +134,11 @@ class Replay:
             weights={},
             tasks_dropped={},
             tasks_done=kept.record.tasks_done,
-            others={"replay/epoch": turn.epoch, "replay/recorded_step": kept.record.version.step},
+            others={
+                "replay/epoch": turn.epoch,
+                "replay/recorded_step": kept.record.version.step,
+                **(figures.of_pools() if figures is not None else {}),
+            },
         )
         self._after_step(step, self._last)
         every = self._config.checkpoint_every

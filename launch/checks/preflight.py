@@ -136,12 +136,14 @@ def check_recorded(config: RunConfig, *, resume: bool) -> None:
 
 def _objective(config: RunConfig) -> Iterator[str]:
     """Refuse off-policy objectives for the student's own tokens."""
-    learner = config.learner
-    if learner.objective.divergence.name == "seq_kd":
-        yield (
-            "learner.objective.divergence: got seq_kd, which teaches nothing on the student's own tokens (the mean of "
-            "its gradient is 0); expected another one; seq_kd is for learner.offline.divergence and python -m replay"
-        )
+    learner, objective = config.learner, config.learner.objective
+    for pool in ("", *objective.teacher_divergences):  # the common divergence, and those of single pools
+        if objective.divergence_of(pool).name == "seq_kd":
+            yield (
+                f"learner.objective.{objective.divergence_key(pool)}: got seq_kd, which teaches nothing on the "
+                "student's own tokens (the mean of its gradient is 0); expected another one; seq_kd is for "
+                "learner.offline.divergence and python -m replay"
+            )
     if learner.offline.student_fraction == 0.0:
         yield (
             "learner.offline.student_fraction: got 0, which leaves the actors nothing to do; expected more than 0, or "

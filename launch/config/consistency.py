@@ -19,6 +19,7 @@ from launch.config.hidden_states import hidden_states
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from launch.config.run import BUILTIN, RunConfig
+from learner.objectives.config import compares_distributions
 from models.description import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.plugins import load
@@ -77,12 +78,17 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
 def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
     """Warn where the built-in student is known to collapse (docs/decisions/staleness-in-practice.md). The bias of stale
     tokens grows with staleness times rate (arXiv 2607.01083), so a higher bound needs a lower rate."""
-    rate, bound = config.learner.lr, config.buffer.max_staleness
-    single = config.learner.objective.reads_teachers and not config.learner.objective.compares_distributions
-    if config.models.student == BUILTIN and single and rate * (1 + bound) > BUILTIN_RATE_LIMIT * (1 + 1e-9):
+    rate, bound, objective = config.learner.lr, config.buffer.max_staleness, config.learner.objective
+    used = [objective.divergence_of(pool) for pool in config.learner.tasks.routes] if objective.reads_teachers else []
+    sampled = next((one for one in used if not compares_distributions(one)), None)
+    if (
+        config.models.student == BUILTIN
+        and sampled is not None
+        and rate * (1 + bound) > BUILTIN_RATE_LIMIT * (1 + 1e-9)
+    ):
         yield (
             f"learner.lr: {rate:g} with buffer.max_staleness = {bound}; with divergence = "
-            f"{config.learner.objective.divergence.name!r}, the built-in student collapsed in runs with lr * (1 + "
+            f"{sampled.name!r}, the built-in student collapsed in runs with lr * (1 + "
             f"max_staleness) above {BUILTIN_RATE_LIMIT:g}. Lower one of them, or compare whole distributions: "
             "--divergence reverse_kl --teacher.top_k 256"
         )
@@ -188,15 +194,15 @@ def _adapters(config: RunConfig) -> Iterator[str]:
 
 
 def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Check that every pool sends top-k sets if the divergence needs them."""
+    """Check that every pool sends what its divergence needs."""
     rows, objective = known_vocabulary_size(student), config.learner.objective
     for pool in teacher_pools(config):
         teacher = pool.config.teacher
-        if objective.needs_top_k and not teacher.sends_distributions:
+        if (needed_for := objective.needs_top_k_for(pool.name)) and not teacher.sends_distributions:
             yield (
-                f"learner.objective.{objective.needs_top_k_for} needs {pool.key}.top_k: got 0, expected one above 0, "
+                f"learner.objective.{needed_for} needs {pool.key}.top_k: got 0, expected one above 0, "
                 f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
-                "learner.objective.divergence = k1 without a baseline, which needs neither"
+                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
             )
         if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
             yield (
@@ -231,8 +237,9 @@ def _delta_of_servers(config: RunConfig) -> Iterator[str]:
 
 def _sets_of_the_other(config: RunConfig) -> Iterator[str]:
     """Warn of a divergence that weighs tokens by the teacher's probabilities, with the student's sets."""
-    name = config.learner.objective.divergence.name
-    if config.top_ids is not None and name in ("forward_kl", "mixed", "jsd"):
+    objective = config.learner.objective
+    names = dict.fromkeys(objective.divergence_of(pool).name for pool in config.learner.tasks.routes)
+    for name in (name for name in names if config.top_ids is not None and name in ("forward_kl", "mixed", "jsd")):
         yield (
             f"teacher.top_k_of: student with learner.objective.divergence = {name!r}, which weighs tokens by the "
             "teacher's probabilities: likely ones that the student does not know of are pooled in the tail; teacher "
@@ -252,18 +259,16 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
     limit, rows = config.buffer.max_top_k_bytes, known_vocabulary_size(student)
     objective = config.learner.objective
     for pool in teacher_pools(config):
-        teacher = pool.config.teacher
-        if teacher.top_k and not objective.needs_top_k and not config.learner.record:
+        teacher, used = pool.config.teacher, objective.needs_top_k_for(pool.name) or config.learner.record
+        key = objective.divergence_key(pool.name)
+        only = f"learner.objective.{key} = {objective.divergence_of(pool.name).name!r} uses only the sampled token"
+        if teacher.top_k and not used:
             yield (
-                f"{pool.key}.top_k: got {teacher.top_k}, but learner.objective.divergence = "
-                f"{objective.divergence.name!r} uses only the sampled token; the sets will be made, sent and "
-                "discarded (0 avoids that)"
+                f"{pool.key}.top_k: got {teacher.top_k}, but {only}; the sets will be made, sent and discarded (0 "
+                "avoids that)"
             )
-        if teacher.payload == "hidden" and not objective.needs_top_k and not config.learner.record:
-            yield (
-                f"{pool.key}.payload: got hidden, but learner.objective.divergence = {objective.divergence.name!r} "
-                "uses only the sampled token; the hidden states will be sent and discarded"
-            )
+        if teacher.payload == "hidden" and not used:
+            yield f"{pool.key}.payload: got hidden, but {only}; the hidden states will be sent and discarded"
         if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
             yield (
                 f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "

@@ -55,11 +55,14 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
         below = find_key(section, rest) or Key(rest, Any, msgspec.NODEFAULT, "")  # `build` refuses an unknown one
         return below._replace(name=f"{head}.{below.name}")
     if (members := members_of(field.type)) is not None:
-        return _find_in_members(members, field, name, rest, field_docs(struct).get(field.name, ""))
+        doc = field_docs(struct).get(field.name, "")
+        return _find_in_members(members, field.type, default_of(field), name, rest, doc)
     nested, rest_of_struct = struct_type(field.type), rest
     if nested is None and rest and typing.get_origin(field.type) is dict:
         item = typing.get_args(field.type)[1]
         head, _, rest_of_struct = rest.partition(".")
+        if (members := members_of(item)) is not None:
+            return _find_in_members(members, item, msgspec.NODEFAULT, name, rest_of_struct, "")
         nested = struct_type(item)
         if nested is None:
             return None if rest_of_struct else Key(name, item, msgspec.NODEFAULT, "")
@@ -69,17 +72,19 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     return below._replace(name=name.removesuffix(rest_of_struct) + below.name) if below is not None else None
 
 
-def _find_in_members(members: Members, field: msgspec.structs.FieldInfo, name: str, rest: str, doc: str) -> Key | None:
+def _find_in_members(
+    members: Members, annotation: object, default: object, name: str, rest: str, doc: str
+) -> Key | None:
     """Find a key below a section with several shapes. Its member is not chosen yet, so a key that no known member has
     is accepted with any type; `build` checks it once the name is known."""
-    if is_table(field.type):
+    if is_table(annotation):
         member, _, rest = rest.partition(".")
         known = members.known()
         sections = [known[member]] if member in known else []
         if not rest:
             return None
     elif rest in ("", "name"):
-        return Key(name.removesuffix(".name"), str, default_of(field), doc, members)
+        return Key(name.removesuffix(".name"), str, default, doc, members)
     else:
         sections = list(members.known().values())
     found = [key for section in sections if (key := find_key(section, rest)) is not None]
@@ -183,6 +188,8 @@ def type_name(annotation: object) -> str:
         return described(annotation) if arguments[0] in (int, float) else type_name(arguments[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(argument) for argument in arguments)
+    if origin is dict:
+        return f"dict[{type_name(arguments[0])}, {type_name(arguments[1])}]"
     if origin in (list, tuple):
         return f"list of {type_name(arguments[0])}" if arguments else "list"
     if annotation is type(None):
@@ -228,6 +235,12 @@ def struct_type(annotation: object) -> type[msgspec.Struct] | None:
 def struct_of_items(annotation: object) -> type[msgspec.Struct] | None:
     """The Struct of a table `dict[str, SomeStruct]`, else None."""
     return struct_type(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
+
+
+def members_of_items(annotation: object) -> Members | None:
+    """The shapes of the sections of a table `dict[str, Annotated[Member, Members]]`, whose names are free; else
+    None."""
+    return members_of(typing.get_args(annotation)[1]) if typing.get_origin(annotation) is dict else None
 
 
 def default_of(field: msgspec.structs.FieldInfo) -> object:

@@ -117,7 +117,7 @@ def without_idle_routes(config: RunConfig) -> RunConfig:
     learner, objective = config.learner, config.learner.objective
     if config.teachers or objective.reads_teachers:
         return config
-    tasks, objective = replace(learner.tasks, routes={}), replace(objective, teacher_coefs={})
+    tasks, objective = replace(learner.tasks, routes={}), replace(objective, teacher_coefs={}, teacher_divergences={})
     return replace(config, learner=replace(learner, tasks=tasks, objective=objective))
 
 

@@ -17,6 +17,7 @@ from launch.config.keys import (
     find_key,
     is_table,
     keys_of,
+    members_of_items,
     name_of,
     struct_of_items,
     struct_type,
@@ -74,8 +75,16 @@ def _build(
             continue
         field_type = fields[name].type
         if (members := members_of(field_type)) is not None:
-            build_one = _build_table if is_table(field_type) else _build_member
-            values[name] = build_one(members, fields[name], value, key, mistakes)
+            if is_table(field_type):
+                values[name] = _build_table(members, value, key, mistakes)
+            else:
+                values[name] = _build_member(members, name_of(default_of(fields[name])), value, key, mistakes)
+            continue
+        if (members := members_of_items(field_type)) is not None and isinstance(value, Mapping):
+            table = cast(Mapping[str, object], value)
+            values[name] = {
+                own: _build_member(members, "", one, f"{key}.{own}", mistakes) for own, one in table.items()
+            }
             continue
         item = struct_of_items(field_type)
         if item is not None and isinstance(value, Mapping):
@@ -107,11 +116,12 @@ def _build(
 
 
 def _build_member(
-    members: Members, field: msgspec.structs.FieldInfo, value: object, key: str, mistakes: list[str]
+    members: Members, default: str, value: object, key: str, mistakes: list[str]
 ) -> msgspec.Struct | None:
-    """Build a section with several shapes from a name, or from a table with one (by default the default member's)."""
+    """Build a section with several shapes from a name, or from a table with one. `default`: the name of a table that
+    has none; empty: it must have one."""
     plain: Mapping[str, object] = {"name": value} if isinstance(value, str) else cast(Mapping[str, object], value)
-    name = plain.get("name", name_of(default_of(field))) if isinstance(value, str | Mapping) else None
+    name = plain.get("name", default or None) if isinstance(value, str | Mapping) else None
     if not isinstance(name, str):
         got = value if name is None else name
         mistakes.append(f"{key}: got {got!r} ({type(got).__name__}), expected {choices_of(members)}")
@@ -120,7 +130,7 @@ def _build_member(
 
 
 def _build_table(
-    members: Members, field: msgspec.structs.FieldInfo, value: object, key: str, mistakes: list[str]
+    members: Members, value: object, key: str, mistakes: list[str]
 ) -> dict[str, msgspec.Struct | None] | None:
     """Build a table of sections, each of the shape that its name selects."""
     built: dict[str, msgspec.Struct | None] = {}
@@ -225,6 +235,10 @@ def merge(under: Plain, over: Mapping[str, object], struct: type[msgspec.Struct]
         field = fields.get(name)
         if field is not None and members_of(field.type) is not None and not is_table(field.type):
             merged[name] = _merged_member(former, value, name_of(default_of(field)))
+        elif field is not None and members_of_items(field.type) is not None and isinstance(value, Mapping):
+            below = cast(Plain, former) if isinstance(former, dict) else {}
+            above = cast(Mapping[str, object], value)
+            merged[name] = below | {own: _merged_member(below.get(own), one, "") for own, one in above.items()}
         elif isinstance(value, Mapping) and (isinstance(former, dict) or (field and struct_type(field.type))):
             nested = struct_type(field.type) if field is not None else None
             below = cast(Plain, former) if isinstance(former, dict) else {}

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from learner.batch import TrainItem
 from learner.objectives.advantages import Rewards, Values, ValueTargets
+from learner.objectives.divergences import Divergences
 from learner.objectives.losses import Objective
-from learner.objectives.sampled import CostFn
 from learner.objectives.turns import batch_rewards, batch_turns
 from learner.turns import sampled_mask
 
 
-def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
+def cost_scales(items: Sequence[TrainItem], divergences: Divergences) -> Tensor:
     """[R] float64: the scale of each rollout's domain; 1 for a domain without a scored token."""
     domains = {tag: d for d, tag in enumerate(dict.fromkeys(train_item.item.tag for train_item in items))}
     squares_D = torch.zeros(len(domains), dtype=torch.float64)
@@ -41,7 +41,7 @@ def cost_scales(items: Sequence[TrainItem], cost: CostFn) -> Tensor:
         trained_L = train_item.train_mask_L
         behaviour_N = torch.from_numpy(train_item.behaviour_L[trained_L]).double()
         teacher_MN = torch.from_numpy(train_item.teacher_ML[:, trained_L]).double()
-        cost_N = cost(behaviour_N[None], teacher_MN).sum(dim=0)
+        cost_N = divergences.costs(behaviour_N, behaviour_N, teacher_MN, train_item.item.teachers).sum(dim=0)
         domain_N = torch.full((len(cost_N),), domains[train_item.item.tag])
         squares, tokens = domain_sums(cost_N, domain_N, len(domains))
         squares_D, tokens_D = squares_D + squares, tokens_D + tokens
@@ -141,7 +141,7 @@ def batch_terms(
     tokens_offline_R = _tokens(offline)
     tokens_R, n_offline = torch.cat([rewards.tokens_R, tokens_offline_R]), int(tokens_offline_R.sum())
     share_N, divisor = _shares([*items, *offline], tokens_R, objective)
-    scale_R = cost_scales(items, objective.cost) if objective.domain_scale == "rms" else _ones(len(items))
+    scale_R = cost_scales(items, objective.divergences) if objective.domain_scale == "rms" else _ones(len(items))
     rewards = replace(rewards, turns=lambda: batch_rewards(items, rewards))
     signal = objective.signal(rewards, values)
     return BatchTerms(

@@ -8,6 +8,7 @@ from, s the one at temperature 1, and r = exp(s - mu) corrects the difference ex
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -52,6 +53,10 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     teachers."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Teacher pool -> coefficient of this pool, in place of coef."""
+    teacher_divergences: dict[str, Annotated[Member, DIVERGENCE]] = msgspec.field(default_factory=dict[str, Member])
+    """Teacher pool -> divergence of this pool, in place of divergence, with options of its own. The pool must send what
+    its divergence needs (pools.NAME.top_k or pools.NAME.payload). The costs and divergences of a token's pools are
+    added up."""
     teacher_balance: TeacherBalance = "none"
     """Balance between pools whose tasks have more or longer rollouts than others. tokens: the divergences of all pools
     have the same total weight in a batch, before coefficients, however many tokens each pool scored. none: each token
@@ -93,7 +98,8 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        DIVERGENCE.check(self.divergence)
+        self._check_members()
+        self._check_divergences(self.divergences)
         COST_TRANSFORM.check(self.cost_transform)
         WEIGHT.check(self.importance)
         REJECTION.check(self.rejection)
@@ -102,8 +108,6 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         by_turn = counts_by_turn(self.aggregation)
         if not by_turn:
             check_member(AGGREGATIONS, self.aggregation)
-        check_seq_kd(self.divergence, self.importance)
-        self._check_rejection()
         for pool, coef in self.teacher_coefs.items():
             if not 0.0 <= coef < math.inf:
                 raise ValueError(f"teacher_coefs.{pool} must be at least 0, got {coef}")
@@ -121,11 +125,13 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"turn_discount = {self.turn_discount} with coef = 0: there is no divergence to discount; expected 1, "
                 "or a coef above 0"
             )
-        scaled = self.teacher_coefs or self.domain_scale != "none" or self.teacher_balance != "none"
-        if isinstance(self.divergence, Null) and scaled:
+        by_pool = self.teacher_coefs or self.teacher_divergences
+        if isinstance(self.divergence, Null) and (
+            by_pool or self.domain_scale != "none" or self.teacher_balance != "none"
+        ):
             raise ValueError(
-                "divergence = 'null' reads no teacher: expected no teacher_coefs, domain_scale = 'none' and "
-                "teacher_balance = 'none'; coef is the weight of its cost"
+                "divergence = 'null' reads no teacher: expected no teacher_coefs and no teacher_divergences, "
+                "domain_scale = 'none' and teacher_balance = 'none'; coef is the weight of its cost"
             )
         if self.prefix_gain and not self.reads_teachers:
             raise ValueError(
@@ -137,30 +143,49 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
                 "expected an advantage, or length_penalty = 'none'"
             )
-        if self.cost_transform.name != "none" and self.compares_distributions:
-            raise ValueError(
-                f"cost_transform = {self.cost_transform.name!r} with divergence = {self.divergence.name!r}: only costs "
-                "of sampled tokens are transformed; use divergence = 'k1', 'k2' or 'k3', or cost_transform = 'none'"
-            )
-        if self.domain_scale != "none" and self.compares_distributions:
-            raise ValueError(
-                f"domain_scale = {self.domain_scale!r} with divergence = {self.divergence.name!r}: only costs of "
-                "sampled tokens are scaled by domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
-            )
 
-    def _check_rejection(self) -> None:
-        """Raises ValueError if no token could be rejected, or if r means nothing."""
-        rejection = f"rejection = {self.rejection.name!r}"
+    def _check_members(self) -> None:
+        """Raises ValueError for a divergence that is none, or that cannot be that of a single pool."""
+        DIVERGENCE.check(self.divergence)
+        for pool, divergence in self.teacher_divergences.items():
+            key = f"teacher_divergences.{pool}"
+            try:
+                DIVERGENCE.check(divergence)
+            except ValueError as error:
+                raise ValueError(f"{key}: {error}") from error
+            if isinstance(divergence, Null):
+                raise ValueError(
+                    f"{key}: got 'null', which reads no teacher; expected another one, or divergence = null"
+                )
+
+    def _check_divergences(self, divergences: Sequence[Member]) -> None:
+        """Raises ValueError for other choices that do not fit the divergences of the run. `divergences`: all of
+        them."""
+        named = f"divergence = {', '.join(dict.fromkeys(repr(one.name) for one in divergences))}"
+        of_distributions = [compares_distributions(one) for one in divergences]
+        for divergence in divergences:
+            check_seq_kd(divergence, self.importance)
+        if self.cost_transform.name != "none" and all(of_distributions):
+            raise ValueError(
+                f"cost_transform = {self.cost_transform.name!r} with {named}: only costs of sampled tokens are "
+                "transformed; use divergence = 'k1', 'k2' or 'k3', or cost_transform = 'none'"
+            )
+        if self.domain_scale != "none" and any(of_distributions):
+            raise ValueError(
+                f"domain_scale = {self.domain_scale!r} with {named}: only costs of sampled tokens are scaled by "
+                "domain; use divergence = 'k1', 'k2' or 'k3', or domain_scale = 'none'"
+            )
         if self.rejection.name == "none":
             return
-        if self.divergence.name == "seq_kd":
+        rejection = f"rejection = {self.rejection.name!r}"
+        if any(one.name == "seq_kd" for one in divergences):
             raise ValueError(
                 f"{rejection} with divergence = 'seq_kd': cross-entropy is on the text as it stands; expected 'none'"
             )
-        if self.needs_top_k and self.advantage.name == "none":
+        if all(of_distributions) and self.advantage.name == "none":
             raise ValueError(
-                f"{rejection} with divergence = {self.divergence.name!r} and advantage = 'none': only terms of sampled "
-                "tokens are rejected, and there are none; expected rejection = 'none', or an advantage"
+                f"{rejection} with {named} and advantage = 'none': only terms of sampled tokens are rejected, and "
+                "there are none; expected rejection = 'none', or an advantage"
             )
 
     @property
@@ -174,34 +199,35 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         return self.has_divergence and not isinstance(self.divergence, Null)
 
     @property
-    def compares_distributions(self) -> bool:
-        """True for a divergence between distributions; False for a cost of sampled tokens."""
-        return isinstance(self.divergence, Distributions)
+    def divergences(self) -> tuple[Member, ...]:
+        """The common one, and those of single pools."""
+        return (self.divergence, *self.teacher_divergences.values())
 
-    @property
-    def has_baseline(self) -> bool:
-        """True if the mean cost is subtracted from the cost of a sampled token."""
-        return isinstance(self.divergence, LogRatio) and self.divergence.baseline != "none"
+    def divergence_of(self, pool: str) -> Member:
+        """The divergence of a teacher pool."""
+        return self.teacher_divergences.get(pool, self.divergence)
 
-    @property
-    def needs_top_k(self) -> bool:
-        """True if teachers must send top-k sets, or hidden states in place of them."""
-        return self.compares_distributions or self.has_baseline
+    def divergence_key(self, pool: str) -> str:
+        """The key that gives a pool its divergence."""
+        return f"teacher_divergences.{pool}" if pool in self.teacher_divergences else "divergence"
 
-    @property
-    def needs_top_k_for(self) -> str:
-        """Key and value that make `needs_top_k` true, for messages."""
-        name = self.divergence.name
-        return f"divergence.baseline = 'expected_cost' of {name!r}" if self.has_baseline else f"divergence = {name!r}"
+    def needs_top_k_for(self, pool: str) -> str:
+        """Key and value because of which the teachers of a pool must send top-k sets, or hidden states in place of
+        them. Empty: they need not."""
+        divergence, key = self.divergence_of(pool), self.divergence_key(pool)
+        if has_baseline(divergence):
+            return f"{key}.baseline = 'expected_cost' of {divergence.name!r}"
+        return f"{key} = {divergence.name!r}" if compares_distributions(divergence) else ""
 
     def check_tasks(self, tasks: TaskConfig) -> None:
         """Raises ValueError for tasks without anything to learn from, or with sampling that cannot be corrected."""
-        for pool in self.teacher_coefs:
-            if pool not in tasks.routes:
-                pools = ", ".join(tasks.routes)
-                raise ValueError(
-                    f"objective.teacher_coefs names the pool {pool!r}; expected one of tasks.routes: {pools}"
-                )
+        for key in ("teacher_coefs", "teacher_divergences"):
+            for pool in getattr(self, key):
+                if pool not in tasks.routes:
+                    pools = ", ".join(tasks.routes)
+                    raise ValueError(f"objective.{key} names the pool {pool!r}; expected one of tasks.routes: {pools}")
+        if self.teacher_divergences:
+            self._check_divergences([self.divergence_of(pool) for pool in tasks.routes])
         if not tasks.routes and self.advantage.name == "none" and self.reads_teachers:
             raise ValueError(
                 "tasks.routes = {} with objective.advantage = 'none' leaves nothing to learn from: no teacher "
@@ -249,11 +275,21 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"{sampled} with objective.rejection = {self.rejection.name!r}: r compares it with temperature 1, so "
                 "tokens of the present policy would be rejected; use rejection = 'none', or temperature 1"
             )
-        if isinstance(self.divergence, Sampled) and self.divergence.kl_student == "behaviour":
+        if any(isinstance(one, Sampled) and one.kl_student == "behaviour" for one in self.divergences):
             raise ValueError(
                 f"{sampled} with objective.divergence.kl_student = 'behaviour': mu at that temperature cannot be "
                 "compared with a teacher at temperature 1; use kl_student = 'current', or temperature 1"
             )
+
+
+def compares_distributions(divergence: Member) -> bool:
+    """True for a divergence between distributions; False for a cost of sampled tokens."""
+    return isinstance(divergence, Distributions)
+
+
+def has_baseline(divergence: Member) -> bool:
+    """True if the mean cost is subtracted from the cost of a sampled token."""
+    return isinstance(divergence, LogRatio) and divergence.baseline != "none"
 
 
 def check_seq_kd(divergence: Member, importance: Member) -> None:
@@ -281,7 +317,7 @@ def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
 
 
 def _reads_no_sample(objective: ObjectiveConfig) -> bool:
-    return objective.divergence.name == "seq_kd" or objective.compares_distributions
+    return all(one.name == "seq_kd" or compares_distributions(one) for one in objective.divergences)
 
 
 class OfflineConfig(Settings, frozen=True, kw_only=True):

@@ -1,14 +1,15 @@
 """The objective on packed 1-D tensors: pure functions, no model.
 
     cost_t = transform(cost(sg[s_t], q_t))          per teacher      learner.objectives.sampled; k1: s - q
+                                                    (each pool may have a cost of its own: .divergences)
     A_t    = A_reward - sum over the token's teachers of coef * (cost_t - baseline_t)
     w_t    = sg[weight of exp(s_t - mu_t)], 0 for a rejected token   learner.objectives.importance, .rejection
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor
 
 s: the current student's log-prob of the sampled token (the only term with a gradient); mu: the log-prob that the engine
 reported when it sampled the token; q: a teacher's log-prob. The discount of costs is 0: a token answers only for
-itself. A token that no teacher scores has A = A_reward. With a divergence between distributions A = A_reward, too, and
-the divergence is added in `learner.step.step_loss`.
+itself. A token that no teacher scores has A = A_reward. For a teacher with a divergence between distributions the cost
+is 0, and the divergence is added in `learner.step.step_loss`.
 
 baseline_t is 0, or the mean of the cost over the student's whole distribution at the token's context, which does not
 depend on the token. Since grad s has mean 0 over that distribution, it changes the variance and not the expectation.
@@ -36,13 +37,12 @@ from torch import Tensor
 
 from learner.objectives.advantages import RewardSignal, make_signal
 from learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
+from learner.objectives.divergences import Divergences, make_divergences
 from learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios
 from learner.objectives.length import LengthPenalty, make_length_penalty
-from learner.objectives.options import KlStudent, LogRatio, Null, Sampled
+from learner.objectives.options import Null
 from learner.objectives.registry import (
     AGGREGATIONS,
-    COST_TRANSFORM,
-    DIVERGENCE,
     REJECTION,
     TURN_AGGREGATIONS,
     WEIGHT,
@@ -51,7 +51,6 @@ from learner.objectives.registry import (
 )
 from learner.objectives.rejection import TOKEN_LOCAL as REJECTED_ALONE
 from learner.objectives.rejection import RejectionFn
-from learner.objectives.sampled import CostFn
 from protocol.settings import Member
 
 
@@ -120,6 +119,8 @@ class TokenInputs:
     """q; any finite number where not routed."""
     routed_MN: Tensor
     """bool: this teacher scores this token."""
+    teachers: tuple[str, ...]
+    """Names of the M teachers' pools."""
     coef_M: Tensor
     reward_advantage_N: Tensor
     """0 where rewards are not trained on."""
@@ -164,10 +165,9 @@ class TokenInputs:
 class Objective:
     """The members that the configuration names, loaded, and their options."""
 
-    cost: CostFn
+    divergences: Divergences
     coef: float
     teacher_coefs: Mapping[str, float]
-    kl_student: KlStudent
     importance: ImportanceFn
     options: Member
     """Options of the importance weight."""
@@ -201,8 +201,8 @@ class LossTerms:
     """Scalar: these tokens' share of the batch's loss (shares add up), the sum of slope * s."""
     slope_N: Tensor
     """d loss / d s."""
-    divergence_N: Tensor
-    """Cost of the token, summed over its teachers without their coefficients and baselines."""
+    divergence_MN: Tensor
+    """Cost of the token by each of its teachers, without coefficients and baselines; one row for the null teacher."""
     student_N: Tensor
     """sg[s]."""
     weights_N: Tensor
@@ -215,28 +215,26 @@ class LossTerms:
 
     def at(self, place: slice | Tensor) -> LossTerms:
         """The terms of some tokens. `loss` stays that of all tokens."""
-        return LossTerms(self.loss, *(getattr(self, name)[place] for name in _PER_TOKEN))
+        return LossTerms(self.loss, *(getattr(self, name)[..., place] for name in _PER_TOKEN))
 
     @staticmethod
     def joined(parts: Sequence[LossTerms]) -> LossTerms:
         """Concatenate the terms. The loss is NaN: the caller sums it up, and it may contain more than these terms."""
-        columns = (torch.cat([getattr(part, name) for part in parts]) for name in _PER_TOKEN)
+        columns = (torch.cat([getattr(part, name) for part in parts], dim=-1) for name in _PER_TOKEN)
         return LossTerms(parts[0].loss.new_full((), torch.nan), *columns)
 
 
 def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective:
     """Load the configured members. `max_new_tokens` is the longest possible rollout. Raises ValueError listing the
     known names."""
-    divergence = config.divergence
     importance, options, _ = WEIGHT.load(config.importance)
     rejection, rejection_options, _ = REJECTION.load(config.rejection)
     by_turn = counts_by_turn(config.aggregation)
     aggregation = find_member(TURN_AGGREGATIONS if by_turn else AGGREGATIONS, config.aggregation)
     return Objective(
-        cost=no_cost if config.compares_distributions else _cost(config),
+        divergences=make_divergences(config),
         coef=config.coef,
         teacher_coefs=config.teacher_coefs,
-        kl_student=divergence.kl_student if isinstance(divergence, Sampled) else "current",
         importance=importance,
         options=options,
         rejection=rejection,
@@ -255,27 +253,13 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
     )
 
 
-def _cost(config: ObjectiveConfig) -> CostFn:
-    """The cost of a sampled token, transformed."""
-    cost, options, own_options = DIVERGENCE.load(config.divergence)
-    more = (options,) if own_options and not isinstance(options, LogRatio) else ()  # a baseline is not part of the cost
-    transform, how, _ = COST_TRANSFORM.load(config.cost_transform)
-    return lambda student, teacher: transform(cost(student, teacher, *more), how)
-
-
-def no_cost(student: Tensor, teacher: Tensor) -> Tensor:
-    """Cost 0, for a divergence between distributions."""
-    return torch.zeros_like(teacher)
-
-
 def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, divisor: int) -> LossTerms:
     """The loss above. `student_N` may carry a gradient; `divisor` >= 1 is that of the whole batch."""
     current_N = student_N.detach()
     reverse_kl_N = torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0)
     if not objective.reads_teachers:
         inputs = _null_teacher(inputs, objective.coef)
-    compared_N = current_N if objective.kl_student == "current" else inputs.behaviour_N
-    cost_MN = objective.cost(compared_N[None], inputs.teacher_MN)
+    cost_MN = objective.divergences.costs(current_N, inputs.behaviour_N, inputs.teacher_MN, inputs.teachers)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
     weighted_MN = (cost_MN if inputs.baseline_MN is None else cost_MN - inputs.baseline_MN) / scale
     if inputs.divergence_weight_N is not None:
@@ -294,7 +278,7 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     return LossTerms(
         loss=(slope_N * student_N).sum(),
         slope_N=slope_N,
-        divergence_N=torch.where(inputs.routed_MN, cost_MN, 0.0).sum(dim=0),
+        divergence_MN=torch.where(inputs.routed_MN, cost_MN, 0.0),
         student_N=current_N,
         weights_N=weights_N,
         cut_N=cut_N & ~rejected_N,

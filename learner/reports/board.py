@@ -61,6 +61,7 @@ LAYOUT: Final = {
         "Rollouts that wait for weights": ("actors/waiting_for_weights",),
     },
     "Teachers": {
+        "Divergence by pool": ("teachers/.+/divergence",),
         "Reverse KL by pool, nats": ("teachers/.+/reverse_kl",),
         "Share of the tokens by pool": ("teachers/.+/token_share",),
         "Seconds per item": ("teachers/score_s",),

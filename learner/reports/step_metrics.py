@@ -3,7 +3,7 @@ sums arrive here as numbers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final
 
 
@@ -45,11 +45,13 @@ class StepSums:
     """Share of the student's likeliest tokens in the set (`TopKTeacher.agreement_T3`)."""
     set_scores: int
     """Number of their terms; 0 without top-k sets that the objective uses."""
+    pools: dict[str, tuple[float, int]]
+    """Pool -> (its part of `divergence`, tokens that it scored)."""
     ratio_max: float
 
     @classmethod
     def zero(cls) -> StepSums:
-        return cls(tokens=0, hidden_scores=0, set_scores=0, **dict.fromkeys(SUMS, 0.0))
+        return cls(tokens=0, hidden_scores=0, set_scores=0, pools={}, **dict.fromkeys(SUMS, 0.0))
 
     def of_sets(self) -> dict[str, float]:
         """Means over the scores that have a top-k set."""
@@ -58,13 +60,18 @@ class StepSums:
         return {name: float(getattr(self, name)) / n for name in names} if n else {}
 
     def plus(self, other: StepSums) -> StepSums:
-        summed: dict[str, Any] = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        names = (field.name for field in fields(self) if field.name != "pools")
+        summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         summed["ratio_max"] = max(self.ratio_max, other.ratio_max)
-        return StepSums(**summed)
+        pools = dict(self.pools)
+        for pool, (divergence, n) in other.pools.items():
+            before, n_before = pools.get(pool, (0.0, 0))
+            pools[pool] = (before + divergence, n_before + n)
+        return StepSums(pools=pools, **summed)
 
 
-COUNTS: Final = ("tokens", "hidden_scores", "set_scores")
-"""Sums that the host knows."""
+COUNTS: Final = ("tokens", "hidden_scores", "set_scores", "pools")
+"""Sums that the host knows, and those of pools."""
 SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name not in COUNTS)
 """Names of the other sums, in the order in which a step reads them from the device."""
 
@@ -190,6 +197,8 @@ class StepMetrics:
     """None without a value function."""
     updates: UpdatesMetrics | None = None
     """None with one update per batch."""
+    pools: dict[str, float] = field(default_factory=dict[str, float])
+    """Pool -> its divergence, mean over the tokens that it scored."""
 
     @classmethod
     def of(cls, sums: StepSums, *, offline_loss: float = 0.0, **given: Any) -> StepMetrics:
@@ -213,14 +222,20 @@ class StepMetrics:
             hidden_error=sums.hidden_error / sums.hidden_scores if sums.hidden_scores else None,
             excess_share=sums.excess / sums.scores if sums.scores else None,
             deficit_share=sums.deficit / sums.scores if sums.scores else None,
+            pools={pool: divergence / n for pool, (divergence, n) in sums.pools.items() if n},
             **sums.of_sets(),
             **given,
         )
 
     def as_dict(self) -> dict[str, float]:
         """Flat figures for the metrics: `offline` as `offline_<name>`, and so on. Figures that are None are left
-        out."""
+        out, and those of pools, which are in `of_pools`."""
         figures = asdict(self)
+        del figures["pools"]
         for group in ("offline", "value", "updates"):
             figures |= {f"{group}_{name}": value for name, value in (figures.pop(group) or {}).items()}
         return {name: value for name, value in figures.items() if value is not None}
+
+    def of_pools(self) -> dict[str, float]:
+        """Figures of pools, by tag."""
+        return {f"teachers/{pool}/divergence": value for pool, value in sorted(self.pools.items())}

@@ -128,6 +128,10 @@ TAGS: Final = {
     "teachers/prefix_evicted_tokens_per_item": "tokens of prefixes evicted for lack of room",
     "teachers/prefix_tokens": "tokens of prefixes that are kept now",
     "teachers/<pool>/token_share": "share of the trained tokens that this pool scored",
+    "teachers/<pool>/divergence": (
+        "the divergence that the loss uses for this pool (its own, or the common one), mean over the trained tokens "
+        "that it scored"
+    ),
     "teachers/<pool>/reverse_kl": "mu - q, mean over the trained tokens that this pool scored",
     "rate/<role>_tokens_per_s": "sampled by actors, scored by teachers, trained by the learner",
     "staleness/mean": (

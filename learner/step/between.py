@@ -1,5 +1,6 @@
 """What teachers' distributions add to the loss of a step: divergences from the student's, or the mean of a cost over
-the student's. Both are made from the logits of a chunk, which are there anyway.
+the student's, by the divergence of each teacher's pool. Both are made from the logits of a chunk, which are there
+anyway.
 
 Legend: N trained tokens of a microbatch, C those of a chunk, V rows of the head, M teachers, R rows of one teacher, S
 draws per token.
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor
 
 from learner.batch import Microbatch, TrainItem, UnreadableScores
-from learner.objectives.distributions import Bucketed, DistributionFn, TopKTeacher, WholeTeacher, mean_cost, uniforms
+from learner.objectives.distributions import Bucketed, TopKTeacher, WholeTeacher, mean_cost, uniforms
+from learner.objectives.divergences import Compared, Divergences
 from learner.objectives.importance import context_weights
 from learner.objectives.losses import TokenInputs
 from learner.objectives.options import Distributions, MultiSample
-from learner.objectives.sampled import CostFn
-from learner.payloads import PayloadError, Rows, TopRows, read_payloads
+from learner.payloads import PayloadError, TopRows, read_payloads
 from learner.step.teacher_heads import HeadOf, no_heads
 from models.transfer import upload
 
@@ -42,6 +43,7 @@ class ChunkPart(NamedTuple):
     """One teacher's divergence at the positions `rows_R` of a chunk. Its columns are the vocabulary, without
     padding."""
 
+    m: int
     rows_R: Tensor
     divergence_R: Tensor
     weight_R: Tensor
@@ -95,27 +97,6 @@ ChunkMeans: TypeAlias = Callable[[Tensor, slice], MeanCosts]
 """(logits of a chunk, its slice of N) -> the mean costs there. Must not change the logits."""
 
 
-class Between:
-    """What is computed from teachers' distributions. This base class is the case without any."""
-
-    @property
-    def needs_logprobs(self) -> bool:
-        """True if the weights depend on the log-probs of the whole rollout."""
-        return False
-
-    def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
-        """Decode the items' payloads, and draw the random numbers of `step`. Raises UnreadableScores."""
-        return items
-
-    def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
-        """The baselines of the costs of sampled tokens, prepared for one microbatch; None if there are none."""
-        return None
-
-    def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
-        """Prepare one microbatch. `ahead`: if `needs_logprobs`."""
-        return lambda z_CV, place: ChunkDivergences([])
-
-
 class _TeacherRows(NamedTuple):
     """One teacher's rows in a chunk."""
 
@@ -131,42 +112,105 @@ _ChunkRows: TypeAlias = Callable[[slice], Iterator[_TeacherRows]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WithPayloads(Between):
-    """Reads what teachers send beside their log-probs."""
+class Between:
+    """Reads what teachers send beside their log-probs, where their divergence needs it.
 
+    Of teachers whose divergence is between distributions, the loss has
+
+        sum over the token's teachers of coef * share * w * D / divisor
+
+    D depends on the context alone, so w corrects the context (`learner.objectives.importance.context_weights`) and not
+    the token. Others may have a baseline: the mean of their cost over the student's distribution
+    (`learner.objectives.distributions.mean_cost`)."""
+
+    divergences: Divergences
     vocab_tokens: int
     """Number of token ids. Rows of the head past them are padding, and in neither distribution."""
+    seed: int
     head_of: HeadOf = no_heads
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """True if the weights depend on the log-probs of the whole rollout."""
+        return any(one.between is not None and one.between.options.context_cap > 0 for one in self.divergences.every)
+
     def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
-        ready: list[TrainItem] = []
-        for train_item in items:
-            trained = np.flatnonzero(train_item.train_mask_L)
-            if not len(trained):
-                ready.append(train_item)
-                continue
-            try:
-                top = read_payloads(train_item.item, train_item.payloads, trained, self.vocab_tokens)
-            except PayloadError as error:
-                rollout_id = train_item.item.rollout_id
-                raise UnreadableScores(f"rollout {rollout_id!r}: {error}", [rollout_id]) from error
-            ready.append(replace(train_item, top=self._with_draws(top, step, train_item, trained)))
-        return ready
+        """Decode the items' payloads that are needed, and draw the random numbers of `step`. Raises
+        UnreadableScores."""
+        if not any(one.reads_payloads for one in self.divergences.every):
+            return items
+        return [self._read(train_item, step) for train_item in items]
 
-    def _with_draws(
-        self, top: dict[str, Rows], step: int, train_item: TrainItem, trained: npt.NDArray[np.int64]
-    ) -> dict[str, Rows]:
-        return top
+    def _read(self, train_item: TrainItem, step: int) -> TrainItem:
+        item, trained = train_item.item, np.flatnonzero(train_item.train_mask_L)
+        teachers = [name for name in item.teachers if self.divergences.of(name).reads_payloads]
+        if not len(trained):
+            return train_item
+        try:
+            top = read_payloads(item, train_item.payloads, trained, self.vocab_tokens, teachers=teachers)
+        except PayloadError as error:
+            raise UnreadableScores(f"rollout {item.rollout_id!r}: {error}", [item.rollout_id]) from error
+        for name in teachers:
+            if n := _draws(self.divergences.of(name).between):
+                drawn = uniforms(self.seed, step, item.rollout_id, name, trained, n)
+                top[name] = replace(top[name], uniform_RS=drawn)
+        return replace(train_item, top=top)
 
-    def _rows(self, microbatch: Microbatch, device: torch.device) -> _ChunkRows:
+    def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
+        """The baselines of the costs of sampled tokens, prepared for one microbatch; None if there are none."""
+        own = [self.divergences.of(name) for name in inputs.teachers]
+        chosen = [m for m, one in enumerate(own) if one.has_baseline]
+        if not chosen:
+            return None
+        rows = self._rows(microbatch, inputs, chosen)
+
+        def means(z_CV: Tensor, place: slice) -> MeanCosts:
+            mean_MC = z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0]))
+            sums = PayloadSums.zero(z_CV.device)
+            for m, teacher, rows_R, part in rows(place):
+                mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), part), own[m].cost)
+                sums = sums.plus(_sums(teacher, part))
+                mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
+            return MeanCosts(mean_MC, sums)
+
+        return means
+
+    def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
+        """Prepare the divergences between distributions for one microbatch. `ahead`: if `needs_logprobs`."""
+        between = [self.divergences.of(name).between for name in inputs.teachers]
+        compared = {m: one for m, one in enumerate(between) if one is not None}
+        if not compared:
+            return lambda z_CV, place: ChunkDivergences([])
+        device = inputs.behaviour_N.device
+        weights = {m: _weights(inputs, ahead, divisor, one.options) for m, one in compared.items()}
+        uniforms_M = {m: upload(microbatch.top[m].uniform_RS, device) for m in compared}
+        rows = self._rows(microbatch, inputs, list(compared))
+
+        def parts(z_CV: Tensor, place: slice) -> ChunkDivergences:
+            found, sums = list[ChunkPart](), PayloadSums.zero(device)
+            for m, teacher, rows_R, own in rows(place):
+                student_RV, given = self._logits(z_CV, place, rows_R), _given(compared[m], uniforms_M[m][own])
+                divergence_R, grad_RV = teacher.compare(student_RV, own, given)
+                sums = sums.plus(_sums(teacher, own))
+                weight_R = (inputs.coef_M[m] * weights[m][rows_R]).to(z_CV.dtype)
+                grad_RV.mul_(weight_R[:, None])
+                found.append(ChunkPart(m, rows_R - place.start, divergence_R, weight_R, grad_RV))
+            return ChunkDivergences(found, sums)
+
+        return parts
+
+    def _rows(self, microbatch: Microbatch, inputs: TokenInputs, chosen: Sequence[int]) -> _ChunkRows:
+        """The rows of the teachers `chosen`, by chunk."""
         # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
-        places_M = [np.flatnonzero(routed_N) for routed_N in microbatch.routed_MN]
-        rows_M = [upload(places_R, device) for places_R in places_M]
-        teachers = [self._teacher(microbatch, m, places_R, device) for m, places_R in enumerate(places_M)]
+        device = inputs.behaviour_N.device
+        places = {m: np.flatnonzero(microbatch.routed_MN[m]) for m in chosen}
+        of_teacher = {
+            m: (self._teacher(microbatch, m, at_R, device), upload(at_R, device)) for m, at_R in places.items()
+        }
 
         def of(place: slice) -> Iterator[_TeacherRows]:
-            for m, (teacher, places_R, rows_R) in enumerate(zip(teachers, places_M, rows_M, strict=True)):
-                first, last = (int(np.searchsorted(places_R, end)) for end in (place.start, place.stop))
+            for m, (teacher, rows_R) in of_teacher.items():
+                first, last = (int(np.searchsorted(places[m], end)) for end in (place.start, place.stop))
                 if first < last:
                     yield _TeacherRows(m, teacher, rows_R[first:last], slice(first, last))
 
@@ -188,6 +232,28 @@ class _WithPayloads(Between):
         return z_CV.index_select(0, rows_R - place.start)[:, : self.vocab_tokens]
 
 
+def _weights(inputs: TokenInputs, ahead: Ahead | None, divisor: int, options: Distributions) -> Tensor:
+    """[N] float64: share * w / divisor."""
+    weight_N = inputs.share_N.double() / divisor
+    if inputs.divergence_weight_N is not None:
+        weight_N = weight_N * inputs.divergence_weight_N.double()
+    if options.context_cap > 0 and ahead is not None:
+        context_N = context_weights(ahead.inputs.ratios(ahead.student_N), options.context_cap)
+        weight_N = weight_N * context_N[ahead.own_N].double()
+    return weight_N
+
+
+def _draws(compared: Compared | None) -> int:
+    """S; 0 for a divergence without draws."""
+    return compared.options.samples if compared is not None and isinstance(compared.options, MultiSample) else 0
+
+
+def _given(compared: Compared, uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
+    """The divergence with its options and draws bound."""
+    draws: dict[str, Tensor] = {"uniform_CS": uniform_CS} if _draws(compared) else {}
+    return partial(compared.function, options=compared.options, **draws)
+
+
 def _sums(teacher: TopKTeacher | WholeTeacher, own: slice) -> PayloadSums:
     """`own`: the teacher's rows, which have been compared already."""
     n = own.stop - own.start
@@ -196,85 +262,3 @@ def _sums(teacher: TopKTeacher | WholeTeacher, own: slice) -> PayloadSums:
         return PayloadSums.zero(error_T.device)._replace(error=error_T[own].double().sum(), hidden_scores=n)
     agreement_T3 = teacher.agreement_T3
     return PayloadSums.zero(agreement_T3.device)._replace(sets_3=agreement_T3[own].sum(dim=0), set_scores=n)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BetweenDistributions(_WithPayloads):
-    """sum over the token's teachers of coef * share * w * D / divisor. D depends on the context alone, so w
-    corrects the context (`learner.objectives.importance.context_weights`) and not the token."""
-
-    divergence: DistributionFn
-    options: Distributions
-    seed: int
-
-    @property
-    def needs_logprobs(self) -> bool:
-        return self.options.context_cap > 0
-
-    @property
-    def samples(self) -> int:
-        """S; 0 for a divergence without draws."""
-        return self.options.samples if isinstance(self.options, MultiSample) else 0
-
-    def _with_draws(
-        self, top: dict[str, Rows], step: int, train_item: TrainItem, trained: npt.NDArray[np.int64]
-    ) -> dict[str, Rows]:
-        if not self.samples:
-            return top
-        rollout_id = train_item.item.rollout_id
-
-        def drawn(teacher: str) -> npt.NDArray[np.float64]:
-            return uniforms(self.seed, step, rollout_id, teacher, trained, self.samples)
-
-        return {teacher: replace(rows, uniform_RS=drawn(teacher)) for teacher, rows in top.items()}
-
-    def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
-        device = inputs.behaviour_N.device
-        weight_N = inputs.share_N.double() / divisor
-        if inputs.divergence_weight_N is not None:
-            weight_N = weight_N * inputs.divergence_weight_N.double()
-        if self.needs_logprobs and ahead is not None:
-            context_N = context_weights(ahead.inputs.ratios(ahead.student_N), self.options.context_cap)
-            weight_N = weight_N * context_N[ahead.own_N].double()
-        uniforms_M = [upload(rows.uniform_RS, device) for rows in microbatch.top]
-        rows = self._rows(microbatch, device)
-
-        def parts(z_CV: Tensor, place: slice) -> ChunkDivergences:
-            found, sums = list[ChunkPart](), PayloadSums.zero(device)
-            for m, teacher, rows_R, own in rows(place):
-                student_RV, between = self._logits(z_CV, place, rows_R), self._given(uniforms_M[m][own])
-                divergence_R, grad_RV = teacher.compare(student_RV, own, between)
-                sums = sums.plus(_sums(teacher, own))
-                weight_R = (inputs.coef_M[m] * weight_N[rows_R]).to(z_CV.dtype)
-                grad_RV.mul_(weight_R[:, None])
-                found.append(ChunkPart(rows_R - place.start, divergence_R, weight_R, grad_RV))
-            return ChunkDivergences(found, sums)
-
-        return parts
-
-    def _given(self, uniform_CS: Tensor) -> Callable[[Tensor, Tensor], Bucketed]:
-        """The divergence with its options and draws bound."""
-        draws: dict[str, Tensor] = {"uniform_CS": uniform_CS} if self.samples else {}
-        return partial(self.divergence, options=self.options, **draws)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpectedCosts(_WithPayloads):
-    """The baseline of a cost of sampled tokens: its mean over the student's distribution
-    (`learner.objectives.distributions.mean_cost`)."""
-
-    cost: CostFn
-
-    def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
-        rows = self._rows(microbatch, inputs.behaviour_N.device)
-
-        def means(z_CV: Tensor, place: slice) -> MeanCosts:
-            mean_MC = z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0]))
-            sums = PayloadSums.zero(z_CV.device)
-            for m, teacher, rows_R, own in rows(place):
-                mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), own), self.cost)
-                sums = sums.plus(_sums(teacher, own))
-                mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
-            return MeanCosts(mean_MC, sums)
-
-        return means

@@ -102,6 +102,7 @@ class BatchPart:
             behaviour_N=upload(microbatch.behaviour_N, device),
             teacher_MN=upload(microbatch.teacher_MN, device),
             routed_MN=upload(microbatch.routed_MN, device),
+            teachers=self.batch.teachers,
             coef_M=upload(teacher_coefs(self.batch.teachers, self.loss.objective, whole.teacher_scales), device),
             reward_advantage_N=upload(whole.reward_advantage_N[token_N], device),
             share_N=upload(whole.share_N[token_N], device),
@@ -144,7 +145,8 @@ class BatchPart:
 
 
 N_FIGURES: Final = len(SUMS) + 2
-"""Number of figures per pass: the sums for the metrics, then two flags (1.0 if log-probs and loss are finite)."""
+"""Figures of a pass before those of pools: the sums for the metrics, then two flags (1.0 if log-probs and loss are
+finite)."""
 
 
 TWICE: Final = math.log(2.0)
@@ -156,6 +158,8 @@ class StepPass(NamedTuple):
     inputs: TokenInputs
     student: MicrobatchTerms
     value: ValueTerms
+    compared: tuple[str, ...]
+    """Pools whose divergence the loss has; none with the null teacher."""
 
     @property
     def loss(self) -> Tensor:
@@ -165,12 +169,13 @@ class StepPass(NamedTuple):
     def left(self, microbatch: Microbatch) -> PassLeft:
         """Results of this pass for the step, without its graph."""
         terms, payloads, routed_MN = self.student.terms, self.student.payloads, self.inputs.routed_MN
+        of_teachers_M = terms.divergence_MN.double().sum(dim=1)
         gap_MN = terms.student_N - self.inputs.teacher_MN
         scored_N = self.inputs.routed_MN.any(dim=0)
         ratio_N = (terms.student_N - self.inputs.behaviour_N).double().exp()
         sums = {
             "loss": self.student.loss.detach(),
-            "divergence": terms.divergence_N.double().sum(),
+            "divergence": of_teachers_M.sum(),
             "reverse_kl": terms.reverse_kl_N.double().sum(),
             "scored": scored_N.double().sum(),
             "ratio": ratio_N.sum(),
@@ -193,10 +198,12 @@ class StepPass(NamedTuple):
         }
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
         figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
-        per_token_N = terms.slope_N * terms.student_N + terms.divergence_N
+        n_scores = dict(zip(self.compared, microbatch.routed_MN.sum(axis=1).tolist(), strict=False))
+        per_token_N = terms.slope_N * terms.student_N + terms.divergence_MN.sum(dim=0)
         return PassLeft(
             microbatch,
-            figures,
+            torch.cat([figures, of_teachers_M[: len(n_scores)]]),
+            n_scores,
             terms.student_N,
             per_token_N,
             self.value.error_N,
@@ -210,7 +217,9 @@ class PassLeft(NamedTuple):
 
     microbatch: Microbatch
     figures: Tensor
-    """[N_FIGURES] float64."""
+    """[N_FIGURES + pools in `n_scores`] float64."""
+    n_scores: dict[str, int]
+    """Pool -> number of tokens that it scores here."""
     student_N: Tensor
     per_token_N: Tensor
     """Contribution of each token to the student's loss."""
@@ -223,16 +232,20 @@ class PassLeft(NamedTuple):
     def sums(self, figures: Sequence[float], items: Sequence[TrainItem], *, update: str) -> StepSums:
         """Sums from the figures read. Raises NonFiniteError naming the rollouts, and BatchError for hidden states that
         do not give the teachers' own scores."""
-        *sums, finite_logprobs, finite_loss = figures
+        *sums, finite_logprobs, finite_loss = figures[:N_FIGURES]
         if not finite_logprobs:
             self._refuse(self.student_N, items, update, "student log-prob")
         if not finite_loss:
             self._refuse(self.per_token_N, items, update, "loss")
             self._refuse(self.value_error_N, items, update, "value loss")
             raise NonFiniteError(f"{update}: the sum of the losses overflows; it was not made")
-        named = dict(zip(SUMS, sums, strict=True))
+        of_pools = zip(self.n_scores.items(), figures[N_FIGURES:], strict=True)
         made = StepSums(
-            tokens=len(self.student_N), hidden_scores=self.hidden_scores, set_scores=self.set_scores, **named
+            tokens=len(self.student_N),
+            hidden_scores=self.hidden_scores,
+            set_scores=self.set_scores,
+            pools={pool: (divergence, n) for (pool, n), divergence in of_pools},
+            **dict(zip(SUMS, sums, strict=True)),
         )
         if made.hidden_scores and (mean := made.hidden_error / made.hidden_scores) > LARGEST_HIDDEN_ERROR:
             raise BatchError(

@@ -3,6 +3,7 @@
     z     the student's logits, C positions at a time
     s     log-prob of the sampled token     -> slope = d loss / d s       learner.objectives.losses
     D_m   between softmax(z) and teacher m  -> its gradient by z          learner.objectives.distributions
+          if the divergence of its pool is one between distributions; the others have a cost, which is in slope
 
     B_m   mean cost over softmax(z), if the sampled tokens' costs have a baseline         learner.step.between
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +32,7 @@ from torch import Tensor
 from learner.batch import Microbatch
 from learner.objectives.config import ObjectiveConfig
 from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
-from learner.objectives.options import Distributions
-from learner.objectives.registry import DIVERGENCE
-from learner.step.between import (
-    Ahead,
-    Between,
-    BetweenDistributions,
-    ChunkDivergences,
-    ChunkMeans,
-    ChunkParts,
-    ExpectedCosts,
-    PayloadSums,
-)
+from learner.step.between import Ahead, Between, ChunkDivergences, ChunkMeans, ChunkParts, PayloadSums
 from learner.step.teacher_heads import HeadOf, no_heads
 from models.logprobs import LmHead
 from models.one_pass import one_pass_loss
@@ -137,21 +127,10 @@ def make_step_loss(
     ValueError for names that cannot be loaded, and for a divergence between distributions if the head has fewer rows
     than there are tokens."""
     objective = make_objective(config, max_new_tokens=max_new_tokens)
-    between = Between()
-    if config.needs_top_k:
-        if not 1 <= vocab_tokens <= rows:
-            raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
-        if config.has_baseline:
-            between = ExpectedCosts(vocab_tokens=vocab_tokens, head_of=head_of, cost=objective.cost)
-        else:
-            divergence, options, _ = DIVERGENCE.load(config.divergence)
-            between = BetweenDistributions(
-                vocab_tokens=vocab_tokens,
-                head_of=head_of,
-                divergence=divergence,
-                options=cast(Distributions, options),
-                seed=seed,
-            )
+    divergences = objective.divergences
+    if any(one.reads_payloads for one in divergences.every) and not 1 <= vocab_tokens <= rows:
+        raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
+    between = Between(divergences=divergences, vocab_tokens=vocab_tokens, seed=seed, head_of=head_of)
     return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 
@@ -209,11 +188,11 @@ class _Chunks:
         grad_CV = exp_CV.mul_(factor_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)
         if self.objective.entropy_coef:
             grad_CV.add_(z_CV)
-        divergence_C = terms.divergence_N.clone()
+        divergence_MC = terms.divergence_MN.clone()
         for part in parts:
             loss_C = loss_C.index_add(0, part.rows_R, (part.weight_R * part.divergence_R).to(loss_C.dtype))
-            divergence_C.index_add_(0, part.rows_R, part.divergence_R.to(divergence_C.dtype))
+            divergence_MC[part.m].index_add_(0, part.rows_R, part.divergence_R.to(divergence_MC.dtype))
             grad_CV[:, : part.grad_RV.shape[1]].index_add_(0, part.rows_R, part.grad_RV)
-        self.terms.append(replace(terms, divergence_N=divergence_C))
+        self.terms.append(replace(terms, divergence_MN=divergence_MC))
         self.entropies.append(entropy_C1.squeeze(1))
         return loss_C, grad_CV

@@ -56,9 +56,9 @@ def teacher_heads(config: LearnerRunConfig) -> TeacherHeads:
         device=device,
         dtype=resolve_dtype(learner.dtype, device),
     )
-    if learner.objective.needs_top_k and not learner.frozen:
+    if not learner.frozen:
         payloads = {name: pool.payload or common for name, pool in config.pools.items()}
         for name, payload in (payloads or {config.teacher.pool: common}).items():
-            if payload == "hidden":
+            if payload == "hidden" and learner.objective.needs_top_k_for(name):
                 heads(name)
     return heads

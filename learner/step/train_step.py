@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -48,7 +49,6 @@ from learner.ranks.messages import dump_items
 from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
 from learner.step.critic import make_critic, value_metrics
 from learner.step.forward import (
-    N_FIGURES,
     BatchPart,
     PassLeft,
     States,
@@ -363,19 +363,18 @@ class Trainer:
         numbers = read(torch.cat(queued)).tolist() if queued else []
         of_ranks = self.ranks.agreed(lambda: self._own_sums(parts, left, numbers, update), list[StepSums])
         sums = [functools.reduce(StepSums.plus, of_part) for of_part in zip(*of_ranks, strict=True)]
-        return sums, numbers[len(passes) * N_FIGURES :]
+        return sums, numbers[len(numbers) - len(further) :]
 
     def _own_sums(
         self, parts: Sequence[BatchPart], left: list[list[PassLeft]], numbers: list[float], update: str
     ) -> list[StepSums]:
         """The sums of each part over the passes of this rank. Raises NonFiniteError."""
-        n_passes = sum(map(len, left))
-        of_pass = iter(numbers[i : i + N_FIGURES] for i in range(0, n_passes * N_FIGURES, N_FIGURES))
+        unread = iter(numbers)
         sums: list[StepSums] = []
         for part, of_part in zip(parts, left, strict=True):
             total = StepSums.zero()
             for made in of_part:
-                total = total.plus(made.sums(next(of_pass), part.items, update=update))
+                total = total.plus(made.sums(list(islice(unread, len(made.figures))), part.items, update=update))
             sums.append(total)
             if self.config.updates_per_batch > 1 and part.proximal_N is None:
                 part.keep_proximal([made.student_N for made in of_part], self.model.device)
@@ -391,7 +390,8 @@ class Trainer:
         targets_N = upload(microbatch.target_N, exact_NH.device)
         rollouts = part.rollouts(microbatch, exact_NH.device, self.ranks.group)
         student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor, rollouts)
-        return StepPass(inputs, student, self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor))
+        value = self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor)
+        return StepPass(inputs, student, value, inputs.teachers if part.loss.objective.reads_teachers else ())
 
     def _states(self, microbatch: Microbatch) -> States:
         return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.group)

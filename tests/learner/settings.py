@@ -34,6 +34,8 @@ def learner_config(**fields: Any) -> LearnerConfig:
 
 def _value(name: str, value: Any) -> Any:
     match value:
+        case dict() if name == "teacher_divergences":
+            return {pool: _value("divergence", one) for pool, one in value.items()}
         case str() if name in CHOICES:
             return CHOICES[name].make(value)
         case str() as member, dict() as options:

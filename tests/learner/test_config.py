@@ -58,6 +58,42 @@ from tests.patience import PATIENCE_S
         ({"prefix_gain": 0.5, "tasks": TaskConfig(temperature=0.7)}, "objective.prefix_gain = 0.5 with tasks.temp"),
         ({"divergence": "null", "domain_scale": "rms"}, "divergence = 'null' reads no teacher"),
         ({"divergence": "null", "teacher_coefs": {"default": 1.0}}, "divergence = 'null' reads no teacher"),
+        (
+            {"divergence": "null", "teacher_divergences": {"default": "k3"}},
+            "no teacher_coefs and no teacher_divergences",
+        ),
+        (
+            {"teacher_divergences": {"default": "null"}},
+            "teacher_divergences.default: got 'null', which reads no teacher",
+        ),
+        ({"teacher_divergences": {"default": "seq_kd"}}, "divergence = 'seq_kd' with importance = 'truncated'"),
+        (
+            {"teacher_divergences": {"math": "k3"}},
+            "objective.teacher_divergences names the pool 'math'; expected one of",
+        ),
+        (
+            {"teacher_divergences": {"default": Member(name="jsd")}},
+            "teacher_divergences.default: divergence: got Member with the name 'jsd', expected Jsd",
+        ),
+        (
+            {"teacher_divergences": {"default": "jsd"}, "cost_transform": "log"},
+            "cost_transform = 'log' with divergence = 'jsd': only costs",
+        ),
+        (
+            {"teacher_divergences": {"default": "jsd"}, "domain_scale": "rms"},
+            "domain_scale = 'rms' with divergence = 'k1', 'jsd': only costs",
+        ),
+        (
+            {"teacher_divergences": {"default": "jsd"}, "rejection": "token"},
+            "rejection = 'token' with divergence = 'jsd' and advantage = 'none'",
+        ),
+        (
+            {
+                "teacher_divergences": {"default": ("k1", {"kl_student": "behaviour"})},
+                "tasks": TaskConfig(temperature=0.7),
+            },
+            "objective.divergence.kl_student = 'behaviour'",
+        ),
         ({"divergence": ("null", {"threshold": -4.2})}, "Expected `float` > 0.0 - at `..threshold`"),
         ({"length_penalty": "overlong"}, "length_penalty = 'overlong' with advantage = 'none'"),
         ({"length_penalty": "overlog", "advantage": "grpo"}, "length_penalty = 'overlog'; did you mean 'overlong'"),
@@ -89,6 +125,14 @@ from tests.patience import PATIENCE_S
 def test_senseless_value_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         learner_config(**fields)
+
+
+def test_what_some_pools_use_is_not_refused_for_the_others() -> None:
+    tasks = TaskConfig(routes={"default": (), "math": ()})
+    two: dict[str, Any] = {"tasks": tasks, "teacher_divergences": {"math": "jsd"}}
+    assert learner_config(**two, cost_transform="log", rejection="token").objective.needs_top_k_for("math")
+    with_baseline = learner_config(divergence=("k1", {"baseline": "expected_cost"}), rejection="token").objective
+    assert with_baseline.needs_top_k_for("default") == "divergence.baseline = 'expected_cost' of 'k1'"
 
 
 @pytest.mark.parametrize(

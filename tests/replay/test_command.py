@@ -67,7 +67,7 @@ def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGE
         (["FILE", "--student=/nowhere"], "models.student: no folder"),
         (["FILE", "--compare=k1,k9"], "--compare: divergence = 'k9'"),
         (["FILE", "--compare=seq_kd"], "cross-entropy is on the text as it stands"),
-        (["FILE", "--compare=k1,jsd"], "holds no top-k sets, which the divergence 'jsd' needs"),
+        (["FILE", "--compare=k1,jsd"], "holds no top-k sets of the pool 'default', which divergence = 'jsd' needs"),
         (["FILE", "--learner.objective.divergence=jsd"], r"expected one above 0, e\.g\. 256"),
         (["FILE", "--learner.objective.divergence=jsd", "--teacher.top_k=256"], "holds no top-k sets"),
         (["nothing.record"], "no file 'nothing.record'"),

@@ -20,11 +20,12 @@ from launch.config.consistency import check_consistency
 from launch.config.files import read_config, write_config
 from launch.config.pools import pool_of, teacher_pools
 from launch.config.run import RunConfig
-from launch.config.tree import build
+from launch.config.tree import Plain, build, get, merge
 from launch.errors import ConfigError
 from launch.machine.machine import Interpreters, Machine
 from launch.servers.attached import ask_servers
 from launch.servers.plan import plan_servers
+from learner.objectives.options import Distributions, Jsd, Sampled
 from tests.launch.servers.test_attached import A
 
 FILE = """
@@ -66,6 +67,73 @@ def test_each_teacher_reads_the_model_and_the_settings_of_its_pool(tmp_path: Pat
         (16, 2048, "bfloat16"),
     ]
     assert check_consistency(config, None).mistakes == []
+
+
+OWN = """
+[learner.objective]
+divergence = { name = "jsd", beta = 0.3 }
+[learner.objective.teacher_divergences]
+multipliers = "reverse_kl"
+adders = { name = "jsd", beta = 0.7 }
+"""
+
+
+def test_a_pool_may_have_a_divergence_of_its_own_with_options(tmp_path: Path) -> None:
+    config = resolve(tmp_path, FILE + OWN)
+    objective = config.learner.objective
+    assert objective.divergence_of("multipliers") == Distributions(name="reverse_kl")
+    assert objective.divergence_of("adders") == Jsd(beta=0.7)
+    assert objective.divergence_of("others") == Jsd(beta=0.3)
+    key = "--learner.objective.teacher_divergences"
+    changed = resolve(tmp_path, FILE + OWN, f"{key}.adders=k3", f"{key}.multipliers=jsd", f"{key}.multipliers.beta=0.2")
+    assert changed.learner.objective.teacher_divergences == {
+        "adders": Sampled(name="k3"),
+        "multipliers": Jsd(beta=0.2),
+    }
+    write_config(changed, tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml") == changed
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("adders=jds", "teacher_divergences.adders: divergence = 'jds'; did you mean 'jsd'"),
+        ("adders.gamma=2", "teacher_divergences.adders.gamma: jsd does not read it, expected one of its options: beta"),
+        ("new.beta=0.2", "teacher_divergences.new: got {'beta': 0.2} (dict), expected one of k1, k2, k3"),
+        ("new=k1", "objective.teacher_divergences names the pool 'new'; expected one of tasks.routes: adders"),
+    ],
+)
+def test_a_wrong_divergence_of_a_pool_is_told(tmp_path: Path, flag: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(tmp_path, FILE + OWN, f"--learner.objective.teacher_divergences.{flag}")
+    assert message in str(caught.value)
+
+
+def test_a_file_laid_over_a_resumed_run_replaces_the_divergence_of_a_pool() -> None:
+    under: Plain = {
+        "learner": {"objective": {"teacher_divergences": {"a": {"name": "jsd", "beta": 0.3}, "b": {"name": "k3"}}}}
+    }
+    over = {"learner": {"objective": {"teacher_divergences": {"a": "k1"}}}}
+    merged = get(merge(under, over, RunConfig), "learner.objective.teacher_divergences")
+    assert merged == {"a": {"name": "k1"}, "b": {"name": "k3"}}
+
+
+def test_each_pool_must_send_what_its_own_divergence_needs(tmp_path: Path) -> None:
+    plain = FILE.replace("top_k = 8", "").replace("top_k = 16", "")
+    assert not check_consistency(resolve(tmp_path, plain), builtin.STUDENT_DIR).mistakes
+    (told,) = check_consistency(resolve(tmp_path, plain + OWN, "--pools.adders.top_k=8"), builtin.STUDENT_DIR).mistakes
+    assert told.startswith(
+        "learner.objective.teacher_divergences.multipliers = 'reverse_kl' needs pools.multipliers.top_k: got 0"
+    )
+    assert "learner.objective.teacher_divergences.multipliers = k1 without a baseline" in told
+    fine = ("--pools.adders.top_k=8", "--pools.multipliers.top_k=8")
+    assert not check_consistency(resolve(tmp_path, plain + OWN, *fine), builtin.STUDENT_DIR).mistakes
+    own_k1 = (*fine, "--learner.objective.teacher_divergences.adders=k1")
+    found = check_consistency(resolve(tmp_path, plain + OWN, *own_k1), builtin.STUDENT_DIR)
+    assert not found.mistakes
+    assert "pools.adders.top_k: got 8, but learner.objective.teacher_divergences.adders = 'k1' uses only" in str(
+        found.warnings
+    )
 
 
 def test_a_resolved_configuration_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:

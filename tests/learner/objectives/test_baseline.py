@@ -40,6 +40,7 @@ def _moments(s_V: list[float], mu_V: list[float], q_V: list[float], importance: 
             behaviour_N=torch.tensor([mu_V[v]], dtype=torch.float64),
             teacher_MN=torch.tensor([[q_V[v]]], dtype=torch.float64),
             routed_MN=torch.ones((1, 1), dtype=torch.bool),
+            teachers=("default",),
             coef_M=torch.ones(1, dtype=torch.float64),
             reward_advantage_N=torch.zeros(1, dtype=torch.float64),
             share_N=torch.ones(1, dtype=torch.float64),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from learner.batch import TrainItem, train_items
 from learner.objectives.advantages import whitened
 from learner.objectives.batch_terms import cost_scales, domain_scales, domain_sums, prefix_weights, teacher_coefs
+from learner.objectives.divergences import Divergence, Divergences
 from learner.objectives.losses import (
     AggregationFn,
     AggregationOptions,
@@ -132,6 +133,7 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
         behaviour_N,
         teacher_MN,
         routed_MN,
+        teachers=("math", "style"),
         coef_M=torch.tensor(coefs, dtype=torch.float64),
         reward_advantage_N=torch.tensor(reward_R)[sequence_N],
         share_N=shares.share_R[sequence_N],
@@ -212,7 +214,7 @@ def test_scales_equal_a_loop_over_rollouts_and_tokens(make_item: Make, fast: Any
     items = batch(make_item)
     expected = slow_scales(items, slow)
     assert expected["sums"] != pytest.approx(expected["prose"], rel=0.1)
-    got = cost_scales(items, fast)
+    got = cost_scales(items, Divergences(Divergence(fast)))
     assert got.tolist() == pytest.approx([expected.get(item.item.tag, 1.0) for item in items], rel=1e-6)
 
 

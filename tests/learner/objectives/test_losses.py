@@ -26,6 +26,7 @@ def token_inputs(behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coe
         behaviour_N,
         teacher_MN,
         routed_MN,
+        teachers=tuple(f"pool {m}" for m in range(len(teacher_MN))),
         coef_M=torch.full((len(teacher_MN),), coef, dtype=torch.float64),
         reward_advantage_N=torch.zeros_like(behaviour_N),
         share_N=torch.ones_like(behaviour_N),

@@ -89,7 +89,7 @@ def test_the_pages_options_reach_its_function(installed_page: None) -> None:
     def costs(divergence: object) -> list[float]:
         config = build(ObjectiveConfig, {"divergence": divergence})
         objective = make_objective(config, max_new_tokens=9)
-        return objective.cost(torch.tensor([-1.0]), torch.tensor([-9.0])).tolist()
+        return objective.divergences.common.cost(torch.tensor([-1.0]), torch.tensor([-9.0])).tolist()
 
     assert costs("huber") == [2.0]
     assert costs({"name": "huber", "bound": 1.5}) == [1.5]

@@ -106,7 +106,7 @@ def test_k3_stays_exact_where_student_and_teacher_nearly_agree() -> None:
 def test_the_null_teacher_lowers_the_probability_of_unlikely_tokens_whatever_a_teacher_says(threshold: float) -> None:
     """The expected gradient is that of cost * P(s < -threshold), the set of tokens held."""
     config = objective_config(divergence=("null", {"threshold": threshold, "cost": 0.25}))
-    cost, student_V = make_objective(config, max_new_tokens=1).cost, _logits(0)
+    cost, student_V = make_objective(config, max_new_tokens=1).divergences.common.cost, _logits(0)
     got_V = _expected_gradient(cost, student_V, _logits(1))
     s_V = student_V.log_softmax(0).tolist()
     p, unlikely = [math.exp(s) for s in s_V], [s < -threshold for s in s_V]
@@ -142,7 +142,7 @@ def test_the_expected_gradient_is_that_of_the_transformed_cost(name: str, diverg
     """d/dz_j of sum p_v f(cost_v) log p_v, costs held: p_j (f_j - sum p f), in Python floats."""
     config = objective_config(divergence=divergence, cost_transform=TRANSFORMS[name])
     student_V, teacher_V = _logits(0), _logits(1)
-    got_V = _expected_gradient(make_objective(config, max_new_tokens=1).cost, student_V, teacher_V)
+    got_V = _expected_gradient(make_objective(config, max_new_tokens=1).divergences.common.cost, student_V, teacher_V)
     s_V, q_V = student_V.log_softmax(0).tolist(), teacher_V.log_softmax(0).tolist()
     costs = [s - q if divergence == "k1" else 1.0 - math.exp(q - s) for s, q in zip(s_V, q_V, strict=True)]
     assert max(map(abs, costs)) > 0.7 > min(map(abs, costs))  # some beyond the limit, some below it

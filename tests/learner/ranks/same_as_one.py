@@ -22,6 +22,7 @@ from torch import Tensor
 
 from learner.batch import TrainItem
 from learner.config import EmaConfig, LearnerConfig, LoraConfig
+from learner.prompts.config import TaskConfig
 from learner.ranks.group import Ranks
 from learner.ranks.messages import dump_items, load_items
 from learner.step.ema import StudentEma
@@ -59,6 +60,12 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "drawn": {"divergence": ("multi_sample", {"samples": 3})},
     "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
     "hidden states": {"divergence": "reverse_kl"},
+    "divergences of pools": {
+        "divergence": ("k1", {"baseline": "expected_cost"}),
+        "teacher_divergences": {"math": ("jsd", {"context_cap": 2.0}), "style": "k3"},
+        "importance": ("sequence", {}),
+        "tasks": TaskConfig(routes={"default": (), "math": (), "style": ()}),
+    },
     "computed again": {"recompute": 1.0, "updates_per_batch": 2},
     "adapters": {"lora": LoraConfig(rank=2, alpha=4.0)},
     "bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4},
@@ -69,17 +76,19 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def items_of(*, seed: int, top_k: bool, hidden: bool = False, divided: bool = False) -> list[TrainItem]:
+def items_of(
+    *, seed: int, top_k: bool, hidden: bool = False, divided: bool = False, pools: bool = False
+) -> list[TrainItem]:
     """`hidden`: teachers send hidden states in place of top-k sets. `divided`: also a sequence of one token, and
-    one with branches."""
-    vocab = TOP_K_VOCAB
+    one with branches. `pools`: some are scored by other pools, and one by two."""
+    vocab, two, other = TOP_K_VOCAB, ("default", "math") if pools else ("default",), "style" if pools else "default"
     made = [
         build_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
-        build_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=1, reward=0.0, seed=seed + 1, vocab=vocab),
+        build_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=1, reward=0.0, teachers=two, seed=seed + 1, vocab=vocab),
         build_item("c", [0, 0, 0], task_id=1, reward=0.25, seed=seed + 2, vocab=vocab),
         build_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
         build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
-        build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, seed=seed + 5, vocab=vocab),
+        build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, teachers=(other,), seed=seed + 5, vocab=vocab),
     ]
     more = [
         build_item("i", [0] * 8 + [1], task_id=3, reward=-1.0, seed=seed + 8, vocab=vocab),  # trained on one rank only
@@ -151,7 +160,9 @@ def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[st
     figures = gradients = 0.0
     for step in range(3):
         divided = ranks.group is not None
-        items = items_of(seed=10 * step, top_k=config.objective.needs_top_k, hidden=hidden, divided=divided)
+        top_k = any(map(config.objective.needs_top_k_for, config.tasks.routes))
+        pools = bool(config.objective.teacher_divergences)
+        items = items_of(seed=10 * step, top_k=top_k, hidden=hidden, divided=divided, pools=pools)
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
             items = [
                 items[6 if divided else 0],
@@ -160,7 +171,9 @@ def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[st
         offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
         one, other = ({str(i): g for i, g in enumerate(t.gradient(items, offline))} for t in (alone, together))
         gradients = max(gradients, difference(one, other))
-        mine, theirs = (t.step(items, offline).as_dict() for t in (alone, together))
+        mine, theirs = (
+            made.as_dict() | made.of_pools() for made in (t.step(items, offline) for t in (alone, together))
+        )
         assert mine.keys() == theirs.keys()
         for name in mine.keys() - {"step_s", "microbatches", "tokens_per_s", "train/step_s"}:
             if isinstance(mine[name], float) and "_s" not in name:

@@ -43,6 +43,7 @@ def _step(hidden_TH: Tensor, head: LmHead, *, chunk_tokens: int, **fields: Any) 
         behaviour_N=_random(T, seed=6) - 3.0,
         teacher_MN=teacher_TV.gather(1, targets_T[:, None]).T,
         routed_MN=torch.from_numpy(routed_1T),
+        teachers=("default",),
         coef_M=torch.ones(1, dtype=torch.float64),
         reward_advantage_N=torch.zeros(T, dtype=torch.float64),
         share_N=SHARE_T,

@@ -63,6 +63,7 @@ def _divergence(
         behaviour_N=zero_N,
         teacher_MN=zero_N[None],
         routed_MN=torch.full((1, n), len(top.counts_R) > 0),
+        teachers=("default",),
         coef_M=hidden_TH.new_ones(1),
         reward_advantage_N=zero_N,
         share_N=weight_T,
@@ -83,7 +84,7 @@ def _divergence(
         top=(top,),
     )
     terms = step_loss(head, hidden_TH, torch.zeros(n, dtype=torch.int64), inputs, microbatch, 1)
-    return Got(terms.loss, terms.terms.divergence_N)
+    return Got(terms.loss, terms.terms.divergence_MN.sum(dim=0))
 
 
 def _top_k(logprobs_TV: Tensor, counts: list[int] | None = None) -> TopRows:

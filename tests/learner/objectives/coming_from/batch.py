@@ -145,7 +145,7 @@ def our_gradient(config: RunConfig, batch: Batch) -> Tensor:
         seed=0,
     )
     items = batch.items
-    if learner.objective.needs_top_k:
+    if learner.objective.needs_top_k_for("default"):
         items = [replace(one, top={"default": _sets(config, batch, i)}) for i, one in enumerate(items)]
     packed = pack(items, 14)
     assert len(packed.microbatches) > 1
