@@ -87,7 +87,9 @@ def main() -> None:
             if needed > 0.6 * free:
                 print(f"{actors:>6} {megabytes:>6.1f}: left out, needs {needed >> 20} MiB of {free >> 20} MiB free")
                 continue
-            print_row(actors, named, measure(actors, named, args.repeats, args.transport, snapshot=not args.no_snapshot))
+            print_row(
+                actors, named, measure(actors, named, args.repeats, args.transport, snapshot=not args.no_snapshot)
+            )
 
 
 def student_tensors() -> Named:
