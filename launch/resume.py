@@ -1,9 +1,10 @@
 """Checks, before the run folder is touched, whether a run can resume, and from which checkpoint.
 
-A run resumes from its newest intact checkpoint. If it has checkpoints but none is intact, it is refused: starting anew
-would throw away what was trained. A checkpoint is a position in one stream of tasks, identified by the prompts, the
-rows held out of them, the order and the seed; and it has a value head if the advantage needed one. The learner refuses
-another stream, or a missing head. It is checked here first, so that the run's former configuration stays as it is.
+A run resumes from its newest intact checkpoint, in its folder or in its store (`store`), from which that is copied. If
+it has checkpoints but none is intact, it is refused: starting anew would throw away what was trained. A checkpoint is a
+position in one stream of tasks, identified by the prompts, the rows held out of them, the order and the seed; and it
+has a value head if the advantage needed one. The learner refuses another stream, or a missing head. It is checked here
+first, so that the run's former configuration stays as it is.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
+from learner.checkpoints.stored import go_on_from_store
 from learner.objectives.options import TokenAdvantage
 from learner.prompts.config import n_held_out
 from learner.prompts.data import open_prompts
 from learner.prompts.records import DataError
+from protocol.object_store import StoreError
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):
@@ -49,9 +52,12 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     learner does so in any case). Raises ConfigError, naming files or keys, when no checkpoint is intact, or when the
     newest intact one belongs to another stream of tasks or lacks the value head."""
     try:
-        found = go_on_from(folder / CHECKPOINTS)
+        root = folder / CHECKPOINTS
+        found = go_on_from_store(root, config.store) if config.store else go_on_from(root)
     except NoneUsable as error:
         raise ConfigError(*str(error).splitlines()) from error
+    except StoreError as error:
+        raise ConfigError(f"store: {error}; to go on from the run's folder alone: --store ''") from error
     checkpoint = found.path
     if checkpoint is None:
         return found
@@ -83,7 +89,8 @@ def describe_resumed(found: Found) -> list[str]:
 
 def set_damaged_aside(found: Found) -> list[str]:
     """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
-    return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
+    here = [skipped.path for skipped in found.damaged if not skipped.in_store]
+    return [f"{path} is kept as {set_aside(path)}" for path in here]
 
 
 def _differences(

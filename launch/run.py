@@ -35,6 +35,7 @@ from launch.report.summary_table import print_summary
 from launch.report.teacher_accuracy import longest_s, measured_teachers
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
+from launch.stored_run import bring_run, check_store, put_end, put_run
 from launch.terminal import lasting_output
 from launch.trace.command import print_trace
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         if line.version:
             print(f"stillhouse {_version()}")
             return 0
+        if brought := bring_run(line):
+            print(f"stillhouse: {brought}", file=sys.stderr)
         with ExitStack() as stack:
             config = resolve_config(line)
             if config.launch.backend == "ray":
@@ -81,6 +84,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     for warning in checked.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
     check_recorded(checked.config, resume=line.resume)
+    check_store(checked.config, resume=line.resume)
     found = NOTHING_FOUND
     if line.resume:
         folder = choose_path(line.run_dir, resume=True, name=line.name)
@@ -123,6 +127,8 @@ def run(
         folder.log_launcher()
     except OSError as error:
         raise unwritable(folder.path, error) from error
+    if config.store:
+        put_run(config, folder)
     status = make_status(config.launch.status, config.launch.status_every_s)
     if config.launch.prometheus:
         status = PublishedStatus(status, folder.record.name, config.launch.prometheus)
@@ -134,6 +140,8 @@ def run(
     supervisor = Supervisor(plan, folder, status, make_backend(plan, folder))
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
+    if config.store:
+        put_end(config, folder)
     if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):
         try:
             measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)

@@ -18,6 +18,7 @@ from engines.registry import find_engine
 from learner.checkpoints.checkpoint import load_checkpoint, restore_rng
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.checkpoints.staging import stage_checkpoint
+from learner.checkpoints.stored import StoredCheckpoints
 from learner.checkpoints.writer import CheckpointWriter, Write
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
@@ -55,6 +56,7 @@ from protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
+from protocol.object_store import Store
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
 from weights.checkpoint_names import NamesError, checkpoint_pieces
@@ -147,7 +149,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     prompts = load_prompts(learner.tasks, config.environments)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
-    beginning = Beginning(None if checkpoint is None else str(checkpoint), n_vocab)
+    beginning = Beginning(None if checkpoint is None else str(checkpoint), found.version if found else None, n_vocab)
     ranks.lead("begin", lambda: msgspec.json.encode(beginning))
     trainer = make_trainer(
         config.models.student,
@@ -210,6 +212,8 @@ def _make_loop(
     """The loop, and a function that writes its account: after each checkpoint and evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
 
+    stored = StoredCheckpoints(Store(config.store)) if config.store else None
+
     def stage(version: WeightVersion, snapshot: Snapshot) -> Write:
         return stage_checkpoint(
             ctx.run_dir / CHECKPOINTS,
@@ -222,6 +226,7 @@ def _make_loop(
             ema=ema,
             ledger=snapshot.ledger,
             metrics=loop.progress.last,
+            stored=stored,
         )
 
     def saved(version: WeightVersion) -> None:
@@ -317,9 +322,11 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
             sent=sent_dtype(publish.dtype, members.dtype),
             logprobs=start.trainer.logprobs,
         )
+    shared = config.store and members.kind != "adapters"  # a server finds those by their path
     return Publisher(
         publish,
         snapshot_dir=ctx.run_dir / SNAPSHOTS,
+        store=Store(config.store) if shared else None,
         post_plan=post_plan,
         published=published,
         expected_actors=config.actors,

@@ -44,9 +44,9 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     transport: str = "auto"
     """The way of a version to the actors. collective: one broadcast to all, by gloo or NCCL, which do not encrypt.
     wire: each actor fetches it from weights.control_port, encrypted and with the run's keys; the learner's link
-    carries it once per actor. folder: a file in the run folder, for actors that see that folder. auto: collective on
-    one machine or with allow_plain_network, else wire. A transport from another package is given by its entry-point
-    name (group stillhouse.weights) or as module:attribute."""
+    carries it once per actor. folder: a file in the run folder, or in the run's `store` if it has one, for actors that
+    can read there. auto: collective on one machine or with allow_plain_network, else wire. A transport from another
+    package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
     """With learner.lora.rank: send the adapters alone, as files in the run folder that SGLang servers load, a few
     megabytes per version. off: every version is the merged student. on: the servers that the launcher starts get

@@ -32,6 +32,7 @@ import torch
 
 from protocol.keys import ServerKeys
 from protocol.messages import Membership, WeightPlan, WeightVersion
+from protocol.object_store import Store
 from tracing import events
 from weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
 from weights.group_operations import choose_backend
@@ -67,6 +68,7 @@ class Publisher:
         config: WeightsConfig,
         *,
         snapshot_dir: Path,
+        store: Store | None = None,
         post_plan: Callable[[WeightPlan], None],
         published: Callable[[WeightVersion, float], None],
         expected_actors: int = 0,
@@ -78,7 +80,8 @@ class Publisher:
         staging: Staging = StagedWeights,
     ) -> None:
         """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
-        `snapshot_dir`: for the files that a transport or a proof of servers needs. `expected_actors`: when this many
+        `snapshot_dir`: for the files that a transport or a proof of servers needs; with `store` members fetch
+        them from there. `expected_actors`: when this many
         are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
         the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
         the control channel. `streams`: None = those of `device`. `staging`: makes the copies. Raises ValueError for a
@@ -90,7 +93,9 @@ class Publisher:
         self._post_plan, self._published, self._staging = post_plan, published, staging
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, adapter_config=members.adapter_config)
+        self._snapshots = SnapshotKeeper(
+            snapshot_dir, keep=SNAPSHOTS_KEPT, adapter_config=members.adapter_config, store=store
+        )
         self._transport = make_transport(
             Setup(
                 config,

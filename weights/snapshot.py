@@ -7,7 +7,8 @@ and for teachers that follow the student (`learner.ema`).
 
 A file appears under its name when it is whole (written under another name, synced, renamed) and never changes
 afterwards. The WeightsRef carries its sha256 over the wire, so a reader can check that the shared folder returns what
-the learner wrote.
+the learner wrote. In a run with a store (`store`) the file is put there, too, under the same names, and the WeightsRef
+has its URL: readers fetch a copy.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from torch import Tensor
 
 from protocol.atomic_file import replacing, sync, write_atomic
 from protocol.messages import WeightsRef, WeightVersion
+from protocol.object_store import Store
 from weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
 from weights.manifest import Manifest
-from weights.sink import SnapshotRefused, check_snapshot
+from weights.sink import SnapshotRefused, snapshot_file
 from weights.snapshot_format import FILE_NAME, snapshot_head
 from weights.staged_weights import Staged
 
@@ -45,10 +47,11 @@ _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 class SnapshotKeeper:
     """The snapshots of one publisher's versions. Each is written once, when it is first needed. Used by one thread."""
 
-    def __init__(self, folder: Path, *, keep: int, adapter_config: bytes = b"") -> None:
+    def __init__(self, folder: Path, *, keep: int, adapter_config: bytes = b"", store: Store | None = None) -> None:
         """`keep`: number of snapshots to keep. `adapter_config`: peft's description of adapters; empty: the snapshots
-        are of whole weights."""
+        are of whole weights. `store`: where members fetch them."""
         self._folder = folder
+        self._store = store
         self._keep = keep
         self._adapter_config = adapter_config
         self.ref: WeightsRef | None = None
@@ -69,7 +72,8 @@ class SnapshotKeeper:
                 beside = self._folder / str(weights.version) / ADAPTER_CONFIG
                 beside.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(beside, self._adapter_config)
-            self.ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
+            ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
+            self.ref = ref if self._store is None else put_snapshot(self._store, ref, keep=self._keep)
         except OSError as error:
             self.failures_total += 1
             log.error("no snapshot of version %s: %s", weights.version, error)
@@ -93,6 +97,18 @@ def write_snapshot(
     """Write the tensors, and delete all but the newest `keep` snapshots. Raises OSError (disk full, no permission)."""
     tensors = list(named)
     return write_content(folder, version, manifest_of(tensors), WholeTensors(tensors), keep=keep)
+
+
+def put_snapshot(store: Store, ref: WeightsRef, *, keep: int) -> WeightsRef:
+    """Put the file into the store, and delete all but the newest `keep` of its kind there. Returns the reference for
+    readers. Raises OSError."""
+    path = Path(ref.path)
+    kind = path.parent.parent.name
+    name = f"{kind}/{ref.version}/{path.name}"
+    store.put(path, name)
+    there = {version: one for one in store.sizes(kind) if (version := _version_of(one.split("/")[1])) is not None}
+    store.delete(there[version] for version in sorted(there)[: -max(keep, 1)])
+    return WeightsRef(ref.version, store.url_of(name), ref.sha256)
 
 
 def write_content(
@@ -124,23 +140,24 @@ def _pieces(layout: PackedLayout, content: Content, piece_b: Tensor) -> Iterator
 
 def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:
     """The named tensors on the CPU, mapped from the file. Raises SnapshotRefused."""
-    path = check_snapshot(ref)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            names: list[str] = list(opened.keys())
-            return [(name, _tensor(opened.get_tensor(name))) for name in names]
-    except (OSError, SafetensorError) as error:
-        raise SnapshotRefused(f"{path}: {error}") from error
+    with snapshot_file(ref) as path:  # a copy may be deleted once it is mapped
+        try:
+            with safe_open(path, framework="pt", device="cpu") as opened:
+                names: list[str] = list(opened.keys())
+                return [(name, _tensor(opened.get_tensor(name))) for name in names]
+        except (OSError, SafetensorError) as error:
+            raise SnapshotRefused(f"{path}: {error}") from error
 
 
 def snapshots(folder: Path) -> list[WeightVersion]:
     """Versions with a complete snapshot, oldest first."""
-    found: list[WeightVersion] = []
-    for path in folder.glob(f"*/{FILE_NAME}"):
-        matched = _VERSION_FOLDER.fullmatch(path.parent.name)
-        if matched:
-            found.append(WeightVersion(int(matched[1]), int(matched[2])))
-    return sorted(found)
+    found = (_version_of(path.parent.name) for path in folder.glob(f"*/{FILE_NAME}"))
+    return sorted(version for version in found if version is not None)
+
+
+def _version_of(name: str) -> WeightVersion | None:
+    matched = _VERSION_FOLDER.fullmatch(name)
+    return WeightVersion(int(matched[1]), int(matched[2])) if matched else None
 
 
 def _delete_old(folder: Path, keep: int) -> None:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,7 +50,7 @@ from weights.sink import (
     Taken,
     WeightsDiffer,
     WeightsRefused,
-    check_snapshot,
+    snapshot_file,
 )
 from weights.snapshot_format import FILE_NAME, snapshot_head
 from weights.wire import WireMember
@@ -93,6 +93,8 @@ class ServerWeights:
         self._pending: Future[Any] | None = None
         self._pending_ends_in_s = 0.0
         self._verify = ServerVerifier(engine)
+        self._file = ExitStack()
+        """Holds the copy of the file that the server loaded last."""
         self._wrong = ""
         """The reason why its weights are not those that were sent."""
 
@@ -221,6 +223,7 @@ class ServerWeights:
     def leave(self) -> None:
         """Leave the group. Raises ServerLost when the server stays stuck, cannot leave, or has wrong weights."""
         self._await_free()
+        self._file.close()
         if self._wrong:
             self._server.declare_lost(self._wrong)
             raise ServerLost(f"{self._server.url}: {self._wrong}")
@@ -305,9 +308,14 @@ class ServerWeights:
         self._verify.check(check, version, ask, reload)
 
     def _checked(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> Path:
-        """The path of a file after verifying it. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
-        checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
-        return wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
+        """The path of a file after verifying it. A copy of one from the run's store is kept until the next one comes.
+        Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
+        file = ExitStack()
+        checked = in_thread(lambda: file.enter_context(snapshot_file(ref)), name="weight-file", daemon=True)
+        path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
+        self._file.close()
+        self._file = file
+        return path
 
     @property
     def _flushes(self) -> bool:

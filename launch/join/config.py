@@ -30,6 +30,7 @@ from launch.processes.slots import worker_name
 from launch.servers.plan import ServerPlan
 from protocol.addresses import is_local
 from protocol.handshake import vocab_fingerprint
+from protocol.object_store import Store, StoreError
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that a joining host may set; all others belong to the run."""
@@ -92,6 +93,8 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
     if ranks:
         mistakes += _ranks(target, config, ranks)
+    if config.store and (ranks or ("actor" in roles and config.weights.transport == "folder")):
+        mistakes += _store(config.store)
     mistakes += _vocabularies(target, folders)
     mistakes += check_join(config, folders.get("actor"))
     if "actor" in roles and target.elsewhere and is_local(config.weights.host):
@@ -130,8 +133,11 @@ def _ranks(target: Target, config: RunConfig, ranks: int) -> Iterator[str]:
             f"--learner-ranks: got {ranks}, expected {learner.ranks_each}: the run has {learner.ranks} ranks on "
             f"{learner.hosts} hosts (learner.ranks, learner.hosts)"
         )
-    if not (target.home.parent / "run.json").is_file():
-        yield "--learner-ranks: expected the run's own folder as RUN: all ranks write checkpoints into it"
+    if not target.config.store and not (target.home.parent / "run.json").is_file():
+        yield (
+            "--learner-ranks: expected the run's own folder as RUN, because all ranks write checkpoints into it, or a "
+            "run with a `store`"
+        )
     if target.elsewhere and is_local(config.weights.host):
         yield (
             f"weights.host: the learner's ranks meet at {config.weights.host}, which only the run's machine reaches; "
@@ -139,6 +145,13 @@ def _ranks(target: Target, config: RunConfig, ranks: int) -> Iterator[str]:
         )
     if not Path(config.models.student).is_dir():
         yield f"models.student: no folder {config.models.student}, from which the ranks read the student's shape"
+
+
+def _store(url: str) -> Iterator[str]:
+    try:
+        Store(url).check()
+    except StoreError as error:
+        yield f"store: {error}"
 
 
 def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:

@@ -27,6 +27,8 @@ from launch.processes.lifeline import die_with_parent
 from launch.servers.plan import interface_for
 from launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
 from launch.workers.main_process import outcome_of, prepare
+from learner.checkpoints.files import CHECKPOINTS
+from learner.checkpoints.stored import have_newest
 from protocol.context import ExitCode, RoleContext
 from tracing import events
 
@@ -46,8 +48,11 @@ def main(ctx: RoleContext[RunConfig]) -> int:
 
 
 def join(ctx: RoleContext[RunConfig]) -> int:
-    """Entry point of the process on a host that joins (launch.join). Its folder is in the run's."""
+    """Entry point of the process on a host that joins (launch.join). Its folder is in the run's, or in an exported one
+    where the run has a store, from which the newest checkpoint is fetched before this host says that it is here."""
     config = ctx.config
+    if config.store:
+        have_newest(ctx.run_dir / CHECKPOINTS, config.store)
     if config.learner.device == "auto":
         from models.loading import resolve_device
 

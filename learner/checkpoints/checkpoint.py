@@ -30,7 +30,6 @@ import math
 import os
 import random
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,23 +49,19 @@ from learner.checkpoints.files import (
     EMA,
     FORMAT,
     OPTIMIZER,
-    TEMPORARY,
     TRAINER,
     VALUE_HEAD,
     WEIGHTS,
     CheckpointError,
-    defect,
+    add,
+    new_draft,
     prune,
-    set_aside,
-    sweep,
-    target_folder,
     verify,
     write_manifest,
 )
 from learner.checkpoints.tensor_file import Shares, layout_of, write_share
 from learner.step.optimizer import AdamWState
 from models.loading import converted_on_saving, describe_hf, weights_to_save
-from protocol.atomic_file import sync
 from protocol.messages import Ledger, WeightVersion
 
 
@@ -184,15 +179,6 @@ class Contents:
         return cls(state.version, msgspec.json.encode(record), weights, moments, state.ema, state.value_head)
 
 
-def new_draft(root: Path, version: WeightVersion) -> Path:
-    """Make the temporary folder of a checkpoint of this version. Raises OSError."""
-    root.mkdir(parents=True, exist_ok=True)
-    sweep(root)
-    draft = root / f"{TEMPORARY}step_{version.step:06d}-{os.getpid()}-{secrets.token_hex(4)}"
-    draft.mkdir()
-    return draft
-
-
 def save_checkpoint(
     root: Path,
     model: PreTrainedModel,
@@ -245,19 +231,12 @@ def write_checkpoint(
             of_others = list(others())  # whatever happened here, none of them may write any more when this returns
         _expect_all(shares, written + sum(of_others))
         write_manifest(draft, contents.version)
-        target = target_folder(root, contents.version)
-        if target.exists():
-            if not (reason := defect(target)):
-                shutil.rmtree(draft)
-                return target
-            _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
-        draft.rename(target)
+        target = add(draft, contents.version)
     except BaseException as error:
         shutil.rmtree(draft, ignore_errors=True)
         if (number := _system_error(error)) is not None:
             raise OSError(number, os.strerror(number), str(draft)) from error
         raise
-    sync(root)
     try:
         prune(root, keep=keep, pinned=pinned)
     except OSError as error:  # this checkpoint is complete; failing to delete an old one must not lose it
@@ -267,8 +246,13 @@ def write_checkpoint(
 
 def write_shares(draft: Path, weights: Shares, moments: Shares, *, adapters: bool, leads: bool) -> int:
     """Write what this process holds of both into the files of `draft`. Returns the number of bytes. Raises OSError."""
-    written = write_share(draft / (ADAPTER_WEIGHTS if adapters else WEIGHTS), weights, leads=leads)
-    return written + write_share(draft / OPTIMIZER, moments, leads=leads)
+    files = share_files(weights, moments, adapters=adapters)
+    return sum(write_share(draft / name, shares, leads=leads) for name, shares in files.items())
+
+
+def share_files(weights: Shares, moments: Shares, *, adapters: bool) -> dict[str, Shares]:
+    """By the names of the files that all ranks write together."""
+    return {ADAPTER_WEIGHTS if adapters else WEIGHTS: weights, OPTIMIZER: moments}
 
 
 def _expect_all(files: Iterable[Shares], written: int) -> None:

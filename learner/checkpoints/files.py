@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import secrets
 import shutil
@@ -43,6 +44,8 @@ class CheckpointError(ValueError):
 class Skipped(NamedTuple):
     path: Path
     reason: str
+    in_store: bool = False
+    """Whether `path` is the name of a checkpoint in the run's store, not a folder."""
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} is damaged: {self.reason}"
@@ -113,7 +116,11 @@ def latest(root: Path) -> Found:
 def go_on_from(root: Path) -> Found:
     """`latest`, for a caller that starts anew without a checkpoint. Raises NoneUsable if that would discard trained
     steps, because there are checkpoints but none is usable."""
-    found = latest(root)
+    return refuse_loss(latest(root))
+
+
+def refuse_loss(found: Found) -> Found:
+    """`found`. Raises NoneUsable if there are checkpoints, but none is usable."""
     if found.path is None and found.damaged:
         raise NoneUsable(found.damaged)
     return found
@@ -124,6 +131,12 @@ def newest(root: Path) -> Path | None:
     checksums."""
     found = [(read_manifest(path).version, path) for path in _checkpoints(root) if _looks_whole(path)]
     return max(found)[1] if found else None
+
+
+def find_version(root: Path, version: WeightVersion) -> Path | None:
+    """Folder of the checkpoint of this version. Checked as in `newest`."""
+    whole = (path for path in _checkpoints(root) if _looks_whole(path))
+    return next((path for path in whole if read_manifest(path).version == version), None)
 
 
 def damaged(root: Path) -> list[Path]:
@@ -200,6 +213,29 @@ def target_folder(root: Path, version: WeightVersion) -> Path:
     except CheckpointError:
         taken = False  # unusable; it will be set aside
     return root / f"{plain.name}_epoch_{version.epoch}" if taken else plain
+
+
+def new_draft(root: Path, version: WeightVersion) -> Path:
+    """Make the temporary folder of a checkpoint of this version. Raises OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root)
+    draft = root / f"{TEMPORARY}step_{version.step:06d}-{os.getpid()}-{secrets.token_hex(4)}"
+    draft.mkdir()
+    return draft
+
+
+def add(draft: Path, version: WeightVersion) -> Path:
+    """Give a complete checkpoint its name. An existing complete one of this version is kept instead. Returns its
+    folder."""
+    target = target_folder(draft.parent, version)
+    if target.exists():
+        if not (reason := defect(target)):
+            shutil.rmtree(draft)
+            return target
+        _log.error("checkpoint %s is damaged, and kept as %s: %s", target, set_aside(target), reason)
+    draft.rename(target)
+    sync(draft.parent)
+    return target
 
 
 def write_manifest(folder: Path, version: WeightVersion) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
+from learner.checkpoints.stored import StoredCheckpoints
 from learner.checkpoints.writer import Write, written_by_others
 from learner.offline import OfflineMixer
 from learner.prompts.tasks import TaskStream
@@ -29,8 +30,10 @@ def stage_checkpoint(
     ema: StudentEma | None,
     ledger: Ledger,
     metrics: StepMetrics | None,
+    stored: StoredCheckpoints | None,
 ) -> Write:
-    """On rank 0; the others join. `metrics`: of the last step. Raises OSError."""
+    """On rank 0; the others join. `metrics`: of the last step. `stored`: where the checkpoint also goes. Raises
+    OSError."""
     draft = new_draft(root, version)
     staged = trainer.stage(draft)
     assert staged is not None, "rank 0 writes"
@@ -45,7 +48,7 @@ def stage_checkpoint(
         ema=ema.state_dict() if ema is not None else {},
         offline=mixer.state() if mixer is not None else None,
     )
-    return partial(
+    write = partial(
         write_checkpoint,
         draft,
         Contents.of(state, staged.weights),
@@ -53,5 +56,13 @@ def stage_checkpoint(
         tokenizer,
         keep=keep,
         adapters=trainer.adapters,
-        others=partial(written_by_others, trainer.ranks, draft),
+        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store),
     )
+    return write if stored is None else partial(_write_and_store, write, stored, keep)
+
+
+def _write_and_store(write: Write, stored: StoredCheckpoints, keep: int) -> Path:
+    """Raises OSError; if it comes from the store, the checkpoint is in the run's folder all the same."""
+    folder = write()
+    stored.add(folder, keep=keep)
+    return folder

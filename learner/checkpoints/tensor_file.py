@@ -6,14 +6,21 @@ Every rank knows the names, dtypes and whole shapes of all tensors, so each can 
 place of its rows by itself. Nothing is exchanged, and no rank holds more than its share. The file does not depend on
 the number of ranks: it is the one that a single process writes.
 
+A rank on a host that does not see the folder writes its rows into a file of their own, which rank 0 copies into place:
+
+    place (8 bytes) | number of bytes (8 bytes) | the bytes | place | ... | sha256 of all that
+
 Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import struct
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -36,6 +43,8 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bool: "BOOL",
 }
 _ALIGNED: Final = 8
+_PLACE: Final = struct.Struct("<QQ")
+_PIECE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -89,22 +98,72 @@ def write_share(file: Path, shares: Shares, *, leads: bool) -> int:
     """Write this process's rows into the file and flush them to the disk. Returns the number of bytes; over all ranks
     they add up to `Layout.total_bytes`. `leads`: whether this is rank 0, which also writes the header and what is
     whole on every rank. Raises OSError."""
-    layout, written = layout_of(shares), 0
+    written = 0
+    with _opened(file) as descriptor:
+        for at, data in _placed(shares, leads=leads):
+            written += _write(descriptor, data, at)
+    return written
+
+
+def pack_share(file: Path, shares: Shares) -> int:
+    """Write the rows of a process that does not lead into a file of their own. Returns the number of bytes of
+    `write_share`. Raises OSError."""
+    written, digest = 0, hashlib.sha256()
+    with file.open("wb") as stream:
+        for at, data in _placed(shares, leads=False):
+            for part in (_PLACE.pack(at, len(data)), data):
+                digest.update(part)
+                stream.write(part)
+            written += len(data)
+        stream.write(digest.digest())
+    return written
+
+
+def unpack_share(packed: Path, file: Path) -> None:
+    """Write the rows of a packed file to their places. Raises OSError; ValueError, writing nothing, if it is
+    damaged."""
+    with packed.open("rb") as stream:
+        left, digest = packed.stat().st_size - hashlib.sha256().digest_size, hashlib.sha256()
+        end = left
+        while left > 0:
+            data = stream.read(min(left, _PIECE_BYTES))
+            digest.update(data)
+            left -= len(data)
+        if left < 0 or stream.read() != digest.digest():
+            raise ValueError(f"{packed.name}: its checksum is not that of its content")
+        stream.seek(0)
+        with _opened(file) as descriptor:
+            while stream.tell() < end:
+                at, n_bytes = _PLACE.unpack(stream.read(_PLACE.size))
+                while n_bytes:
+                    data = stream.read(min(n_bytes, _PIECE_BYTES))
+                    written = _write(descriptor, memoryview(data), at)
+                    at, n_bytes = at + written, n_bytes - written
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[int]:
+    """A descriptor for writing to any place. Flushed to the disk at the end."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        if leads:
-            written += _write(descriptor, memoryview(layout.header), 0)
-        for name, tensor in shares.tensors.items():
-            rows = shares.rows.get(name)
-            if rows is None and not leads:
-                continue
-            row_bytes = torch.Size(rows.shape[1:]).numel() * tensor.element_size() if rows is not None else 0
-            first = rows.first * row_bytes if rows is not None else 0
-            written += _write(descriptor, _bytes_of(tensor), layout.offsets[name] + first)
+        yield descriptor
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return written
+
+
+def _placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
+    """What this process writes: places in the file, and bytes."""
+    layout = layout_of(shares)
+    if leads:
+        yield 0, memoryview(layout.header)
+    for name, tensor in shares.tensors.items():
+        rows = shares.rows.get(name)
+        if rows is None and not leads:
+            continue
+        row_bytes = torch.Size(rows.shape[1:]).numel() * tensor.element_size() if rows is not None else 0
+        first = rows.first * row_bytes if rows is not None else 0
+        yield layout.offsets[name] + first, _bytes_of(tensor)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

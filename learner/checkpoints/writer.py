@@ -9,8 +9,9 @@ was asked to leave. The training thread takes note of the outcome at the end of 
 training goes on, and the checkpoint before is untouched.
 
 With several ranks, each has a thread that writes its rows, unless another one with the same rows does
-(learner.ranks.mesh). Rank 0 waits for all of them before it gives the checkpoint
-its name (`Ranks.told`). No collective is involved, so the training threads can use theirs.
+(learner.ranks.mesh). Those on other hosts put them into the run's store, if it has one (learner.checkpoints.rows). Rank
+0 waits for all of them before it gives the checkpoint its name (`Ranks.told`). No collective is involved, so the
+training threads can use theirs.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from typing import Self
 
 import msgspec
 
-from learner.checkpoints.checkpoint import write_shares
+from learner.checkpoints.checkpoint import share_files, write_shares
+from learner.checkpoints.rows import fetch_rows, put_rows
 from learner.checkpoints.tensor_file import Shares
 from learner.ranks.group import Ranks
 from learner.reports.progress import Progress
 from protocol.messages import Snapshot, WeightVersion
+from protocol.object_store import Store
 from tracing import events
 
 log = logging.getLogger(__name__)
@@ -149,6 +152,8 @@ class _Said(msgspec.Struct, frozen=True):
     """What a rank says of its share."""
 
     n_bytes: int = 0
+    files: tuple[str, ...] = ()
+    """Those whose rows are in the run's store; the others are in the draft."""
     errno: int = 0
     """Number of an OSError; 0: none."""
     error: str = ""
@@ -157,8 +162,10 @@ class _Said(msgspec.Struct, frozen=True):
 class ShareWriter:
     """The writer of any other rank that writes."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, store: Store | None = None) -> None:
+        """`store`: where the rows go, on a host that does not see the draft; None: into the draft."""
         self._ranks = ranks
+        self._store = store
         self._thread: threading.Thread | None = None
 
     def write(self, draft: Path, weights: Shares, moments: Shares, *, adapters: bool) -> None:
@@ -175,7 +182,12 @@ class ShareWriter:
 
     def _run(self, draft: Path, weights: Shares, moments: Shares, adapters: bool) -> None:
         try:
-            said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
+            if self._store is None:
+                said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
+            else:
+                files = share_files(weights, moments, adapters=adapters)
+                n_bytes = put_rows(self._store, draft.name, self._ranks.rank, files)
+                said = _Said(n_bytes=n_bytes, files=tuple(files))
         except OSError as error:
             said = _Said(errno=error.errno or 0, error=str(error))
         except BaseException as error:
@@ -183,13 +195,16 @@ class ShareWriter:
         self._ranks.tell(draft.name, msgspec.json.encode(said))
 
 
-def written_by_others(ranks: Ranks, draft: Path) -> list[int]:
-    """On rank 0: the bytes of each other rank that writes; waits for them. Raises OSError or RuntimeError if one of
-    them has failed."""
+def written_by_others(ranks: Ranks, draft: Path, store: Store | None = None) -> list[int]:
+    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store. Raises
+    OSError or RuntimeError if one of them has failed."""
     answers = [msgspec.json.decode(one, type=_Said) for one in ranks.told(draft.name)]
     for rank, said in enumerate(answers, start=1):
         if said.errno:
             raise OSError(said.errno, f"rank {rank}: {said.error}")
         if said.error:
             raise RuntimeError(f"rank {rank} could not write its share of a checkpoint: {said.error}")
+    for rank, said in enumerate(answers, start=1):
+        if said.files and store is not None:
+            fetch_rows(store, draft, rank, said.files)
     return [said.n_bytes for said in answers]

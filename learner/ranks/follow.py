@@ -1,8 +1,8 @@
 """Ranks above 0: they make the calls that rank 0 announces, each with its own share of the parameters.
 
 They have no link to the buffer and no clock. They read the student's files and a checkpoint's, and write their shares
-of new checkpoints. Whatever fails here, but for that writing, ends the process, and the elastic launcher then ends the
-others (launch.workers.ranks)."""
+of new checkpoints; on other hosts from and into the run's store, if it has one. Whatever fails here, but for that
+writing, ends the process, and the elastic launcher then ends the others (launch.workers.ranks)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import torch
 
 from learner.batch import BatchError
 from learner.checkpoints.checkpoint import load_checkpoint
+from learner.checkpoints.files import CHECKPOINTS
+from learner.checkpoints.stored import StoredCheckpoints
 from learner.checkpoints.writer import ShareWriter
 from learner.ranks.group import Announced, RankGroup
 from learner.ranks.messages import Beginning, load_items
@@ -26,6 +28,7 @@ from learner.step.make_trainer import make_trainer
 from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from protocol.context import ExitCode, RoleContext
+from protocol.object_store import Store
 from weights.staged_weights import streams_of, tensor_of
 
 log = logging.getLogger(__name__)
@@ -38,16 +41,17 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
     first = next(announced)
     if first.call == "end":
         return ExitCode.OK
-    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=Beginning), ranks)
-    follow(trainer, ranks, announced)
+    store = Store(ctx.config.store) if ctx.config.store and ranks.elsewhere else None
+    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=Beginning), ranks, store)
+    follow(trainer, ranks, announced, store)
     return ExitCode.OK
 
 
-def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -> None:
-    """Make the announced calls."""
+def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced], store: Store | None = None) -> None:
+    """Make the announced calls. `store`: where checkpoints are, on a host that does not see the run's folder."""
     share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.mesh)
     ranks.shares.serve(share)
-    writer = ShareWriter(ranks)
+    writer = ShareWriter(ranks, store)
     for call, payload in announced:
         match call:
             case "step":
@@ -73,9 +77,13 @@ def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced]) -
                 raise RuntimeError("rank 0 announced a second beginning")
 
 
-def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: RankGroup) -> Trainer:
+def _trainer(
+    ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: RankGroup, store: Store | None
+) -> Trainer:
     config = ctx.config
     checkpoint = None if beginning.checkpoint is None else Path(beginning.checkpoint)
+    if store is not None and beginning.version is not None:
+        checkpoint = StoredCheckpoints(store).fetch_version(ctx.run_dir / CHECKPOINTS, beginning.version)
     trainer = make_trainer(
         config.models.student,
         config.learner,

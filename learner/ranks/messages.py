@@ -10,14 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from learner.batch import TrainItem
-from protocol.messages import BatchItem
+from protocol.messages import BatchItem, WeightVersion
 
 
 class Beginning(msgspec.Struct, frozen=True):
     """What rank 0 has found out before it loads its own share."""
 
     checkpoint: str | None
-    """Folder of the checkpoint to go on from."""
+    """Folder of the checkpoint to go on from, on rank 0's host."""
+    version: WeightVersion | None
+    """That of the checkpoint."""
     vocab_tokens: int
 
 
