@@ -144,6 +144,8 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     for skipped in found.damaged if found else ():
         log.error("%s; it was renamed to %s", skipped, set_aside(skipped.path))
     checkpoint = found.path if found else None
+    if checkpoint is not None and config.store and learner.hosts > 1:  # the last launch may have failed to put it there
+        StoredCheckpoints(Store(config.store)).add(checkpoint, keep=learner.keep_checkpoints)
     if ctx.resume:
         log.info("resuming from %s", checkpoint or "step 0: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks, config.environments)

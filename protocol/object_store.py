@@ -120,7 +120,7 @@ class Store:
             from botocore.exceptions import BotoCoreError, ClientError  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise StoreError(
-                f"store: {self.url} needs a package that is not installed ({error}); pip install 'stillhouse[s3]'"
+                f"{self.url}: a package is not installed that this needs ({error}); pip install 'stillhouse[s3]'"
             ) from error
         self._errors = (*self._errors, BotoCoreError, ClientError, HttpError)
         limits = {
@@ -143,7 +143,8 @@ class Store:
 
 def _reason(error: Exception) -> str:
     text = str(error) or type(error).__name__
-    kind, server = type(error).__name__, os.environ.get("AWS_ENDPOINT_URL", "AWS (AWS_ENDPOINT_URL is not set)")
+    named = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    kind, server = type(error).__name__, named or "AWS (AWS_ENDPOINT_URL is not set)"
     if isinstance(error, PermissionError) or "Credential" in kind:
         return f"access was refused by {server}: {text}; see AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of this host"
     if isinstance(error, FileNotFoundError):

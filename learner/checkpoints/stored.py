@@ -15,7 +15,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -65,9 +65,9 @@ class StoredCheckpoints:
         """Oldest first. The sizes of all objects have been compared."""
         return self._sorted(self.store.sizes(CHECKPOINTS))[0]
 
-    def add(self, folder: Path, *, keep: int, pinned: Collection[int] = ()) -> None:
-        """Copy a complete checkpoint of the run's folder. Delete whatever is incomplete, and all but the `keep` newest
-        and those of the `pinned` steps."""
+    def add(self, folder: Path, *, keep: int) -> None:
+        """Copy a complete checkpoint of the run's folder, if it is not there. Delete whatever is incomplete, and all
+        but the `keep` newest."""
         manifest = read_manifest(folder)
         there, incomplete = self._sorted(self.store.sizes(CHECKPOINTS))
         self.store.delete(name for prefix in incomplete for name in self._objects(prefix))
@@ -79,8 +79,7 @@ class StoredCheckpoints:
             self.store.put_bytes(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
             there = sorted([*there, Stored(manifest.version, name)])
         for old in there[:-keep]:
-            if old.version.step not in pinned:
-                self.store.delete(self._objects(old.name))
+            self.store.delete(self._objects(old.name))
 
     def fetch(self, wanted: Stored, root: Path) -> Path:
         """Copy a checkpoint into the folder `root`, and compare it with its checksums. Returns its folder. Raises

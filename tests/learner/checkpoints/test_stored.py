@@ -95,12 +95,12 @@ def test_the_newest_of_folder_and_store_is_chosen(url: str, tmp_path: Path) -> N
     assert stored.fetch_version(there, WeightVersion(1, 6)) == newer, "it is here, and not in the store"
 
 
-def test_old_ones_are_deleted_but_pinned_ones_stay(server: Server, url: str, tmp_path: Path) -> None:
+def test_old_ones_are_deleted(server: Server, url: str, tmp_path: Path) -> None:
     stored = StoredCheckpoints(Store(url))
     for step in (2, 4, 6, 8):
-        stored.add(checkpoint(tmp_path / "here", step), keep=2, pinned=(2,))
-    assert set(whole_ones(server, tmp_path.name)) == {2, 6, 8}
-    assert len(objects_below(server, tmp_path.name)) == 3 * (len(FILES) + 1), "nothing else is left"
+        stored.add(checkpoint(tmp_path / "here", step), keep=2)
+    assert set(whole_ones(server, tmp_path.name)) == {6, 8}
+    assert len(objects_below(server, tmp_path.name)) == 2 * (len(FILES) + 1), "nothing else is left"
 
 
 def objects_below(server: Server, prefix: str) -> list[str]:

@@ -31,6 +31,7 @@ from learner.step.lora import Adapters
 from learner.step.train_step import Trainer
 from models.transfer import rows_of
 from protocol.messages import WeightVersion
+from protocol.object_store import Store
 from tests.learner.conftest import build_student, word_tokenizer
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import GAE, PLAIN, TIMEOUT_S, items_of, tensors_of
@@ -62,8 +63,8 @@ def trainer_of(config: LearnerConfig, ranks: RankGroup, checkpoint: Path | None 
     return trainer
 
 
-def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int) -> str:
-    """A checkpoint by all ranks; what became of it, on rank 0."""
+def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: Store | None = None) -> str:
+    """A checkpoint by all ranks; what became of it, on rank 0. `store`: through which rank 0 gets the others' rows."""
     ranks, version = trainer.ranks, WeightVersion(0, step)
     named = [str(new_draft(root, version)) if ranks.rank == 0 else ""]
     dist.broadcast_object_list(named)
@@ -87,23 +88,29 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int) -> str:
             word_tokenizer(),
             keep=9,
             adapters=trainer.adapters,
-            others=lambda: written_by_others(ranks, draft),
+            others=lambda: written_by_others(ranks, draft, store),
         )
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return written.name
 
 
-def write(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+def write(folder: Path, ranks: RankGroup, store: Store | None = None) -> dict[str, Any]:
     """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find."""
     saved: dict[str, Any] = {}
     for name, settings in CASES.items():
-        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks)
+        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks, store)
         for seed in range(2):
             trainer.step(items_of(seed=seed, top_k=False))
-        saved[name] = save(trainer, writer, folder / name, 2)
+        saved[name] = save(trainer, writer, folder / name, 2, store)
         writer.wait()
     return saved
+
+
+def write_apart(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+    """As `write`, by ranks on hosts that share no folder, but a store."""
+    store = Store(f"file://{folder}/store")
+    return write(folder, ranks, store) | {"left": list(store.sizes())}
 
 
 def read(folder: Path, ranks: RankGroup) -> dict[str, Any]:
@@ -164,7 +171,12 @@ def fail(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     return {"outcomes": outcomes, "latest": str(found.path), "left": sorted(path.name for path in folder.iterdir())}
 
 
-DO: Final[dict[str, Callable[[Path, RankGroup], dict[str, Any]]]] = {"write": write, "read": read, "fail": fail}
+DO: Final[dict[str, Callable[[Path, RankGroup], dict[str, Any]]]] = {
+    "write": write,
+    "write_apart": write_apart,
+    "read": read,
+    "fail": fail,
+}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -76,6 +76,17 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
                         assert math.isclose(value, seen["sums"][name], rel_tol=TOLERANCE, abs_tol=1e-30), (case, name)
 
 
+def test_ranks_that_share_no_folder_write_the_same_checkpoint(tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    assert results_of(2, "write", str(together))[0] == dict.fromkeys(CASES, "step_000002")
+    assert results_of(2, "write_apart", str(apart))[0] == dict.fromkeys(CASES, "step_000002") | {"left": []}
+    for case in CASES:
+        assert is_whole(apart / case / "step_000002")
+        for file in (together / case / "step_000002").glob("*.safetensors"):
+            there = apart / case / "step_000002" / file.name
+            assert there.read_bytes() == file.read_bytes(), (case, file.name)
+
+
 def test_a_rank_that_cannot_write_or_dies_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     found, _ = results_of(2, "fail", str(tmp_path / "checkpoints"), dead=[1])
     whole, full, again, dead = found["outcomes"]
