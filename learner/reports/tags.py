@@ -191,7 +191,7 @@ TAGS: Final = {
     "weights/delta_changed": "share of the weights that the newest of them sent, 0 to 1",
     "weights/delta_whole_buckets_total": "buckets in them that went whole all the same",
     "weights/full_<reason>_total": (
-        "versions sent whole. `off`: by the setting; `unable`: servers and files; `small`: less than 32 MB; "
+        "versions sent whole. `off`: by the setting; `unable`: servers, files, and by wire; `small`: less than 32 MB; "
         "`first`: of a group; `measured`: this was faster, or had its turn to be measured; `overwritten`: the "
         "former version's memory was needed for the next one; `refused`: a member could not apply the changes "
         "(its log says why), and the version was sent a second time"

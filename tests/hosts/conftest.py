@@ -49,7 +49,8 @@ class HostRun:
         make_keys(run_dir / KEYS, own_workers(checked.config))  # seen by all hosts
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, host: str, role: WorkerRole, index: int = 0) -> None:
+    def start(self, host: str, role: WorkerRole, index: int = 0, *, resume: bool = False) -> None:
+        """`resume`: as the launcher says to a worker that it starts again; not to the buffer, which has its journal."""
         start = StartRole(
             entry=ENTRIES[role],
             role=role,
@@ -58,7 +59,7 @@ class HostRun:
             incarnation=secrets.token_hex(8),
             run_id=self._run_id,
             buffer_address=self._address,
-            resume=False,
+            resume=resume,
         )
         command = [sys.executable, "-P", "-m", "launch.workers.roles", str(self.run_dir), str(os.getpid())]
         self.processes[start.name] = subprocess.Popen(

@@ -84,7 +84,7 @@ def plain_losses() -> list[tuple[float, int]]:
     return losses
 
 
-@pytest.mark.parametrize("transport", ["collective", "folder"])
+@pytest.mark.parametrize("transport", ["collective", "folder", "wire"])
 def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(
     launch: Callable[..., Launched], transport: str
 ) -> None:
@@ -115,3 +115,4 @@ def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(
     assert last["weights/skipped_versions_total"] == 0, "a version was skipped"
     assert (last["weights/snapshots_total"] >= STEPS - 1) == (transport == "folder")
     assert ("by files in the run folder" in run.text()) == (transport == "folder")
+    assert ("over encrypted connections to the learner" in run.text()) == (transport == "wire")

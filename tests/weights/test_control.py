@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from protocol.messages import Role, WeightPlan, WeightVersion
 from protocol.sockets import new_socket
 from tests.patience import PATIENCE_S
 from weights.control import LONGEST_WORDS, MESSAGES_PER_MEMBER, ControlHost, ControlMember, Waker, member_keys
-from weights.control_messages import Answer, FromMember, Go, Joined, Ready
+from weights.control_messages import Answer, FromMember, Go, Joined, Ready, Want
 
 JOINED = Joined(1, 1, WeightVersion(0, 3))
 MEMBERS = ("actor-0", "actor-host-0")
@@ -91,6 +92,20 @@ def test_nobody_speaks_for_another_rank(keys: Path, owner: str, rank: int) -> No
         own = Joined(1, 1 + MEMBERS.index({"actor": "actor-host-0"}.get(owner, owner)), None)
         member.send(own)
         assert poll_until(host, bool) == [own]
+    host.close()
+
+
+@pytest.mark.parametrize(("owner", "rank"), [("actor-0", 2), ("actor", 1), ("actor-0", 0)])
+def test_nobody_gets_weights_as_another_rank(keys: Path, owner: str, rank: int) -> None:
+    host = ControlHost("127.0.0.1", 0, load_server_keys(keys, "learner", ("actor",)))
+    host.begin(1, MEMBERS)
+    with ControlMember(host.endpoint, load_client_keys(keys, owner, "learner")) as member:
+        member.send(cast("Any", Want(1, rank, 1, 0, 8)))
+        wait_until(lambda: host.unreadable_total == 1)
+        assert host.requests(0.0) == []
+        own = Want(1, 1 + MEMBERS.index({"actor": "actor-host-0"}.get(owner, owner)), 1, 0, 8)
+        member.send(cast("Any", own))
+        assert [request.want for request in host.requests(PATIENCE_S)] == [own]
     host.close()
 
 

@@ -226,6 +226,45 @@ def test_a_version_that_comes_as_a_file_is_loaded_by_the_server_without_a_group(
     rig.engine.server.raise_if_lost()
 
 
+class Wire:
+    """Brings a run of bytes in pieces, the last one first; or breaks after the first of them."""
+
+    def __init__(self, run: bytes, *, breaks: bool = False) -> None:
+        self.run, self.breaks = run, breaks
+
+    def fetch(self, number: int, total_bytes: int, take: Any, deadline_s: float, interrupted: Any) -> None:
+        assert total_bytes == len(self.run)
+        for at in reversed(range(0, total_bytes, 1000)):
+            take(at, self.run[at : at + 1000])
+            if self.breaks:
+                raise GroupBroken("the cable is out")
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_version_that_comes_by_wire_is_loaded_from_a_temporary_file_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rig = Rig(Group(), "folder")
+    run = b"".join((tensor + 1.0).numpy().tobytes() for _, tensor in NAMED)
+    header = Round(1, 1, V1, AGREED.manifest.digest, None, PATIENCE_S)
+    wire = cast("Any", Wire(run, breaks=breaks))
+    before = rig.sink.version
+    if breaks:
+        with pytest.raises(GroupBroken, match="the cable is out"):
+            rig.sink.take(header, AGREED, lambda: None, wire)
+        assert rig.paths() == [] and rig.sink.version == before
+    else:
+        assert rig.sink.take(header, AGREED, lambda: None, wire).n_bytes == 4_032 and rig.sink.version == V1
+        assert torch.equal(rig.server.weights["large"], dict(NAMED)["large"] + 1.0)
+        assert torch.equal(rig.server.weights["norm"], dict(NAMED)["norm"] + 1.0)
+        assert DISK in rig.paths() and not [path for path in rig.paths() if "group" in path]
+    assert list(tmp_path.iterdir()) == []
+    rig.sink.leave()
+    rig.engine.close()
+    rig.server.close()
+
+
 def test_a_damaged_file_is_refused_before_the_server_is_asked_for_anything(folder: tuple[Rig, WeightsRef]) -> None:
     rig, file = folder
     before = rig.sink.version

@@ -147,7 +147,7 @@ def learning(ranks: RankGroup, changes: dict[str, Any]) -> Generator[Learner]:
 
 def of_versions(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """The weights as loaded; after a step, while actors join; a version in whose middle an actor dies, and one after
-    it (not with files, where actors have no operations to die in)."""
+    it (not with files or by wire, where actors have no operations to die in)."""
     found: dict[str, Any] = {}
     with learning(ranks, case.weights) as learner:
 
@@ -165,7 +165,7 @@ def of_versions(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any
         expected = case.whole(trainer if case.lora else case.trainer(Ranks()))
         found["wrong in version 1"] = learner.wrong(1, expected)
         publish(2)
-        if case.weights.get("transport") != "folder":
+        if "transport" not in case.weights:
             learner.fleet.order("actor-1", Fault(signal.SIGKILL, at_operation=2))
             publish(3, "actor-0", "actor-2")
             publish(4, "actor-0", "actor-2")
@@ -296,6 +296,7 @@ CASES: Final[dict[str, Case]] = {
     "differences": Case(of_versions, weights={"dtype": "bfloat16", "delta": "on"}),
     "adapters": Case(of_versions, lora=True),
     "files": Case(of_versions, weights={"transport": "folder"}),
+    "wire": Case(of_versions, weights={"transport": "wire"}),
     "layouts": Case(of_layouts, student={"tied": False}),
     "late copies": Case(of_late_copies, delay_s=0.3),
     "memory": Case(of_memory, student={"hidden": 256, "vocab": 4_099, "layers": 4}),
