@@ -81,28 +81,28 @@ class WireChannel:
         the rest is left to whoever waits for their answers. Raises GroupInterrupted."""
         deadline_s = time.monotonic() + timeout_s
         pieces = _Pieces(layout, content)
-        sent = dict.fromkeys(range(1, len(self._seats) + 1), 0)
+        sent: dict[int, set[int]] = {rank: set() for rank in range(1, len(self._seats) + 1)}
         while sent and time.monotonic() < deadline_s:
             if self._closing():
                 raise GroupInterrupted("the learner is closing")
             for request in self._control.requests(WAIT_SLICE_S):
                 if request.want.number == round_number and request.want.rank in sent:
-                    sent[request.want.rank] += self._serve(request, pieces)
+                    sent[request.want.rank].update(self._serve(request, pieces))
             gone = self._gone()
-            done = {rank for rank, count in sent.items() if count >= pieces.count}
+            done = {rank for rank, indices in sent.items() if len(indices) == pieces.count}
             done |= {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
             done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
             for rank in done:
                 sent.pop(rank, None)
 
-    def _serve(self, request: Request, pieces: _Pieces) -> int:
-        """Send what it wants; returns the number of pieces. What no member of ours asks for is not there."""
+    def _serve(self, request: Request, pieces: _Pieces) -> range:
+        """Send what it wants; returns the indices. What no member of ours asks for is not there."""
         wanted = range(request.want.first, request.want.first + request.want.count)
         if not (wanted.start >= 0 and len(wanted) <= WINDOW and wanted.stop <= pieces.count):
-            return 0
+            return range(0)
         for index in wanted:
             self._control.send_piece(request, index, pieces.get(index))
-        return len(wanted)
+        return wanted
 
     def close(self) -> None: ...
 
