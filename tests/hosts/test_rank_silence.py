@@ -15,7 +15,7 @@ from tests.integration.conftest import Launched
 from tests.integration.joined import Joined
 from tests.patience import RUN_PATIENCE_S
 
-STEPS: Final = 12
+STEPS: Final = 8
 BEFORE_S: Final = SILENT_S / 4
 AFTER_S: Final = SILENT_S * 1.5
 
