@@ -132,8 +132,15 @@ def test_wherever_the_writing_breaks_off_the_one_before_is_taken(
         if outcomes == {10, 20}:
             break
     assert outcomes == {10, 20}, "the cuts lie on both sides of the last object"
-    StoredCheckpoints(Store(url)).add(new, keep=1)
-    assert set(whole_ones(server, prefix)) == {20}
+    with Gate(server) as gate:
+        gate.shut_after_bytes = 63_000
+        use(gate.url, monkeypatch)
+        with pytest.raises(StoreError):
+            StoredCheckpoints(Store(url)).add(checkpoint(here, 30), keep=1)
+    use(server.url, monkeypatch)
+    assert any("step_000030" in name for name in objects_below(server, prefix)), "something of it is left"
+    StoredCheckpoints(Store(url)).add(checkpoint(here, 40), keep=1)
+    assert set(whole_ones(server, prefix)) == {40}
     assert len(objects_below(server, prefix)) == len(FILES) + 1, "what broke off was removed"
 
 
