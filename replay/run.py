@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from launch.checks.threads import threads_alone
 from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
@@ -88,7 +89,7 @@ def train(
 ) -> int:
     """Train, evaluate and write checkpoints in a run folder. Returns the exit code. `resume`: continue in the folder
     `run_dir`, whose plan and configuration have been checked."""
-    torch.set_num_threads(config.launch.threads_per_worker)
+    torch.set_num_threads(threads_alone(config))
     torch.manual_seed(config.seed)
     began_s = time.monotonic()
     tokenizer = load_tokenizer(config.models.student)
@@ -179,7 +180,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
             mistakes.append(f"--compare: {error}")
     if mistakes:
         raise ConfigError(*mistakes)
-    torch.set_num_threads(config.launch.threads_per_worker)
+    torch.set_num_threads(threads_alone(config))
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     torch.manual_seed(config.seed)

@@ -34,8 +34,7 @@ class SubprocessBackend(ProcessBackend):
         self._mount = Path(self._mounts.name) / "run"
         self._mount.symlink_to(folder.path)
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        threads = {"OMP_NUM_THREADS": str(plan.config.launch.threads_per_worker)}
-        self._environment = {**os.environ, "PYTHONPATH": paths, **threads, **plan.environment}
+        self._environment = {**os.environ, "PYTHONPATH": paths, **plan.environment}
         self._running: dict[str, tuple[str, subprocess.Popen[bytes]]] = {}
         self._events: list[Event] = []
 

@@ -21,6 +21,7 @@ import msgspec
 from engines.config import ServerConfig
 from engines.provider import Wish
 from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
+from launch.checks.threads import Threads, plan_threads
 from launch.config.pools import engine_of, teacher_pools, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.devices import fill_devices
@@ -99,29 +100,46 @@ def _unknown(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
 
 
 class Placement(NamedTuple):
-    """The device of each process, and the weight backend."""
+    """The device and the threads of each process, and the weight backend."""
 
     places: Places = Places({}, {})
     weights: Choice = Choice("gloo", "nothing is placed")
+    threads: Threads = Threads()
     text: str = ""
     """One line to print; empty: nothing was placed."""
 
     def device(self, role: WorkerRole, index: int) -> str:
         """Torch device of an embedded worker; empty if none was assigned, and for servers."""
-        who = LEARNER if role == "learner" else f"{role}-{index}"
+        who = _seat(role, index)
         if who not in self.places.seats:
             return ""
         gpu = self.places.seats[who]
         return "cpu" if gpu is None else f"cuda:{gpu}"
+
+    def threads_of(self, role: WorkerRole, index: int) -> int:
+        """Native threads of a worker; of each rank, for a learner of several."""
+        return self.threads.each.get(_seat(role, index), 1)
+
+
+def _seat(role: WorkerRole, index: int) -> str:
+    return LEARNER if role == "learner" else f"{role}-{index}"
 
 
 NOWHERE = Placement()
 """No device is assigned: each worker resolves `auto` in the configuration itself."""
 
 
-def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, why: Mapping[str, str]) -> Placement:
-    """Assign devices and the weight backend. `config`: no engine is auto, `server.device` is cpu or cuda, models are
-    folders. `why`: reasons of the chosen engines. Raises ValueError if something does not fit."""
+def place_run(
+    config: RunConfig,
+    machine: Machine,
+    interpreters: Interpreters,
+    why: Mapping[str, str],
+    *,
+    learner_here: bool = True,
+) -> Placement:
+    """Assign devices, threads and the weight backend. `config`: no engine is auto, `server.device` is cpu or cuda,
+    models are folders. `why`: reasons of the chosen engines. `learner_here`: the learner, or ranks of it, are on this
+    machine. Raises ValueError if something does not fit."""
     own = interpreters.own()
     n = len(machine.gpus)
     places = place(n, list(_seats(config, usable=n > 0 and (own.has_gpu_code or machine.pretended))), _wanted(config))
@@ -130,8 +148,10 @@ def place_run(config: RunConfig, machine: Machine, interpreters: Interpreters, w
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
     wanted = config.weights.backend if config.weights.makes_groups else "gloo"
     weights = choose_weight_backend(wanted, learner, members)
-    text = "; ".join(_described(config, machine, places, weights, why, own))
-    return Placement(places, weights, text)
+    threads = plan_threads(config, places.seats, machine.cores, learner_here=learner_here)
+    lines = list(_described(config, machine, places, weights, why, own))
+    text = "; ".join(filter(None, (*lines[0 if learner_here else 1 :], threads.text)))
+    return Placement(places, weights, threads, text)
 
 
 def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:

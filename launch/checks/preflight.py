@@ -25,7 +25,7 @@ from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
+from launch.machine.machine import Interpreters, Machine, find_machine, host_gib, usable_cores
 from learner.objectives.config import check_given
 from learner.reports.trackers.registry import UnknownTracker, check_tracker
 from protocol.handshake import vocab_fingerprint
@@ -55,7 +55,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     mistakes: list[str] = []
     config = without_idle_routes(config)
     interpreters = Interpreters()
-    machine = pretended or find_machine()._replace(host_gib=host_gib())  # even if device = cpu, one part may name a GPU
+    # even if device = cpu, one part may name a GPU
+    machine = pretended or find_machine()._replace(host_gib=host_gib(), cores=usable_cores())
     config, why_engines = choose_engines(config, machine, interpreters)
     folders, not_found = find_models(config)
     mistakes += not_found

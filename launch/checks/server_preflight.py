@@ -52,9 +52,11 @@ def check_servers(
     machine: Machine = NO_GPUS,
     interpreters: Interpreters | None = None,
     why: Mapping[str, str] | None = None,
+    *,
+    learner_here: bool = True,
 ) -> Found:
     """Check the servers. `config`: models are folders, no engine is auto. Running servers and interpreters are probed
-    only if the run uses servers. `why`: reasons of the chosen engines (launch.checks.placement)."""
+    only if the run uses servers. `why`, `learner_here`: see `place_run`."""
     interpreters = interpreters or Interpreters()
     config = fill_devices(config)
     attached = ask_servers(config)
@@ -78,7 +80,7 @@ def check_servers(
     memory: list[str] = []
     if not mistakes:
         try:
-            placement = place_run(config, machine, interpreters, why or {})
+            placement = place_run(config, machine, interpreters, why or {}, learner_here=learner_here)
             placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
         except ValueError as error:
             mistakes.append(str(error))

@@ -22,6 +22,8 @@ from weights.config import WeightsConfig
 
 BUILTIN: Final = "builtin"
 """Value of a model or of prompts: the ones that ship with the project."""
+AUTO_THREADS: Final = "auto"
+"""Value of launch.threads_per_worker with which the launcher shares the cores."""
 
 
 class ModelsConfig(Settings, frozen=True, kw_only=True):
@@ -43,8 +45,9 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     start_method: Literal["auto", "fork", "spawn"] = "auto"
     """fork: workers start from one parent that has imported torch (Linux). spawn: each is a new interpreter. auto: fork
     where that is safe."""
-    threads_per_worker: PositiveInt = 1
-    """Native threads of each worker process (OMP_NUM_THREADS)."""
+    threads_per_worker: PositiveInt | Literal["auto"] = "auto"
+    """Native threads of each worker process (OMP_NUM_THREADS). auto: the cores of each machine are shared among the
+    learner, teachers and actors that compute on its CPU, by what each has to do; --check shows the result."""
     ready_timeout_s: PositiveFloat = 600.0
     """Seconds after the start by which all workers must have connected to the buffer, and a restarted one again. Raise
     it for models that load slowly."""

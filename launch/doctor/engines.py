@@ -110,6 +110,7 @@ def context(case: Case, role: WorkerRole, index: int, server_url: str) -> RoleCo
         resume=False,
         server_url=server_url,
         device=case.checked.servers.placement.device(role, index),
+        threads=case.checked.servers.placement.threads_of(role, index),
     )
     return start.context(case.checked.config, case.scratch)
 

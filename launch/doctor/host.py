@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from engines.provider import ServerEngine
 from launch.config.pools import WorkerGroup, worker_groups
 from launch.config.run import RunConfig
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
+from launch.machine.machine import usable_cores
 from launch.report.figures import plural
 
 FILES_OF_ITSELF: Final = 64
@@ -68,30 +67,21 @@ def files_needed(config: RunConfig) -> dict[str, int]:
     }
 
 
-def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Cores that processes started here may use together, by affinity and control group."""
-    cores = float(len(psutil.Process().cpu_affinity()))
-    try:
-        quota, period = limit.read_text().split()
-        return min(cores, int(quota) / int(period))
-    except (OSError, ValueError):  # there is none, or "max"
-        return cores
-
-
 def cores(case: Case) -> Iterator[Finding]:
     """Processes that compute on the CPU against its cores."""
-    computing = list(_computing(case.config, gpus=case.checked.servers.placement.places.seats))
-    threads = case.config.launch.threads_per_worker
+    placement = case.checked.servers.placement
+    computing = list(_computing(case.config, gpus=placement.places.seats))
     available, load = usable_cores(), os.getloadavg()[0]
-    demand = len(computing) * threads
+    on_cpu = [who for who, gpu in placement.places.seats.items() if gpu is None]
+    demand = len(computing) + sum(placement.threads.each.get(who, 1) - 1 for who in on_cpu)
     yield Finding(
         check="cores",
         status="warning" if demand > CORES_SHARED * available else "ok",
         measured=f"{len(computing)} processes compute on the CPU ({', '.join(_grouped(computing))}) "
-        f"with {plural(threads, 'thread')} each, on {available:g} cores, with a load of {load:.1f} now",
+        f"with {plural(demand, 'thread')} in all, on {available:g} cores, with a load of {load:.1f} now",
         normal=f"at most {CORES_SHARED:g} threads per core; more are slower together, and late heartbeats look like "
         "losses",
-        advice="fewer --actors or --teachers, or a smaller launch.threads_per_worker",
+        advice="fewer --actors or --teachers, or launch.threads_per_worker = auto",
         figures={"threads": float(demand), "cores": available, "load": load},
     )
 

@@ -25,7 +25,7 @@ from launch.config.tree import Plain, get, put
 from launch.errors import ConfigError
 from launch.join.target import HOW_TO_LISTEN, Target
 from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, find_machine
+from launch.machine.machine import Interpreters, find_machine, usable_cores
 from launch.processes.slots import worker_name
 from launch.servers.plan import ServerPlan
 from protocol.addresses import is_local
@@ -79,7 +79,8 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
     if not roles and not ranks:
         raise ConfigError("say how many workers join: --actors N, --teachers M, --learner-ranks K, or several of them")
     interpreters = Interpreters()
-    machine = find_machine()
+    # The run's own workers have all cores of its machine.
+    machine = find_machine()._replace(cores=usable_cores() if target.elsewhere else 0.0)
     config, why_engines = choose_engines(config, machine, interpreters)
     mistakes: list[str] = target.check_keys(roles)
     folders: dict[EngineRole, Path] = {}
@@ -106,9 +107,8 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
     config = replace(config, models=replace(config.models, **models))
     here = _of_this_machine(config, roles, elsewhere=target.elsewhere and not ranks)
     mistakes += lacking_cuda(here, machine, interpreters.own())
-    servers = check_servers(
-        here, machine, interpreters, {role: why_engines[role] for role in roles if role in why_engines}
-    )
+    why = {role: why_engines[role] for role in roles if role in why_engines}
+    servers = check_servers(here, machine, interpreters, why, learner_here=bool(ranks) or not target.elsewhere)
     mistakes += servers.mistakes
     if not mistakes and "actor" in roles:
         mistakes += _one_kind(target.config, servers.config)

@@ -45,10 +45,13 @@ class Machine(NamedTuple):
     pretended: bool = False
     host_gib: float = 0.0
     """Memory of the host, or of this container; 0 when unknown."""
+    cores: float = 0.0
+    """Cores for the processes that are placed on it; 0: unknown, or others have them."""
 
 
 NO_GPUS: Final = Machine()
 MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")
 
 
 def host_gib(limits: Sequence[Path] = MEMORY_LIMITS) -> float:
@@ -58,6 +61,16 @@ def host_gib(limits: Sequence[Path] = MEMORY_LIMITS) -> float:
         with suppress(OSError, ValueError):  # not there, or "max"
             total = min(total, int(file.read_text()))
     return total / 2**30
+
+
+def usable_cores(limit: Path = CPU_LIMIT) -> float:
+    """Cores that processes started here may use together, by affinity and control group."""
+    cores = float(len(psutil.Process().cpu_affinity()))
+    try:
+        quota, period = limit.read_text().split()
+        return min(cores, int(quota) / int(period))
+    except (OSError, ValueError):  # there is none, or "max"
+        return cores
 
 
 def pretended_machine(text: str) -> Machine:

@@ -27,7 +27,7 @@ from launch.processes.activity import Activity, vitals_of
 from launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
 from launch.processes.lifeline import kill_group, reap
 from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole, WorkFolder
+from launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
 
 FORKSERVER: Final = "forkserver"
 """Name of its log and of its vitals."""
@@ -40,16 +40,13 @@ ANSWER_S: Final = 5.0
 """A fork server that is silent for this long is inspected: is it stopped, or does it compute?"""
 HANGS_S: Final = 60.0
 """A fork server that was silent and idle for this long is killed."""
-THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-
-
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Both set torch's allocator of GPU memory; the first is the newer name."""
 
 
-def worker_environment(threads: int) -> dict[str, str]:
+def worker_environment(threads: int = 1) -> dict[str, str]:
     """Environment of every child: our packages can be imported from any working folder, there are `threads` native
-    threads, and no tokenizer thread pool (it would not survive a fork).
+    threads (a worker takes its number from its StartRole), and no tokenizer thread pool (it would not survive a fork).
 
     Batches differ in size from step to step. Torch's allocator would keep a block of GPU memory for each size, so it is
     told to use segments that grow, unless the user has settings of their own. docs/gpu.md has what this saves."""
@@ -77,7 +74,7 @@ class LocalProcesses(ProcessBackend):
         self._forking = forkable and self._method != "spawn"
         self._folder = folder
         self._preload = plan.preload
-        self.environment = worker_environment(launch.threads_per_worker) | plan.environment
+        self.environment = worker_environment() | plan.environment
         self.lifeline_fd, self._lifeline_held = os.pipe()
         self._forkserver: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

@@ -21,6 +21,7 @@ import msgspec
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, refuse
+from launch.machine.machine import usable_cores
 from launch.processes.lifeline import die_with_parent
 from launch.processes.local import worker_environment
 from learner.checkpoints.files import ADAPTER_CONFIG, CHECKPOINTS, MANIFEST, newest, read_manifest
@@ -62,7 +63,7 @@ def evaluate_checkpoint(run: Path, checkpoint: str | Path | None, flags: Mapping
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=worker_environment(os.cpu_count() or 1),
+        env=worker_environment(max(1, int(usable_cores()))),
         start_new_session=True,
         check=False,
     )

@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from launch.checks.threads import threads_alone
 from launch.config.files import read_config
 from launch.config.pools import TeacherPool, engine_of, teacher_pools
 from launch.config.run import RunConfig
@@ -76,7 +77,7 @@ def measured_teachers(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
-            env=worker_environment(config.launch.threads_per_worker),
+            env=worker_environment(threads_alone(config)),
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
         )
     with process:

@@ -85,6 +85,7 @@ class Crew:
             resume=self._plan.resume or (bool(worker.exit_codes) and worker.role != "buffer"),
             server_url=self._server_url(worker),
             device=self._plan.placement.device(worker.role, worker.index),
+            threads=self._plan.placement.threads_of(worker.role, worker.index),
         )
         # The buffer needs no torch and must not wait for it; nor must the learner if no other worker needs torch.
         preloaded = self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"

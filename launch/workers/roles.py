@@ -30,7 +30,7 @@ from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent, watch_launcher
 from launch.workers.main_process import outcome_of, prepare
-from launch.workers.start_role import StartRole, WorkFolder
+from launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
 from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from models.description import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
@@ -71,6 +71,13 @@ def redirect_output(log_path: Path) -> None:
     os.close(null_fd)
 
 
+def use_threads(threads: int) -> None:
+    """Set the native threads of this process and of those that it starts, ranks of a learner for example."""
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    if (torch := sys.modules.get("torch")) is not None:  # a fork: torch read the variables before
+        torch.set_num_threads(threads)
+
+
 def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: int) -> NoReturn:
     """Run the role's main and end this process with its exit code. End-of-file on `lifeline_fd` means that the launcher
     is gone.
@@ -80,6 +87,7 @@ def run_role(start: StartRole, config: RunConfig, run_dir: Path, lifeline_fd: in
     code = int(ExitCode.FAILED)
     try:
         watch_launcher(lifeline_fd)
+        use_threads(start.threads)
         prepare(start.name)
         if config.launch.trace and start.entry not in (RANKS_ENTRY, JOINED_RANKS_ENTRY):  # rank 0 is elsewhere
             events.begin(run_dir / events.FOLDER, role=start.role, worker=start.name, incarnation=start.incarnation)

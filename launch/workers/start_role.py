@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -22,6 +23,11 @@ from launch.config.run import RunConfig
 from launch.machine.devices import on_device
 from protocol.context import RoleContext, WorkerRole
 from protocol.printable import LineFormatter, printable
+
+replace = msgspec.structs.replace
+
+THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""Native libraries read their number of threads from these, when they are loaded."""
 
 
 class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -43,10 +49,14 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """URL of the worker's inference server; empty for an embedded engine."""
     device: str = ""
     """Torch device that the launcher chose (launch.checks.placement); empty: use the configured device."""
+    threads: int = 1
+    """Native threads that the launcher planned for it, or for each of its ranks (launch.checks.threads)."""
 
     def context(self, config: RunConfig, run_dir: Path) -> RoleContext[RunConfig]:
         """`run_dir`: path of the run folder on this host."""
         own = pool_of(config, self.index).config if self.role == "teacher" else config
+        # The learner records it: products of another number of threads differ in their last bits.
+        own = replace(own, launch=replace(own.launch, threads_per_worker=self.threads))
         return RoleContext(
             role=self.role,
             index=self.index,

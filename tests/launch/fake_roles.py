@@ -250,8 +250,11 @@ def worker(ctx: Context) -> int:
 
 def tell(ctx: Context) -> int:
     """Prints what it was given."""
+    import torch
+
     given = f"resume={ctx.resume} actors={ctx.config.actors} in {ctx.run_dir}"
-    print(f"{ctx.name} {ctx.incarnation} {ctx.run_id} {ctx.buffer_address} {given}")
+    threads = f"threads {torch.get_num_threads()}, told {ctx.config.launch.threads_per_worker}"
+    print(f"{ctx.name} {ctx.incarnation} {ctx.run_id} {ctx.buffer_address} {given} {threads}")
     return 0
 
 

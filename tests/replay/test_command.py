@@ -37,7 +37,11 @@ FINGERPRINT = vocab_fingerprint(vocabulary)
 
 
 def plain(**learner: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"steps": 3, "learner": {"eval_every": 0, "warmup_steps": 0, "lr": 1e-3} | learner}
+    settings: dict[str, Any] = {
+        "steps": 3,
+        "launch": {"threads_per_worker": 1},
+        "learner": {"eval_every": 0, "warmup_steps": 0, "lr": 1e-3} | learner,
+    }
     return msgspec.to_builtins(build(RunConfig, settings))
 
 

@@ -19,7 +19,7 @@ from launch.doctor import host
 from launch.doctor.case import Case
 from launch.doctor.disk import disk
 from launch.doctor.gpus import gpus, links
-from launch.doctor.host import clocks, shared_memory, usable_cores
+from launch.doctor.host import clocks, shared_memory
 from tests.full_disk import fill, small_disk
 from tests.launch.doctor.conftest import Examine, of
 
@@ -54,14 +54,6 @@ def test_a_low_limit_of_open_files(examine: Examine, few_files: int) -> None:
 def test_more_processes_than_cores(examine: Examine) -> None:
     (found,) = examine("cores", "--actors=3", "--launch.threads_per_worker=1000")
     assert found.status == "warning" and found.figures["threads"] == 5000
-
-
-def test_a_control_group_limits_the_cores(tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    limit.write_text("50000 100000\n")
-    assert usable_cores(limit) == 0.5
-    limit.write_text("max 100000\n")
-    assert usable_cores(limit) == len(os.sched_getaffinity(0))
 
 
 def test_too_little_shared_memory(case: Callable[..., Case], tmp_path: Path) -> None:

@@ -201,3 +201,12 @@ def test_ranks_of_the_learner_join_a_run_with_several_hosts_from_its_own_folder(
         parse_join(["run", "--learner-ranks=2", "--dir=x"])
     line = parse_join(["run", "--learner-ranks=2"])
     assert line is not None and line.ranks == 2
+
+
+def test_who_joins_from_elsewhere_has_the_cores_of_that_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_config, "usable_cores", lambda: 6.0)
+    assert joining(target(), "--actors=1").placement.threads_of("actor", 0) == 1, "the run has the cores"
+    monkeypatch.setattr(Target, "elsewhere", True)
+    there = joining(target(weights={"host": "10.0.0.1", "allow_plain_network": True}), "--actors=1").placement
+    assert there.threads_of("actor", 0) == 2, "the built-in model is small"
+    assert "threads on 6 cores: actors 2" in there.text and "learner on" not in there.text

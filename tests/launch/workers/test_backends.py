@@ -132,6 +132,7 @@ def test_a_role_starts_from_json_where_the_run_folder_has_another_name(tmp_path:
         run_id="r-1",
         buffer_address="tcp://127.0.0.1:1",
         resume=True,
+        threads=2,
     )
     line = msgspec.json.encode(start)
     assert msgspec.json.decode(line, type=StartRole) == start
@@ -142,7 +143,7 @@ def test_a_role_starts_from_json_where_the_run_folder_has_another_name(tmp_path:
         [sys.executable, "-P", "-m", "launch.workers.roles", str(there)],
         stdin=subprocess.PIPE,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))},
     ) as process:
         assert process.stdin is not None
         process.stdin.write(line + b"\n")
@@ -150,4 +151,5 @@ def test_a_role_starts_from_json_where_the_run_folder_has_another_name(tmp_path:
         code = process.wait(PATIENCE_S)
     log = (there / "logs" / "actor-1.log").read_text()
     assert code == 0, log
+    assert "threads 2, told 2" in log
     assert "actor-1 i-1 r-1 tcp://127.0.0.1:1 resume=True actors=3" in log and str(there) in log

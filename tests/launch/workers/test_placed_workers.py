@@ -15,6 +15,7 @@ import engines.sglang.engine
 import engines.sglang.scorer
 from actors.worker import main as actor_main
 from launch.checks.placement import Choice, Placement
+from launch.checks.threads import Threads
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
@@ -27,10 +28,15 @@ from protocol.context import ExitCode, RoleContext, WorkerRole
 from teachers.worker import main as teacher_main
 from tests.server_features import CAPABLE
 
-PLACED = Placement(Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1": 3}, {}), Choice("nccl", ""), "placed")
+PLACED = Placement(
+    Places({"learner": 0, "teacher-0": 1, "actor-0": 2, "actor-1": 3}, {}),
+    Choice("nccl", ""),
+    Threads({"learner": 4, "actor-1": 2}),
+    "placed",
+)
 
 
-def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
+def test_a_worker_is_started_with_the_device_and_the_threads_that_it_was_given() -> None:
     started: list[StartRole] = []
 
     def begin(start: StartRole, *, preloaded: bool) -> None:
@@ -44,6 +50,7 @@ def test_a_worker_is_started_with_the_device_that_it_was_given() -> None:
     for worker in workers:
         crew.start(worker)
     assert [start.device for start in started] == ["cuda:0", "cuda:1", "cuda:3", ""]
+    assert [start.threads for start in started] == [4, 1, 2, 1]
 
 
 def test_the_environment_of_nccl_goes_on_from_the_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
