@@ -8,7 +8,8 @@ stores   commits per second and MB/s of LMDB (what the journal uses) and of SQLi
 cost     a synthetic run (`tests.sim.synthetic_run`: real processes and clients) with and without journal, in turns: CPU
          seconds of the buffer's process per accepted segment, and segments per second of wall time
 replay   a buffer killed in the middle of such a run is started again: how long until it listens, without imports
-image    how long the loop stands still for an image, by number of rollouts held
+image    how long the loop stands still, by number of tokens held: for an image that it makes itself (as it did before
+         images were made by a fork), for the fork, and for the longest turn until the image is complete (and before)
 kills    a run whose buffer is killed `--kills` times at random moments; raises when anything was lost or came twice
 """
 
@@ -31,14 +32,18 @@ import psutil
 
 from bench.journal_sqlite import SqliteStore
 from buffer.config import BufferConfig, Sync
-from buffer.core import Core
-from buffer.journal.image import make_image, release_hash, restore_image
+from buffer.core import Core, Turn, encode_turn
+from buffer.journal.image import make_checked_image, make_image, release_hash
+from buffer.journal.imaging import Outcome, write_image
+from buffer.journal.journal import Journal
 from buffer.journal.recovery import Beginning, start
 from buffer.journal.store import Store
 from buffer.state import BufferState
 from protocol import messages as m
+from protocol.codec import Received
 from protocol.handshake import Doorkeeper
 from protocol.messages import WeightVersion
+from protocol.server import FromPeer
 from protocol.session import SessionBook
 from tests.sim.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 
@@ -70,11 +75,19 @@ def _fill(kind: type[Store] | type[SqliteStore], folder: Path, sync: Sync, n_byt
     for _ in range(n):
         store.append([body])
         if store.log_bytes > 64 << 20:
-            store.put_image(body)
+            put_image(store, body)
     seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     store.close()
     shutil.rmtree(path)
     return seconds, cpu_s
+
+
+def put_image(store: Store | SqliteStore, body: bytes) -> None:
+    if isinstance(store, SqliteStore):
+        store.put_image(body)
+    else:
+        write_image(store.next_image, body, flush=False)
+        store.adopt(store.position)
 
 
 def median_of(n: int, measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
@@ -198,22 +211,47 @@ def kills(folder: Path, n: int, seed: int) -> None:
     )
 
 
-def image() -> None:
-    for n_rollouts, n_segments, n_tokens in ((320, 8, 256), (1280, 8, 256), (5120, 8, 256), (5120, 2, 2048)):
-        core, book = (
-            _full_core(n_rollouts, n_segments, n_tokens),
-            SessionBook(Doorkeeper(run_id=RUN, vocab_fingerprint=None)),
-        )
-        began_s, began_cpu_s = time.perf_counter(), time.process_time()
+def image(folder: Path) -> None:
+    columns = ("tokens held", "image", "in the loop", "fork", "longest turn", "(before)", "done after")
+    print(" ".join(f"{column:>12}" for column in columns))
+    for n_rollouts, n_segments, n_tokens in ((320, 8, 256), (1280, 8, 256), (5120, 8, 256), (5120, 8, 880)):
+        path = Path(tempfile.mkdtemp(dir=folder))
+        core = _full_core(n_rollouts, n_segments, n_tokens)
+        book = SessionBook(Doorkeeper(run_id=RUN, vocab_fingerprint=None))
+        journal = Journal(path, sync="process", log_bytes=1 << 40, reserve_bytes=0, memory_bytes=1 << 30)
+        before_s = max(_small_turn(core, journal, i) for i in range(1000))
+        journal.start_image(partial(make_checked_image, core, book, 1.0))
+        finished, longest_s, n = None, 0.0, 1000
+        while finished is None:
+            longest_s, n = max(longest_s, _small_turn(core, journal, n)), n + 1
+            began_s = time.perf_counter()
+            finished = journal.tend_image()
+            longest_s = max(longest_s, time.perf_counter() - began_s)
+            time.sleep(0.001)
+        assert finished.outcome is Outcome.WRITTEN, finished
+        began_s = time.perf_counter()
         body = make_image(core, book, 1.0)
-        made_s, made_cpu_s = time.perf_counter(), time.process_time()
-        restore_image(body, SessionBook(Doorkeeper(run_id=RUN, vocab_fingerprint=None)))
-        restored_s, restored_cpu_s = time.perf_counter(), time.process_time()
-        print(
-            f"{n_rollouts} rollouts of {n_segments} x {n_tokens} tokens: image of {len(body) / 1e6:.0f} MB made in "
-            f"{made_s - began_s:.2f} s (CPU {made_cpu_s - began_cpu_s:.2f}), restored in {restored_s - made_s:.2f} s "
-            f"(CPU {restored_cpu_s - made_cpu_s:.2f})"
+        write_image(path / "in-the-loop", body, flush=False)
+        in_loop_s, n_bytes = time.perf_counter() - began_s, len(body)
+        del body
+        journal.close()
+        cells = (
+            f"{n_rollouts * n_segments * n_tokens:,}",
+            f"{n_bytes / 1e6:.0f} MB",
+            *(f"{s * 1e3:.1f} ms" for s in (in_loop_s, finished.paused_s, longest_s, before_s)),
+            f"{finished.seconds:.1f} s",
         )
+        print(" ".join(f"{cell:>12}" for cell in cells), flush=True)
+
+
+def _small_turn(core: Core, journal: Journal, i: int) -> float:
+    """Seconds for a turn with a heartbeat, from its application to its commit."""
+    heartbeat = m.Heartbeat(WeightVersion(0, 0), {"n": float(i)}, 0)
+    turn = Turn(1.0, (FromPeer("actor", "a", Received(heartbeat, ())),), 1.0)
+    began_s = time.perf_counter()
+    core.apply(turn)
+    journal.write(encode_turn(turn), began_s)
+    return time.perf_counter() - began_s
 
 
 def _full_core(n_rollouts: int, n_segments: int, n_tokens: int) -> Core:
@@ -253,7 +291,7 @@ def main() -> None:
             "stores": lambda: stores(Path(folder)),
             "cost": lambda: cost(Path(folder), options.pairs),
             "replay": lambda: replay(Path(folder)),
-            "image": image,
+            "image": lambda: image(Path(folder)),
             "kills": lambda: kills(Path(folder), options.kills, options.seed),
         }
         for name, part in parts.items():

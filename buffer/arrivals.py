@@ -16,7 +16,6 @@ from buffer.groups import GroupFilter
 from buffer.ledger import EQUAL_REWARDS, TRUNCATED, UNSCORABLE, RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
-from buffer.release import BatchDesk
 from buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
 from buffer.scoring import Answer, ScoreDesk, ScoreStatus
 from buffer.tickets import TicketDesk
@@ -35,7 +34,6 @@ class Arrivals:
         life: Lifecycle,
         tickets: TicketDesk,
         scoring: ScoreDesk,
-        batches: BatchDesk,
         evals: EvalDesk,
         groups: GroupFilter,
         outbox: Outbox,
@@ -46,7 +44,6 @@ class Arrivals:
         self._book = life.book
         self._tickets = tickets
         self._scoring = scoring
-        self._batches = batches
         self._evals = evals
         self._groups = groups
         self._checker = SegmentChecker(config, life.versions, vocab_size)
@@ -199,7 +196,6 @@ class Arrivals:
         self.end_attempt(rollout, reason, tell_actor=tell_actor)
         if self._life.tasks.try_again(slot):
             self.reissued_total += 1
-            self._batches.touch(slot)
         else:
             self._give_up(slot)
 
@@ -236,14 +232,13 @@ class Arrivals:
         self._evals.given_up(slot.task.task.eval_id)
 
     def _advance(self, rollout: Rollout) -> None:
-        """Something arrived or was settled: release it if it may leave now."""
+        """Something arrived or was settled: drop the group if that decides it, or deliver it to an evaluation."""
         if rollout.kind == "train":
             self._group_changed(rollout.slot)
         elif rollout.whole:
             self._evals.whole(rollout)
 
     def _group_changed(self, slot: Slot) -> None:
-        """Drop the sample's group if there is nothing to learn from it. Otherwise it may be able to leave now."""
+        """Drop the sample's group if there is nothing to learn from it."""
         for rollout in self._groups.take(slot.task):
             self.abandon(rollout, EQUAL_REWARDS)
-        self._batches.touch(slot)

@@ -110,6 +110,7 @@ class LearnerDesk:
         self._batches.give_back_all()
         self.published = version
         go_back(message, self._life, self._arrivals, self._config, engines=before)
+        self._batches.start_anew()
         self._acknowledge_tasks((), "train")
 
     # --------------------------------------------------------------------------------------------------- tasks

@@ -4,8 +4,9 @@ Conservation law, in each unit and at every moment (see `protocol.messages.Ledge
 
     accepted = trained + sum(masked) + sum(dropped) + waiting + in_flight
 
-The first four are counted here, one transition at a time, by `buffer.lifecycle` only. The last two are recounted from
-the stored segments for each snapshot, so that a lost or doubled segment shows as an imbalance.
+The first four are counted here, one transition at a time, by `buffer.lifecycle` only. The last two come from
+`buffer.holdings`, which counts where each stored segment is. At the end of the run they are recounted from the stored
+segments, so that a lost or doubled segment shows as an imbalance.
 
 Failed attempts are counted by reason, with a few of their texts. The set of reasons is bounded, whatever comes over the
 wire: those of `protocol.messages.FailureReason`, and for env_error the class of the exception, `env_error_KeyError`,
@@ -184,7 +185,7 @@ class KindCounts:
 
 
 class KindHeld(NamedTuple):
-    """Amounts held of one task kind, recounted from the stored segments."""
+    """Amounts held of one task kind."""
 
     rollouts: Held
     segments: Held

@@ -7,13 +7,13 @@ decisions are made in `scoring`, `release` and `evals`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from buffer.config import BufferConfig
 from buffer.history import EndedRollouts
-from buffer.ledger import CONTEXT, RUN_ENDED, STALE, Held, KindHeld, LedgerBook
+from buffer.holdings import HeldCounts, Holdings, recounted
+from buffer.ledger import CONTEXT, RUN_ENDED, STALE, LedgerBook
 from buffer.pacing import Pacing
 from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
 from buffer.task_book import TaskBook
@@ -24,37 +24,6 @@ from protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightV
 from protocol.messages import Segment as SegmentMessage
 
 
-@dataclass(slots=True)
-class Recount:
-    """Result of one pass over all stored segments of one task kind."""
-
-    running: int = 0
-    """Rollouts at an actor."""
-    finished: int = 0
-    """Rollouts that no longer run, are not settled, and have no segment in a batch."""
-    rollouts_waiting: int = 0
-    rollouts_in_flight: int = 0
-    """Rollouts at an actor, or with a segment leased to a teacher or the learner."""
-    segments_waiting: int = 0
-    segments_in_flight: int = 0
-    tokens_unscored: int = 0
-    """Open tokens by state, as in the next three fields."""
-    tokens_scoring: int = 0
-    tokens_scored: int = 0
-    tokens_in_batch: int = 0
-    top_k_bytes: int = 0
-    """Size of the teachers' top-k sets."""
-
-    @property
-    def held(self) -> KindHeld:
-        """The amounts that the ledger needs."""
-        return KindHeld(
-            rollouts=Held(self.rollouts_waiting, self.rollouts_in_flight),
-            segments=Held(self.segments_waiting, self.segments_in_flight),
-            tokens=Held(self.tokens_unscored + self.tokens_scored, self.tokens_scoring + self.tokens_in_batch),
-        )
-
-
 class Lifecycle:
     """Accepts, scores, leases, trains, masks and drops, and owns the books that this changes."""
 
@@ -63,6 +32,10 @@ class Lifecycle:
         restart."""
         self.rollouts: dict[str, Rollout] = {}
         """Rollouts that are not settled, by id."""
+        self.held = Holdings()
+        """Counts of what they hold."""
+        self.changed: dict[int, Slot] = {}
+        """Train samples whose part in the next batch may have changed since `BatchDesk` looked, by order."""
         self.unready = 0
         """Train samples with a ticket that are neither settled nor whole, so that more of them may arrive."""
         self._whole_groups = config.release == "rollout"
@@ -85,6 +58,7 @@ class Lifecycle:
         rollout = Rollout(slot, ticket, actor)
         slot.rollout = rollout
         self.rollouts[ticket.rollout_id] = rollout
+        self.held.rollout_changed(rollout)
         return rollout
 
     def slot_issued(self, slot: Slot) -> None:
@@ -125,6 +99,8 @@ class Lifecycle:
             self._settle_segment(rollout, segment)
         elif segment.unscored_pools == 0:
             self._make_scored(rollout, segment)
+        else:
+            self.held.segment_changed(rollout, segment)
         return segment
 
     def finish(self, rollout: Rollout, message: SegmentMessage) -> None:
@@ -143,6 +119,7 @@ class Lifecycle:
         rollout with nothing open is settled."""
         rollout.closed = True
         rollout.cut_reason = reason
+        self.held.rollout_changed(rollout)
         self._after_change(rollout)
 
     def ended_segments(self, rollout_id: str) -> int | None:
@@ -191,6 +168,8 @@ class Lifecycle:
         already; should the batch come back, `give_back` masks them. `cancel` is called with each UNSCORED segment
         before it is settled."""
         rollout.dropped = tuple(dropped)
+        if not dropped:
+            return
         for segment in rollout.segments:
             if segment.state > SegmentState.SCORED:
                 continue
@@ -221,6 +200,9 @@ class Lifecycle:
         rollout.n_offered_tokens = 0
         rollout.offered_versions.clear()
         rollout.offer_from = rollout.front
+        for segment in segments:
+            self.held.segment_changed(rollout, segment)
+        self._weigh_again(rollout.slot)
         return segments
 
     def give_back(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
@@ -229,6 +211,7 @@ class Lifecycle:
         for segment in segments:
             segment.state = SegmentState.SCORED
             rollout.n_in_batch -= 1
+            self.held.segment_changed(rollout, segment)
             self._mask_ranges(rollout, segment, rollout.dropped)
             if segment.n_open:
                 self._offer(rollout, segment)
@@ -281,6 +264,7 @@ class Lifecycle:
 
     def slot_freed(self, slot: Slot) -> None:
         """Expect nothing more from the slot, and free its place in the pacing."""
+        self._weigh_again(slot)
         slot.settled = True
         slot.rollout = None
         if slot.task.task.kind == "train":
@@ -288,41 +272,9 @@ class Lifecycle:
                 self.unready -= 1
             self.pacing.settle()
 
-    def recount(self) -> dict[TaskKind, Recount]:
-        """Count what is stored, segment by segment, independently of the ledger."""
-        counts: dict[TaskKind, Recount] = {"train": Recount(), "eval": Recount()}
-        for rollout in self.rollouts.values():
-            count = counts[rollout.kind]
-            leased = False
-            for segment in rollout.segments:
-                state = segment.state
-                if state >= SegmentState.TRAINED:
-                    continue
-                count.top_k_bytes += len(segment.top_ids) + sum(map(len, segment.top_k.values()))
-                if state is SegmentState.SCORED:
-                    count.segments_waiting += 1
-                    count.tokens_scored += segment.n_open
-                elif state is SegmentState.IN_BATCH:
-                    leased = True
-                    count.segments_in_flight += 1
-                    count.tokens_in_batch += segment.n_open
-                elif segment.leased_to_teacher:
-                    leased = True
-                    count.segments_in_flight += 1
-                    count.tokens_scoring += segment.n_open
-                else:
-                    count.segments_waiting += 1
-                    count.tokens_unscored += segment.n_open
-            if not rollout.closed:
-                count.running += 1
-            elif rollout.n_in_batch == 0:
-                count.finished += 1
-            if rollout.segments:
-                if leased or not rollout.closed:
-                    count.rollouts_in_flight += 1
-                else:
-                    count.rollouts_waiting += 1
-        return counts
+    def recount(self) -> dict[TaskKind, HeldCounts]:
+        """Count what is stored, segment by segment, independently of the ledger and of `held`."""
+        return recounted(self.rollouts.values())
 
     # ------------------------------------------------------------------------------------------------ internals
 
@@ -331,6 +283,7 @@ class Lifecycle:
         segment.jobs.clear()
         segment.top_ids = b""
         rollout.n_unscored -= 1
+        self.held.segment_changed(rollout, segment)
         self._advance_front(rollout)
 
     def _advance_front(self, rollout: Rollout) -> None:
@@ -353,6 +306,7 @@ class Lifecycle:
         rollout.offer_from = min(rollout.offer_from, segment.index)
         for span in segment.spans:
             rollout.offered_versions.add(span.version)
+        self._weigh_again(rollout.slot)
 
     def _mask_ranges(self, rollout: Rollout, segment: Segment, ranges: Iterable[Dropped]) -> None:
         """Mask what a segment has of these ranges."""
@@ -369,6 +323,7 @@ class Lifecycle:
         segment.n_open -= n
         segment.masked_reason = segment.masked_reason or reason
         rollout.masked_reason = rollout.masked_reason or reason
+        self.held.segment_changed(rollout, segment)
 
     def _settle_segment(self, rollout: Rollout, segment: Segment) -> None:
         """Enter what happened to a segment that has no open token left."""
@@ -392,9 +347,15 @@ class Lifecycle:
             self._advance_front(rollout)
         elif was is SegmentState.IN_BATCH:
             rollout.n_in_batch -= 1
+        self.held.segment_changed(rollout, segment)
+
+    def _weigh_again(self, slot: Slot) -> None:
+        if slot.task.task.kind == "train":
+            self.changed[slot.order] = slot
 
     def _after_change(self, rollout: Rollout) -> None:
         slot = rollout.slot
+        self._weigh_again(slot)
         if rollout.whole and not slot.ready:
             slot.ready = True
             if rollout.kind == "train":
@@ -416,6 +377,8 @@ class Lifecycle:
         rollout.slot.fate = rollout.fate
         if self._whole_groups and rollout.final and rollout.fate.fate == "masked" and rollout.reward is not None:
             rollout.slot.witness = rollout
+        self.held.rollout_gone(rollout)
+        self._weigh_again(rollout.slot)
         del self.rollouts[rollout.rollout_id]
         self._ended.put(rollout.rollout_id, len(rollout.segments))
         rollout.slot.rollout = None

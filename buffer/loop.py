@@ -13,10 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
-from buffer.journal.image import make_image
+from buffer.journal.image import make_checked_image
+from buffer.journal.imaging import Outcome
 from buffer.journal.journal import RETRY_S, Journal
 from buffer.journal.recovery import CoreClock, Started
 from buffer.peers import Outgoing
@@ -87,8 +89,9 @@ class BufferLoop:
         self._held_back: dict[str, str] = {}
         """Teachers with an open circuit breaker, as last logged."""
         self._applied_s = 0.0
-        """CPU time that the core has spent since the last image."""
+        """CPU time that the core has spent since the last image was started."""
         self._image_s = 0.0
+        """CPU time that the last image took, in its process."""
         self._give_up_s: float | None = None
         """Deadline after SIGTERM for a learner that is still connected."""
         self.terminated = False
@@ -182,18 +185,26 @@ class BufferLoop:
         if journal is not None:
             journal.write(encode_turn(turn), time.monotonic())
         self._send(outgoing)
-        if journal is not None and not journal.trouble:
-            long_replay = self._applied_s > max(REPLAY_S, IMAGE_SHARE * self._image_s)
-            if long_replay or journal.wants_image:
-                self._put_image(journal, turn.newest_s)
+        if journal is not None:
+            self._tend_image(journal, turn.newest_s)
 
-    def _put_image(self, journal: Journal, now_s: float) -> None:
-        began_s, began_cpu_s = time.monotonic(), time.thread_time()
-        with trace.span("buffer", "image of the journal"):
-            image = make_image(self._core, self._server.book, now_s)
-            journal.put_image(image)
-        self._applied_s, self._image_s = 0.0, time.thread_time() - began_cpu_s
-        log.info("wrote an image of %d KiB in %.2f s", len(image) >> 10, time.monotonic() - began_s)
+    def _tend_image(self, journal: Journal, now_s: float) -> None:
+        """Start an image when it is time, and log what became of it."""
+        finished = journal.tend_image()
+        if finished is not None:
+            self._image_s = finished.cpu_s
+            log.info(
+                "an image of %d KiB: %s after %.2f s (%.2f s of CPU); the loop stood still for %.3f s",
+                *(finished.n_bytes >> 10, finished.outcome.name.lower(), finished.seconds, finished.cpu_s),
+                finished.paused_s,
+            )
+            if finished.outcome is Outcome.MISCOUNTED:
+                raise AssertionError("the counts of what the buffer holds differ from a recount of all that it holds")
+        long_replay = self._applied_s > max(REPLAY_S, IMAGE_SHARE * self._image_s)
+        if journal.wants_image or (long_replay and journal.may_start_image):
+            with trace.span("buffer", "image of the journal: fork"):
+                journal.start_image(partial(make_checked_image, self._core, self._server.book, now_s))
+            self._applied_s = 0.0
 
     def _send(self, messages: Sequence[Outgoing]) -> None:
         for role, name, message, arrays in messages:

@@ -1,7 +1,7 @@
 """Batches: which scored tokens leave for the learner and when, and the lease on them until they are trained.
 
-While a batch is wanted (`want` .. `form`), the weight of what each sample could release is kept up to date; an event
-changes the weight of one sample. The samples are searched only when the weights add up to a batch.
+What each sample could release is kept in `buffer.candidates`; an event changes the entry of one sample. The samples are
+searched, oldest first, only when the weights of those that may leave add up to a batch.
 
     weight of a whole rollout of which nothing left before   1
     weight of any other piece                                its open tokens / mean sampled tokens of finished rollouts
@@ -21,11 +21,13 @@ trained against, and everything here goes by that version.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import closing
 from typing import NamedTuple
 
 import numpy as np
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
+from buffer.candidates import PREFIX, WHOLE, Candidates, Key, Offer
 from buffer.config import BufferConfig
 from buffer.history import Runs
 from buffer.ledger import NON_FINITE, TOO_LARGE
@@ -74,16 +76,14 @@ class BatchDesk:
         self._idle_since_s: float | None = None
         """When the learner asked for this batch without holding another; None before that."""
         self._idle = False
-        self._weights: dict[int, float] = {}
-        """While a batch is wanted: weight of what could leave, by slot order (release `rollout`: of its group's first
-        slot)."""
-        self._candidates: dict[int, Slot] = {}
-        self._total = 0.0
-        self._weighed_with_mean: float | None = None
+        self._candidates = Candidates()
+        self._mean_tokens: float | None = None
+        """Mean length of a rollout by which pieces are weighed: as it was when the batch was asked for, or at the last
+        tick."""
         self._next_batch_id = 1
 
     def __repr__(self) -> str:
-        return f"BatchDesk(wanted={self.wanted}, weight={self._total:.2f}, leased={list(self.leased)})"
+        return f"BatchDesk(wanted={self.wanted}, {self._candidates!r}, leased={list(self.leased)})"
 
     # ------------------------------------------------------------------------------------------------- request
 
@@ -93,45 +93,37 @@ class BatchDesk:
             self.wanted = version
             self._idle_since_s = None
             self._idle = False
-            self._weigh_all()
+            self._mean_tokens = self._life.mean_sampled_tokens
+            self._candidates.open_where(self._is_open)
         if self._idle_since_s is None and not self.leased:
             self._idle_since_s = now_s
 
     def forget_request(self) -> None:
         self.wanted = None
-        self._weights.clear()
-        self._candidates.clear()
-        self._total = 0.0
 
     def leased_for(self, version: WeightVersion) -> LeasedBatch | None:
         return next((batch for batch in self.leased.values() if batch.version == version), None)
 
     def tick(self, now_s: float) -> None:
-        """Let scored prefixes count after `idle_release_s` of waiting. Weigh all again if the mean length has
-        changed."""
+        """Let scored prefixes leave after `idle_release_s` of waiting."""
+        self._look_again()
+        self._mean_tokens = self._life.mean_sampled_tokens
         if self.wanted is None:
             return
         may_idle = self._config.release == "deadline" and self._config.max_staleness > 0
         since_s = self._idle_since_s
         idle = may_idle and since_s is not None and now_s - since_s >= self._config.idle_release_s
-        if idle != self._idle or self._life.mean_sampled_tokens != self._weighed_with_mean:
+        if idle != self._idle:
             self._idle = idle
-            self._weigh_all()
+            self._candidates.open_where(self._is_open)
 
-    def touch(self, slot: Slot) -> None:
-        """Weigh a slot again, because what it could release may have changed."""
-        if self.wanted is None:
-            return
-        if self._config.release == "rollout":
-            slot = slot.task.slots[0]
-        weight = self._weight(slot, self.wanted)
-        self._total += weight - self._weights.get(slot.order, 0.0)
-        if weight > 0.0:
-            self._weights[slot.order] = weight
-            self._candidates[slot.order] = slot
-        else:
-            self._weights.pop(slot.order, None)
-            self._candidates.pop(slot.order, None)
+    def start_anew(self) -> None:
+        """Look at all rollouts again, after samples were removed from their tasks (`buffer.go_back`)."""
+        self._candidates.clear()
+        self._life.changed.clear()
+        for rollout in self._life.rollouts.values():
+            if rollout.kind == "train":
+                self._life.changed[rollout.slot.order] = rollout.slot
 
     # ------------------------------------------------------------------------------------------------- forming
 
@@ -139,14 +131,16 @@ class BatchDesk:
         """Lease a batch to the learner if one is due. `nothing_follows()`: nothing more can arrive, so that a smaller
         batch is enough. It is called again after the hard check, which may settle rollouts and make room for others."""
         version = self.wanted
-        if version is None or not self._weights:
+        if version is None:
+            return None
+        self._look_again()
+        if not self._candidates.any_open:
             return None
         enough = self._config.batch_rollouts - _ROUNDING
-        if self._total < enough and not nothing_follows():
+        if self._candidates.weight(self._mean_tokens) < enough and not nothing_follows():
             return None
         chosen, weight = self._choose(version, enough)
         if not chosen or (weight < enough and not nothing_follows()):
-            self._weigh_all()
             return None
         batch = self._lease(version, sorted(chosen, key=lambda rollout: rollout.slot.order))
         self.forget_request()
@@ -177,25 +171,45 @@ class BatchDesk:
 
     # ----------------------------------------------------------------------------------------------- internals
 
-    def _weigh_all(self) -> None:
-        self._weights.clear()
-        self._candidates.clear()
-        self._total = 0.0
-        self._weighed_with_mean = self._life.mean_sampled_tokens
-        groups_seen: set[int] = set()
-        for rollout in self._life.rollouts.values():
-            slot = rollout.slot
-            task_id = slot.task.task.task_id
-            if rollout.kind == "train" and not (self._config.release == "rollout" and task_id in groups_seen):
-                self.touch(slot)
-                groups_seen.add(task_id)
+    def _look_again(self) -> None:
+        """Enter what has changed of what samples could release."""
+        changed = self._life.changed
+        for slot in changed.values():
+            if self._config.release != "rollout":
+                self._candidates.put(slot, self._offer(slot), self._is_open)
+            elif slot.task.slots:
+                self._candidates.put(slot.task.slots[0], self._group_offer(slot.task), self._is_open)
+        changed.clear()
 
-    def _weight(self, slot: Slot, version: WeightVersion) -> float:
-        """Weight of what the slot could release (release `rollout`: its group)."""
-        if self._config.release != "rollout":
-            rollout = slot.rollout
-            return self._rollout_weight(rollout) if rollout and self._may_leave(rollout, version) else 0.0
-        return sum(self._rollout_weight(rollout) for rollout in _whole_group(slot.task))
+    def _offer(self, slot: Slot) -> Offer | None:
+        """What a sample could release once its bin is open."""
+        rollout = slot.rollout
+        if rollout is None or rollout.n_offered_tokens == 0:
+            return None
+        key: Key = WHOLE
+        if not rollout.whole:
+            if self._config.max_staleness == 0:
+                return None
+            key = PREFIX if self._config.release == "segment" else tuple(sorted(rollout.offered_versions))
+        n, limit = rollout.n_offered_tokens, rollout.ticket.sampling.max_new_tokens
+        return Offer(key, 1, 0, limit) if rollout.whole and rollout.untouched else Offer(key, 0, n, limit)
+
+    def _group_offer(self, task: TaskRecord) -> Offer | None:
+        """The same for a whole group."""
+        offering = [rollout for rollout in _whole_group(task) if rollout.n_offered_tokens]
+        if not offering:
+            return None
+        tokens = [rollout.n_offered_tokens for rollout in offering if not rollout.untouched]
+        return Offer(WHOLE, len(offering) - len(tokens), sum(tokens), task.task.sampling.max_new_tokens)
+
+    def _is_open(self, key: Key) -> bool:
+        """Return True if samples of this bin may leave in the batch that is wanted."""
+        return self.wanted is not None and (isinstance(key, str) or self._is_due(key, self.wanted))
+
+    def _is_due(self, versions: Iterable[WeightVersion], version: WeightVersion) -> bool:
+        """Return True if a scored prefix may leave (release `deadline`)."""
+        oldest = max(self._versions.distance(sampled, version) for sampled in versions)
+        return self._idle or oldest >= self._config.max_staleness
 
     def _rollout_weight(self, rollout: Rollout) -> float:
         if rollout.n_offered_tokens == 0:
@@ -210,33 +224,34 @@ class BatchDesk:
             return False
         if rollout.whole or self._config.max_staleness == 0:
             return rollout.whole
-        if self._config.release == "segment" or self._idle:
-            return True
-        oldest = max(self._versions.distance(v, version) for v in rollout.offered_versions)
-        return oldest >= self._config.max_staleness
+        return self._config.release == "segment" or self._is_due(rollout.offered_versions, version)
 
     def _choose(self, version: WeightVersion, enough: float) -> tuple[list[Rollout], float]:
         """Choose rollouts, oldest first, until they are enough or no more fits into one message. Tokens that are too
         stale for `version` are masked on the way."""
         chosen: list[Rollout] = []
         total, room = 0.0, Room()
-        for order in sorted(self._candidates):
-            if total >= enough:
-                break
-            slot = self._candidates[order]
-            by_group = self._config.release == "rollout"
-            rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
-            leaving: list[Rollout] = []
-            for rollout in rollouts:
-                self._life.mask_stale(rollout, version)
-                if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
-                    leaving.append(rollout)
-            leaving = self._sendable(slot.task, leaving)
-            if not room.take(_sizes(slot.task, leaving)):
-                return chosen, max(total, enough)
-            chosen += leaving
-            total += sum(map(self._rollout_weight, leaving))
+        with closing(self._candidates.oldest_first()) as slots:
+            for slot in slots:
+                leaving = self._sendable(slot.task, self._leaving(slot, version))
+                if not room.take(_sizes(slot.task, leaving)):
+                    return chosen, max(total, enough)
+                chosen += leaving
+                total += sum(map(self._rollout_weight, leaving))
+                if total >= enough:
+                    break
         return chosen, total
+
+    def _leaving(self, slot: Slot, version: WeightVersion) -> list[Rollout]:
+        """The sample's rollout, or those of its group, that may leave once stale tokens are masked."""
+        by_group = self._config.release == "rollout"
+        rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
+        leaving: list[Rollout] = []
+        for rollout in rollouts:
+            self._life.mask_stale(rollout, version)
+            if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
+                leaving.append(rollout)
+        return leaving
 
     def _sendable(self, task: TaskRecord, leaving: list[Rollout]) -> list[Rollout]:
         """The rollouts that can leave together. Those that no message could hold are masked, or they would block all

@@ -125,6 +125,10 @@ class Segment:
     """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
     top_ids: bytes = b""
     """Payload of the student's likeliest tokens in that range, if the actor sent one; kept while UNSCORED."""
+    counted_place: int = 0
+    """What `buffer.holdings` has counted of it, as in the next two fields."""
+    counted_tokens: int = 0
+    counted_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.n_open = self.n_sampled
@@ -185,6 +189,10 @@ class Rollout:
     """Open tokens of SCORED segments before `front`: those that could leave now."""
     offered_versions: set[WeightVersion] = field(default_factory=set[WeightVersion])
     """Versions of those tokens. May contain more."""
+    n_leased: int = 0
+    """Segments leased to a teacher or the learner, as counted by `buffer.holdings`, as are the next two fields."""
+    counted_progress: int = 0
+    counted_ownership: int = 0
 
     def __post_init__(self) -> None:
         n_pools = len(self.slot.task.task.teachers)

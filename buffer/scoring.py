@@ -27,6 +27,7 @@ from buffer.batch_size import in_messages
 from buffer.breaker import Breaker
 from buffer.config import BufferConfig
 from buffer.history import Runs
+from buffer.holdings import Holdings
 from buffer.ledger import LedgerBook, RejectReason
 from buffer.peers import Lease, Outbox, TeacherPeer
 from buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
@@ -52,9 +53,10 @@ class Answer(NamedTuple):
 class ScoreDesk:
     """Owner of score jobs and leases."""
 
-    def __init__(self, config: BufferConfig, book: LedgerBook, outbox: Outbox) -> None:
+    def __init__(self, config: BufferConfig, book: LedgerBook, held: Holdings, outbox: Outbox) -> None:
         self._config = config
         self._book = book
+        self._held = held
         self._outbox = outbox
         self._pools: dict[str, Pool] = {}
         self._leases: dict[int, Lease] = {}
@@ -289,6 +291,7 @@ class ScoreDesk:
             job.lease_id = lease.lease_id
             job.attempts += 1
             job.rollout.affinity[job.pool_index] = teacher.name
+            self._held.segment_changed(job.rollout, job.segment)
         pool.granted(lease)
         self._health.sent(lease)
         teacher.item_sent(lease, job.rollout.context_tokens(job.segment) - known_tokens)
@@ -313,7 +316,7 @@ class ScoreDesk:
             tokens.set_scores(pool_index, segment.start, segment.end, scores_N)
             if segment.top_start < segment.top_end:
                 segment.top_k.update((pool_index, payload) for payload in payloads)
-        return refusal
+        return refusal  # the payloads are counted when the lease ends
 
     def _answered(self, lease_id: int, answer: Answer) -> Answer:
         self._answers.put(lease_id, answer)
@@ -364,6 +367,7 @@ class ScoreDesk:
         if job.lease_id == lease.lease_id:
             job.lease_id = job.hedge_id
         job.hedge_id = None
+        self._held.segment_changed(job.rollout, job.segment)
         pool = self._pools[lease.teacher.pool]
         pool.unhedged.pop(lease.lease_id, None)
         self._dirty[pool.name] = None

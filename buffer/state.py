@@ -20,6 +20,7 @@ from buffer.arrivals import Arrivals
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.groups import GroupFilter
+from buffer.holdings import Place, Progress
 from buffer.learner_desk import LearnerDesk
 from buffer.ledger import RUN_ENDED, RejectReason
 from buffer.lifecycle import Lifecycle
@@ -68,11 +69,11 @@ class BufferState:
         out = self._out = Outbox()
         life = self._life = Lifecycle(config, version, carried)
         tickets = self._tickets = TicketDesk(config, life, out)
-        scoring = self._scoring = ScoreDesk(config, life.book, out)
+        scoring = self._scoring = ScoreDesk(config, life.book, life.held, out)
         batches = self._batches = BatchDesk(config, life)
         evals = self._evals = EvalDesk(life, out)
         groups = self._groups = GroupFilter(config)
-        arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, batches, evals, groups, out, vocab_size)
+        arrivals = self._arrivals = Arrivals(config, life, tickets, scoring, evals, groups, out, vocab_size)
         self._learner = LearnerDesk(
             config, life, tickets, batches, evals, groups, arrivals, out, vocab_size, snapshot=self.snapshot
         )
@@ -97,6 +98,12 @@ class BufferState:
     def phase(self) -> Literal["running", "finished", "failed"]:
         """No longer `running` after RunFinished: all peers have been sent Shutdown."""
         return self._phase
+
+    @property
+    def counts_are_right(self) -> bool:
+        """Compare what is counted as held with a recount of everything that is held."""
+        held = self._life.held.counts
+        return all(held[kind].only_counted() == counts.only_counted() for kind, counts in self._life.recount().items())
 
     # -------------------------------------------------------------------------------------------------- events
 
@@ -189,9 +196,11 @@ class BufferState:
         return self._out.take()
 
     def snapshot(self, now_s: float) -> m.Snapshot:
-        """Immutable view of everything at this moment."""
-        counts = self._life.recount()
+        """Immutable view of everything at this moment. While the run goes on it costs the same whatever is held; its
+        last ones recount everything that is left."""
+        counts = self._life.held.counts if self._phase == "running" else self._life.recount()
         train, evaluation = counts["train"], counts["eval"]
+        running = train.progress[Progress.RUNNING] + evaluation.progress[Progress.RUNNING]
         return m.Snapshot(
             time_s=now_s,
             phase=self._phase,
@@ -201,12 +210,12 @@ class BufferState:
             ledger=self._life.book.frozen(train.held, evaluation.held),
             queues={
                 "tasks_queued": self._life.tasks.n_queued,
-                "tickets_outstanding": train.running + evaluation.running,
-                "rollouts_waiting": train.finished,
-                "tokens_unscored": train.tokens_unscored,
-                "tokens_scoring": train.tokens_scoring,
-                "tokens_scored": train.tokens_scored,
-                "tokens_in_batch": train.tokens_in_batch,
+                "tickets_outstanding": running,
+                "rollouts_waiting": train.progress[Progress.FINISHED],
+                "tokens_unscored": train.tokens[Place.UNSCORED],
+                "tokens_scoring": train.tokens[Place.SCORING],
+                "tokens_scored": train.tokens[Place.SCORED],
+                "tokens_in_batch": train.tokens[Place.IN_BATCH],
                 "top_k_bytes": train.top_k_bytes,
                 "tickets_free": self._life.pacing.free,
                 "rollouts_live": self._life.pacing.live,

@@ -108,11 +108,12 @@ class _Writing:
         self._owned: set[int] = set()
 
     def write(self, root: object) -> bytes:
-        bodies: list[list[Any]] = []
+        bodies: list[msgspec.Raw] = []
+        encode = msgspec.msgpack.Encoder().encode
         self._number(root)
         done = 0
         while done < len(self._objects):  # grows while its members are written
-            bodies.append(self._body(self._objects[done]))
+            bodies.append(msgspec.Raw(encode(self._body(self._objects[done]))))  # at once: a tenth of the memory
             done += 1
         classes = [[kind.__name__, self._fields[i]] for kind, i in self._kinds.items()]
         return msgspec.msgpack.encode([classes, bodies])

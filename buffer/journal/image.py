@@ -21,11 +21,13 @@ from buffer import (
     arrivals,
     batch_size,
     breaker,
+    candidates,
     config,
     core,
     evals,
     groups,
     history,
+    holdings,
     learner_desk,
     ledger,
     lifecycle,
@@ -53,8 +55,9 @@ _PROTOCOL: Final = ("bit_words", "codec", "flow", "handshake", "session", "top_i
 """Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
 _STATE: Final = (
-    arrivals, batch_size, breaker, config, core, evals, groups, history, learner_desk, ledger, lifecycle, pacing, peers,
-    pools, release, rollouts, scoring, state, task_book, tickets, tokens, validation, versions,
+    arrivals, batch_size, breaker, candidates, config, core, evals, groups, history, holdings, learner_desk, ledger,
+    lifecycle, pacing, peers, pools, release, rollouts, scoring, state, task_book, tickets, tokens, validation,
+    versions,
 )  # fmt: skip
 _WIRE: Final = (learner_messages, shared, workers)
 
@@ -86,6 +89,11 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
 def make_image(core_: core.Core, book: SessionBook, newest_s: float) -> bytes:
     """Encode the core and the sessions. Raises FreezeError for an object of a class that is not listed above."""
     return msgspec.msgpack.encode(Image(newest_s, _freezer.freeze(core_), book.image()))
+
+
+def make_checked_image(core_: core.Core, book: SessionBook, newest_s: float) -> bytes | None:
+    """The same; None if a recount of everything that is held differs from the counts that are kept of it."""
+    return make_image(core_, book, newest_s) if core_.state.counts_are_right else None
 
 
 def restore_image(body: bytes, book: SessionBook) -> tuple[core.Core, float]:

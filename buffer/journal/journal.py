@@ -13,7 +13,8 @@
 Trouble ends when everything is written and the reserve is complete again.
 
 When the log has grown past `log_bytes` and past twice the size of the image, `wants_image` is true, and the owner
-replaces the log by a new image.
+starts a new image. A fork writes it (`buffer.journal.imaging`). Turns are committed meanwhile, and when the image is
+complete it takes the place of those before it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from buffer.config import Sync
+from buffer.journal.imaging import Finished, ImageFork, Outcome
 from buffer.journal.store import Store, StoreUnwritable
 
 RETRY_S: Final = 0.5
@@ -48,6 +51,10 @@ class Journal:
         self._next_image_at = log_bytes
         self._trouble = ""
         self._retry_at_s = 0.0
+        self._flush = sync == "disk"
+        self._fork: ImageFork | None = None
+        self._fork_position = (0, 0)
+        """Where the log was when the image was started."""
         self.store = Store(folder, sync=sync)
         self._reserve = folder / "reserve"
         if not self._keep_reserve():
@@ -73,7 +80,12 @@ class Journal:
 
     @property
     def wants_image(self) -> bool:
-        return self.store.log_bytes >= self._next_image_at and not self._trouble
+        return self.store.log_bytes >= self._next_image_at and self.may_start_image
+
+    @property
+    def may_start_image(self) -> bool:
+        """Return True if everything is written and no image is being made."""
+        return not self._trouble and self._fork is None
 
     def image_read(self, n_bytes: int) -> None:
         """Note the size of the present image."""
@@ -94,17 +106,44 @@ class Journal:
                 log.warning("the journal can be written again; new work is accepted")
                 self._trouble = ""
 
-    def put_image(self, body: bytes) -> None:
-        """Replace the log by an image of the state after all turns so far."""
+    def start_image(self, make: Callable[[], bytes | None]) -> None:
+        """Begin an image of the state after all turns so far. `make` as in `ImageFork`: it runs in a fork."""
         try:
-            self.store.put_image(body)
-            self.image_read(len(body))
+            self._fork = ImageFork(self.store.next_image, make, flush=self._flush)
+            self._fork_position = self.store.position
+        except OSError as error:
+            self._no_image(f"no process could be started: {error}")
+
+    def tend_image(self) -> Finished | None:
+        """Let an image that has become complete count. Returns what became of it, once."""
+        finished = None if self._fork is None else self._fork.finished()
+        if self._fork is None or finished is None:
+            return None
+        path, self._fork = self._fork.path, None
+        if finished.outcome is not Outcome.WRITTEN:
+            path.unlink(missing_ok=True)
+            self._no_image(f"its process ended: {finished.outcome.name}")
+            return finished
+        try:
+            self.store.adopt(self._fork_position)
+            self.image_read(finished.n_bytes)
         except StoreUnwritable as error:
-            log.warning("an image of %d bytes could not be written: %s; the log keeps growing", len(body), error)
-            self._next_image_at = self.store.log_bytes + self._log_bytes // 4
+            path.unlink(missing_ok=True)
+            self._no_image(str(error))
+        return finished
+
+    def _no_image(self, why: str) -> None:
+        log.warning("an image could not be written: %s; the log keeps growing", why)
+        self._next_image_at = self.store.log_bytes + self._log_bytes // 4
+
+    def _stop_image(self) -> None:
+        if self._fork is not None:
+            self._fork.stop()
+            self._fork = None
 
     def close(self) -> None:
         """Close the store. May be called twice."""
+        self._stop_image()
         self.store.close()
 
     def remove(self) -> None:
@@ -124,6 +163,7 @@ class Journal:
                 if not self._trouble:
                     log.error("the journal cannot be written: %s; no new work is accepted until it can", error)
                 self._trouble = str(error)
+                self._stop_image()  # its room is needed
                 self._retry_at_s = now_s + RETRY_S
                 if not self._reserve.exists():
                     return False

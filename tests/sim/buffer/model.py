@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from buffer.config import ATTEMPTS_PER_EPOCH, BufferConfig
-from buffer.rollouts import SegmentState
+from buffer.holdings import Ownership, Place, Progress
+from buffer.rollouts import Rollout, SegmentState, Slot
 from buffer.state import BufferState, Outgoing
 from protocol import messages as m
 from protocol.messages import BatchItem, WeightVersion
@@ -432,6 +433,7 @@ def audit(state: BufferState) -> None:
                 known = span.version in rollout.offered_versions
                 assert known or tokens.n_open(span.start, span.end) == 0, rollout
     audit_scoring(state)
+    audit_holdings(state)
     _audit_batches(state)
     if state._config.dynamic_sampling:
         _audit_groups(state)
@@ -455,10 +457,98 @@ def _audit_batches(state: BufferState) -> None:
     in_batch = {id(s) for r in state._life.rollouts.values() for s in r.segments if s.state is SegmentState.IN_BATCH}
     leased = [id(s) for batch in desk.leased.values() for piece in batch.pieces for s in piece.segments]
     assert sorted(in_batch) == sorted(leased)
-    if desk.wanted is None:
-        return
-    for rollout in state._life.rollouts.values():
-        if rollout.kind == "train":
-            slot = rollout.slot.task.slots[0] if desk._config.release == "rollout" else rollout.slot
-            weighs = desk._weight(slot, desk.wanted) > 0
-            assert weighs == (slot.order in desk._weights), f"{rollout} was not weighed again"
+    _audit_candidates(state)
+
+
+def _audit_candidates(state: BufferState) -> None:
+    """A slow search through all that is held finds the same samples that may leave, and the same weight, but for those
+    that have changed since the desk looked. Nothing is changed here: images of the state are compared."""
+    life, desk = state._life, state._batches
+    groups = desk._config.release == "rollout"
+
+    def order_of(slot: Slot) -> int:
+        return slot.task.slots[0].order if groups and slot.task.slots else slot.order
+
+    changed = {order_of(slot) for slot in life.changed.values()} | life.changed.keys()
+    found: dict[int, float] = {}
+    for rollout in life.rollouts.values():
+        if rollout.kind != "train" or rollout.n_offered_tokens == 0 or desk.wanted is None:
+            continue
+        order = order_of(rollout.slot)
+        if order in changed or not (_leaves_together(rollout) if groups else _leaves_alone(rollout, state)):
+            continue
+        fresh = rollout.whole and rollout.untouched
+        mean = desk._mean_tokens or rollout.ticket.sampling.max_new_tokens
+        found[order] = found.get(order, 0.0) + (1.0 if fresh else rollout.n_offered_tokens / mean)
+    candidates = desk._candidates
+    filed = [order for key in candidates._open for order in candidates._bins[key].slots]
+    if desk.wanted is not None:
+        assert sorted(set(filed) - changed) == sorted(found), f"may leave: {sorted(found)}, filed: {sorted(filed)}"
+    for key, one in candidates._bins.items():
+        assert set(one.slots) <= set(one._orders), f"{key}: never found by its order"
+        assert all(one._orders[(i - 1) // 2] <= order for i, order in enumerate(one._orders) if i), "a heap"
+        offers = [candidates._offers[order] for order in one.slots]
+        assert all(offer.key == key for offer in offers)
+        assert sum(o.tokens for o in offers) == sum(one.sums.tokens_by_limit.values()) == one.sums.tokens
+        assert sum(o.rollouts for o in offers) == one.sums.rollouts
+    if desk.wanted is not None and not set(filed) & changed:
+        weight = candidates.weight(desk._mean_tokens)
+        assert abs(weight - sum(found.values())) < 1e-6, f"weight {weight}, of {found}"
+
+
+def _leaves_alone(rollout: Rollout, state: BufferState) -> bool:
+    desk, segments = state._batches, rollout.segments
+    assert desk.wanted is not None
+    config = desk._config
+    if rollout.closed and all(s.state is not SegmentState.UNSCORED for s in segments):
+        return True
+    if config.max_staleness == 0 or config.release == "segment":
+        return config.max_staleness > 0
+    tree = state._life.versions
+    ages = [tree.distance(version, desk.wanted) for version in rollout.offered_versions]
+    return desk._idle or max(ages) >= config.max_staleness
+
+
+def _leaves_together(rollout: Rollout) -> bool:
+    task = rollout.slot.task
+    others = [slot.rollout for slot in task.slots if not slot.settled]
+    return not task.to_issue and all(
+        one is not None
+        and one.closed
+        and all(s.state not in (SegmentState.UNSCORED, SegmentState.IN_BATCH) for s in one.segments)
+        for one in others
+    )
+
+
+def audit_holdings(state: BufferState) -> None:
+    """What is counted as it changes is what a pass over everything finds, written here once more."""
+    for kind in ("train", "eval"):
+        expected: Counter[str] = Counter()
+        for rollout in state._life.rollouts.values():
+            if rollout.kind != kind:
+                continue
+            leased = False
+            for s in rollout.segments:
+                if s.state.settled:
+                    continue
+                at_teacher = s.state is SegmentState.UNSCORED and any(job.lease_id is not None for job in s.jobs)
+                place = "SCORING" if at_teacher else s.state.name
+                expected[f"segments {place}"] += 1
+                expected[f"tokens {place}"] += rollout.tokens.n_open(s.start, s.end)
+                expected["bytes"] += len(s.top_ids) + sum(len(payload) for payload in s.top_k.values())
+                leased = leased or place in ("SCORING", "IN_BATCH")
+            done = "IN_BATCH" if any(s.state is SegmentState.IN_BATCH for s in rollout.segments) else "FINISHED"
+            expected[f"rollouts {done if rollout.closed else 'RUNNING'}"] += 1
+            if rollout.segments:
+                expected["IN_FLIGHT" if leased or not rollout.closed else "WAITING"] += 1
+        counts, got = state._life.held.counts[kind], Counter[str]()
+        for place in list(Place)[1:]:
+            got[f"segments {place.name}"] = counts.segments[place]
+            got[f"tokens {place.name}"] = counts.tokens[place]
+        for progress in list(Progress)[1:]:
+            got[f"rollouts {progress.name}"] = counts.progress[progress]
+        for ownership in list(Ownership)[1:]:
+            got[ownership.name] = counts.ownership[ownership]
+        got["bytes"] = counts.top_k_bytes
+        assert +got == +expected and min(got.values()) >= 0, f"{kind}: counted {got}, held {expected}"
+        assert state._life.recount()[kind].only_counted() == counts.only_counted(), kind
