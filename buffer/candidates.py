@@ -79,10 +79,10 @@ class Bin:
         """A heap of all their orders. Those that have left are removed when they come up, and some may be in it
         twice."""
 
-    def put(self, slot: Slot) -> None:
-        if slot.order not in self.slots:
-            heappush(self._orders, slot.order)
-        self.slots[slot.order] = slot
+    def put(self, order: int, slot: Slot) -> None:
+        if order not in self.slots:
+            heappush(self._orders, order)
+        self.slots[order] = slot
 
     def remove(self, order: int) -> None:
         del self.slots[order]
@@ -139,22 +139,23 @@ class Candidates:
             for limit, tokens in sums.tokens_by_limit.items():
                 self._sums.tokens_by_limit[limit] = self._sums.tokens_by_limit.get(limit, 0) + tokens
 
-    def put(self, slot: Slot, offer: Offer | None, is_open: Callable[[Key], bool]) -> None:
-        """Enter what a sample could release now, in place of what it could before. None: nothing."""
-        former = self._offers.get(slot.order)
+    def put(self, order: int, slot: Slot, offer: Offer | None, is_open: Callable[[Key], bool]) -> None:
+        """Enter what a sample could release now, in place of what it could before. None: nothing. `order`: of the slot
+        (release `rollout`: of its group)."""
+        former = self._offers.get(order)
         if former == offer:
             return
         if former is not None:
-            self._remove(slot.order, former, leaves=offer is None or offer.key != former.key)
+            self._remove(order, former, leaves=offer is None or offer.key != former.key)
         if offer is None:
             return
-        self._offers[slot.order] = offer
+        self._offers[order] = offer
         bin_ = self._bins.get(offer.key)
         if bin_ is None:
             bin_ = self._bins[offer.key] = Bin()
             if is_open(offer.key):
                 self._open[offer.key] = None
-        bin_.put(slot)
+        bin_.put(order, slot)
         bin_.sums.add(offer, 1)
         if offer.key in self._open:
             self._sums.add(offer, 1)

@@ -176,9 +176,9 @@ class BatchDesk:
         changed = self._life.changed
         for slot in changed.values():
             if self._config.release != "rollout":
-                self._candidates.put(slot, self._offer(slot), self._is_open)
-            elif slot.task.slots:
-                self._candidates.put(slot.task.slots[0], self._group_offer(slot.task), self._is_open)
+                self._candidates.put(slot.order, slot, self._offer(slot), self._is_open)
+            else:
+                self._candidates.put(slot.task.order, slot, self._group_offer(slot.task), self._is_open)
         changed.clear()
 
     def _offer(self, slot: Slot) -> Offer | None:

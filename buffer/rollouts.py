@@ -326,7 +326,7 @@ class Slot:
 class TaskRecord:
     """A task that was offered and is not settled."""
 
-    __slots__ = ("min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T", "to_issue")
+    __slots__ = ("_last_order", "min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T", "to_issue")
 
     def __init__(self, task: Task, prompts_T: Int32s, *, min_version: WeightVersion) -> None:
         """`prompts_T`: the task's frame: the student's prompt, then the teachers' prompt if they have another."""
@@ -343,6 +343,20 @@ class TaskRecord:
         """Samples that had one, in the order of their tickets."""
         self.n_settled = 0
         """Settled samples, including those that were settled before a restart and have no slot here."""
+        self._last_order = -1
+
+    @property
+    def order(self) -> int:
+        """Order of its first slot, which is that of the task as a group; the last one known once it has no slots."""
+        return self.slots[0].order if self.slots else self._last_order
+
+    def let_go(self) -> None:
+        """Forget the slots of a task that is over. They refer back to it: what nobody else holds is then freed at once,
+        and need not be searched for among everything that is held (`buffer.loop`)."""
+        self._last_order = self.order
+        for slot in self.slots:
+            slot.witness = None
+        self.slots.clear()
 
     @property
     def all_issued(self) -> bool:

@@ -192,7 +192,7 @@ class TaskBook:
         self._queues["eval"].clear()
         self._again["eval"].clear()
         for key in [key for key in self._active if key[0] == "eval"]:
-            del self._active[key]
+            self._active.pop(key).let_go()
         self._done["eval"] = Runs()
 
     def clear(self) -> list[Slot]:
@@ -211,6 +211,7 @@ class TaskBook:
     def _finish(self, record: TaskRecord) -> None:
         del self._active[record.task.kind, record.task.task_id]
         self._done[record.task.kind].put(record.task.task_id, True)
+        record.let_go()
 
 
 def _task_id(record: TaskRecord) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+from collections import Counter, deque
 from random import Random
 from typing import Any
 
@@ -168,3 +168,28 @@ def test_those_who_only_looked_at_the_run_are_forgotten() -> None:
     driver.join("launcher", "joiner-0")
     (shown,) = [o.message for o in driver.send("launcher", "joiner-0", m.SnapshotWanted())]
     assert isinstance(shown, m.Snapshot) and shown.peers[-1].alive, "it came back"
+
+
+@pytest.mark.parametrize(
+    ("release", "settings"),
+    [("rollout", {}), ("rollout", {"mask_truncated": True, "dynamic_sampling": 10}), ("segment", {}), ("deadline", {})],
+)
+def test_what_is_let_go_is_in_no_cycle(release: Release, settings: dict[str, Any]) -> None:
+    """The buffer's loop looks for cycles among young objects only."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        run = LongRun(release, seed=5, **settings)
+        run.run_until(300)
+        run.offer(0, 1, kind="eval", eval_id="e")
+        run.restart_learner(run.step, 1, next_task_id=run.next_task)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found = Counter(type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("buffer."))
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        if was_on:
+            gc.enable()
+    assert not found, f"only a search through everything would free these: {found}"
