@@ -214,7 +214,8 @@ def test_running_servers_of_a_pool_are_asked_and_their_layout_is_noted(monkeypat
         return A
 
     monkeypatch.setattr(attached, "probe_server", probe)
-    pools = {"here": {}, "there": {"engine": "sglang", "urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"], "count": 2}}
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    pools = {"here": {}, "there": {"engine": "sglang", "urls": urls, "count": 2}}
     found = ask_servers(build(RunConfig, {"pools": pools, "teachers": 3}))
     assert found.mistakes == [] and [name for name, _ in found.servers] == ["teacher-1", "teacher-2"]
     server = found.config.pools["there"].server
