@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from launch.config.cluster import HostConfig
-from launch.config.run import RunConfig
+from launch.config.run import AUTO_THREADS, RunConfig
 from launch.errors import LaunchError
 from launch.join.target import TRY_AGAIN_EXIT_CODE
 from launch.processes.backend import Notice
@@ -217,9 +217,18 @@ class RayHosts:
         files: Mapping[str, bytes] = self._files
         if slot.role == "ranks":  # they write checkpoints into the run's folder, which all hosts must see
             files, words = {}, [str(self._run_dir), *words]
-        slot.handle = self._cluster.place(self._host(slot), files, words, self._config.launch.threads_per_worker)
+        threads = self._threads(slot)
+        words += ["--launch.threads_per_worker", str(threads)]
+        slot.handle = self._cluster.place(self._host(slot), files, words, threads)
         slot.placing, slot.asked, slot.offsets = slot.handle.placed.remote(), None, {}
         slot.asked_s, slot.said_waits = now_s, False
+
+    def _threads(self, slot: _Slot) -> int:
+        """Hosts on one machine share its cores, so that none may plan with all of them (launch.checks.threads)."""
+        chosen, host = self._config.launch.threads_per_worker, self._host(slot)
+        if chosen != AUTO_THREADS:
+            return chosen
+        return 1 if host.gpus else max(1, int(host.cpus) // max(1, slot.workers))
 
     def _host(self, slot: _Slot) -> HostConfig:
         cluster = self._config.cluster

@@ -127,6 +127,9 @@ def counts(cluster: FakeCluster) -> list[str]:
 def test_each_host_gets_its_share_and_its_log_comes_home(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
     hosts, cluster, run_dir = watched
     assert counts(cluster) == ["2", "2", "1"]
+    cpus = CONFIG.cluster.actors.cpus
+    planned = [host.words[host.words.index("--launch.threads_per_worker") + 1] for host in cluster.hosts]
+    assert planned == [str(max(1, cpus // workers)) for workers in (2, 2, 1)]
     log = run_dir / "joined" / "actors-1" / "logs" / "join.log"
     eventually(lambda: log.is_file() and log.read_bytes() == b"written there\n", "the log")
     assert "actors-2 (1 actor) on 10.0.0.9" in texts(hosts)
