@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -156,10 +155,14 @@ def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
         want = msgspec.msgpack.encode(
             {"type": "Want", "group_epoch": plan.group_epoch, "rank": 3, "number": 2, "first": 0, "count": 1}
         )
-        for keys in (None, zmq.curve_keypair()):  # without encryption; with a pair that nobody knows
-            assert talk_zmq(plan.control, keys, server, want) == []
-        assert some_bytes(2) in b"".join(talk_zmq(plan.control, (public, secret), server, want))
-        eventually(lambda: publisher.stats.control_refused_total >= 3, "three refused connections")
+        for before, keys in ((1, None), (2, zmq.curve_keypair())):  # without encryption; a pair that nobody knows
+            eventually(lambda n=before: publisher.stats.control_refused_total == n, f"refusal {before}")
+            with Stranger(plan.control, keys, server, want) as stranger:
+                eventually(lambda n=before: publisher.stats.control_refused_total > n, "the next refusal")
+                assert stranger.heard() == []
+        with Stranger(plan.control, (public, secret), server, want) as member:
+            eventually(lambda: some_bytes(2) in b"".join(member.heard()), "weights, for a member's keys")
+        assert publisher.stats.control_refused_total == 3
         assert "no_key" in caplog.text and "wrong_key" in caplog.text and "127.0.0.1" in caplog.text
 
         learner.fleet.signal(NAMES[2], signal.SIGCONT)
@@ -183,21 +186,29 @@ def talk_tcp(port: int) -> bytes:
         return heard
 
 
-def talk_zmq(endpoint: str, keys: tuple[bytes, bytes] | None, server: bytes, message: bytes) -> list[bytes]:
-    """All that comes back within a second."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    stranger = context.socket(zmq.DEALER)
-    stranger.linger = 0
-    if keys is not None:
-        stranger.curve_publickey, stranger.curve_secretkey = keys
-        stranger.curve_serverkey = server
-    stranger.connect(endpoint)
-    stranger.send_multipart([message, xxh3_64_digest(message)])
-    heard: list[bytes] = []
-    end_s = time.monotonic() + 1.0
-    while time.monotonic() < end_s:
-        if stranger.poll(100):
-            heard += stranger.recv_multipart()
-    stranger.close()
-    context.term()
-    return heard
+class Stranger:
+    """Connects once, says one message, and keeps what comes back."""
+
+    def __init__(self, endpoint: str, keys: tuple[bytes, bytes] | None, server: bytes, message: bytes) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = -1
+        if keys is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys
+            self._socket.curve_serverkey = server
+        self._socket.connect(endpoint)
+        self._socket.send_multipart([message, xxh3_64_digest(message)])
+        self._heard: list[bytes] = []
+
+    def heard(self) -> list[bytes]:
+        while self._socket.poll(100):
+            self._heard += self._socket.recv_multipart()
+        return self._heard
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
