@@ -174,10 +174,11 @@ class Client:
     def set_heartbeat(
         self, version: WeightVersion | None, stats: Mapping[str, float], *, at_once: bool = False
     ) -> None:
-        """Set the contents of future heartbeats. `at_once`: send one right after the messages queued now."""
+        """Set the contents of future heartbeats; this process's CPU seconds are added. `at_once`: send one right after
+        the messages queued now."""
         with self._state.changed:
             self._state.heartbeat_version = version
-            self._state.heartbeat_stats = dict(stats)
+            self._state.heartbeat_stats = {**stats, "cpu_s_total": time.process_time()}
             if at_once:
                 self._state.heartbeat_at_once = True
                 self._wake()

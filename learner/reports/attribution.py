@@ -12,7 +12,10 @@ many teachers, the teachers' share u becomes u / k, and a step takes the largest
                           as many batches are on their way at once. It is scaled down if it says more than 1 for the
                           present, as segments are scored while others are still written
 
-All but the first say what binds next."""
+All but the first say what binds next.
+
+If the processors of this machine are used up, roles that compute on them wait for one another, and none of them is the
+limit: more of it would take its time from the others (`cpu`)."""
 
 from __future__ import annotations
 
@@ -35,6 +38,10 @@ LITTLE_WAIT: Final = 0.1
 """If the learner waits less than this, it is the limit itself."""
 MOST_OF: Final = 0.5
 FULL_CPU: Final = 0.9
+NOT_HERE: Final = 1.1
+"""If workers use more than this many times the processors of this machine, some are on another one."""
+SHOWN: Final = 0.1
+"""A smaller share of other processes is not told."""
 MOST_TIMES: Final = 3
 """At most this many times the present number is advised at once."""
 ALMOST: Final = 1.02
@@ -42,7 +49,7 @@ ALMOST: Final = 1.02
 WORTH: Final = 1.05
 """A smaller speedup is not worth a sentence."""
 STAGES: Final = (
-    *("learner", "teachers", "actors", "environments", "weights", "eval", "checkpoint", "unknown"),
+    *("learner", "teachers", "actors", "environments", "cpu", "weights", "eval", "checkpoint", "unknown"),
 )  # fmt: skip
 
 
@@ -107,15 +114,19 @@ def attribute(work: Work | None) -> Verdict | None:
     shares["learner"] = work.learner["busy"]
     waits = work.learner["data"] + work.learner["scoring"]
     stage = _waited_for(work)
+    if waits >= LITTLE_WAIT and _processors_bind(stage, work):
+        stage = "cpu"
     shares[stage] = shares.get(stage, 0.0) + waits
     own = {name: share for name, share in shares.items() if name in ("weights", "eval", "checkpoint")}
     largest = max(own, key=lambda name: own[name])
     if own[largest] > max(waits, shares["learner"]):
         return Verdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
-    if waits < LITTLE_WAIT:
+    if waits < LITTLE_WAIT or (stage == "unknown" and shares["learner"] >= SATURATED):
         return _learner_bound(work, shares)
     if stage in ("teachers", "actors"):
         return _more_of(stage, work, waits, shares)
+    if stage == "cpu":
+        return Verdict(stage, shares, _used_processors(work))
     return Verdict(stage, shares, _without_number(stage, work, waits))
 
 
@@ -135,6 +146,36 @@ def _waited_for(work: Work) -> str:
     if work.awaiting_weights >= MOST_OF:
         return "weights"
     return "environments" if work.in_environment >= MOST_OF else "unknown"
+
+
+def _processors_bind(stage: str, work: Work) -> bool:
+    """Whether what seems to be the limit only waits its turn: the processors of this machine are used up, mostly by the
+    run, and the role does compute. A role that sleeps, or waits for a GPU, is busy without a processor."""
+    if work.cpu is None or work.cpu < FULL_CPU or not MOST_OF <= sum(_processors_used(work).values()) <= NOT_HERE:
+        return False
+    if stage not in ("teachers", "actors"):
+        return stage == "unknown"
+    n = work.teachers if stage == "teachers" else work.actors
+    busy_s = _roles(work)[stage] * n * work.seconds
+    fair_share = min(1.0, work.processors / (work.teachers + work.actors + 1))
+    return work.cpu_s[stage[:-1]] > MOST_OF * fair_share * busy_s > 0
+
+
+def _processors_used(work: Work) -> dict[str, float]:
+    """Share of this machine's processors by role, the largest first."""
+    used = {role: used_s / (work.seconds * work.processors) for role, used_s in work.cpu_s.items()}
+    return dict(sorted(used.items(), key=lambda one: -one[1]))
+
+
+def _used_processors(work: Work) -> str:
+    used, names = _processors_used(work), {"actor": "actors", "teacher": "teachers"}
+    parts = [f"{names.get(role, role)} {share:.0%}" for role, share in used.items() if share]
+    others = (work.cpu or 0.0) - sum(used.values())
+    parts += [f"other processes {others:.0%}"] if others >= SHOWN else []
+    return (
+        f"cpu-bound: {work.processors} of {work.processors} cores are {work.cpu:.0%} busy ({', '.join(parts)}): more "
+        "cores, or less to compute (a smaller model, shorter rollouts), would help"
+    )
 
 
 def _more_of(stage: str, work: Work, waits: float, shares: dict[str, float]) -> Verdict:

@@ -55,7 +55,7 @@ LAYOUT: Final = {
             *("wait/data_s", "wait/scoring_s", "wait/weights_s", "wait/eval_s", "wait/checkpoint_s"),
         ),
         "What limits the run, share of the learner's time": (
-            *("bound/learner", "bound/teachers", "bound/actors", "bound/environments", "bound/unknown"),
+            *("bound/learner", "bound/teachers", "bound/actors", "bound/environments", "bound/cpu", "bound/unknown"),
         ),
         "Tokens in the buffer": ("queue/tokens_unscored", "queue/tokens_scoring", "queue/tokens_scored"),
         "Rollouts that wait for weights": ("actors/waiting_for_weights",),

@@ -148,8 +148,8 @@ TAGS: Final = {
     ),
     "bound/<stage>": (
         "share of the learner's time that went to its own work (`learner`), to waiting for `teachers`, `actors`, "
-        "`environments`, `weights`, `eval` or `checkpoint`, or for something that could not be named (`unknown`). "
-        "They sum to 1; absent in the first three steps"
+        "`environments`, for processors that all roles share (`cpu`), `weights`, `eval` or `checkpoint`, or for "
+        "something that could not be named (`unknown`). They sum to 1; absent in the first three steps"
     ),
     "bound/speedup": (
         "predicted speedup with what is advised (1: more of it alone gives nothing); absent when there is no prediction"

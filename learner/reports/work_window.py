@@ -5,6 +5,7 @@ however late the report is. No torch: the launcher's status uses it, too."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from protocol.messages import Snapshot
 
 MAX_SAMPLES: Final = 64
 """Kept per window; of more, every second one is forgotten."""
-BUSY, ELAPSED = "busy_s_total", "elapsed_s_total"
+BUSY, ELAPSED, CPU = "busy_s_total", "elapsed_s_total", "cpu_s_total"
 ADDED: Final = (
-    *(BUSY, ELAPSED, "batches_total", "scored_tokens_total", "weight_swaps_total", "weight_pause_s_total"),
+    *(BUSY, ELAPSED, CPU, "batches_total", "scored_tokens_total", "weight_swaps_total", "weight_pause_s_total"),
     *("environment_s_total", "rollouts_finished_total"),
     *(f"wait_{cause}_s_total" for cause in WAIT_CAUSES),
 )
@@ -61,6 +62,11 @@ class Work:
     weight_pause_s: float
     cpu: float | None
     """Mean share of this machine's processors that was used; None: unknown."""
+    cpu_s: Mapping[str, float]
+    """Role -> seconds of a processor that its workers used, wherever they are; not those of servers, of further ranks
+    and of processes of environments."""
+    processors: int
+    """Of this machine."""
 
     def efficiency(self) -> dict[str, float]:
         """Figures by tag, as far as there is something to compute them from."""
@@ -171,6 +177,11 @@ class WorkWindow:
             weight_swaps=_sum(actors, "weight_swaps_total"),
             weight_pause_s=_sum(actors, "weight_pause_s_total"),
             cpu=sum(cpu) / len(cpu) if cpu else None,
+            cpu_s={
+                role: sum(added[name][CPU] for name in added if self._roles[name] == role)
+                for role in ("learner", "actor", "teacher")
+            },
+            processors=os.cpu_count() or 1,
         )
 
     def _add(self, name: str, stats: Mapping[str, float]) -> None:

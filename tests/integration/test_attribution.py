@@ -1,4 +1,5 @@
-"""What limits a real run: a teacher that sleeps for each item is named, and a second one gives what was predicted."""
+"""What limits a real run, where it is known: a role that sleeps is named, and a second slow teacher gives what was
+predicted; on two processors that the roles fill, these are the limit."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration import slow_teacher
+from tests.integration import slow_actor, slow_cost, slow_teacher
 from tests.integration.conftest import ROOT, Launched
 
 Launch = Callable[..., Launched]
@@ -21,6 +22,8 @@ ITEM_S = 0.25
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(slow_teacher.ITEM_S, str(ITEM_S))
+    monkeypatch.setenv(slow_actor.STEP_S, "0.1")
+    monkeypatch.setenv(slow_cost.PASS_S, "0.5")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
 
 
@@ -38,9 +41,30 @@ def test_a_slow_teacher_is_the_limit_and_another_one_gives_what_was_predicted(la
     assert rows[-1]["bound/teachers"] > 0.5 and summary["bound"].startswith("teacher-bound"), summary["bound"]
     assert "teacher-bound" in one.text() and "more teacher" in one.text()
     assert rows[-1]["efficiency/teacher_wait"] < 0.15
+    assert rows[-1]["bound/cpu"] == 0.0  # it sleeps, so that it is the limit on a full machine too
     predicted_two = min(2.0, rows[-1]["bound/speedup"])  # a second teacher alone cannot give more
     two = launch("--teachers=2", *plain, folder="two")
     assert two.wait() == 0, two.text()
     measured = step_s(rows) / step_s(two.steps())
     print(f"predicted {predicted_two:.2f} times with a second teacher, measured {measured:.2f} times")
     assert measured == pytest.approx(predicted_two, rel=0.25)
+
+
+PLAIN = ("--teachers=1", "--learner.eval_every=0", "--max-staleness=1", "--steps=8")
+
+
+def test_a_slow_learner_is_the_limit(launch: Launch) -> None:
+    run = launch(*PLAIN, "--actors=1", f"--divergence={slow_cost.__name__}:k1_after_a_sleep")
+    assert run.wait() == 0, run.text()
+    row = run.steps()[-1]
+    assert row["bound/learner"] == max(value for tag, value in row.items() if tag.startswith("bound/")), row
+    assert row["bound/learner"] > 0.5 and row["bound/cpu"] == 0.0
+    assert run.summary()["bound"].startswith("learner-bound"), run.summary()["bound"]
+
+
+def test_an_actor_that_sleeps_is_the_limit(launch: Launch) -> None:
+    run = launch(*PLAIN, "--actors=1", f"--actor.engine={slow_actor.__name__}:PROVIDER")
+    assert run.wait() == 0, run.text()
+    row, bound = run.steps()[-1], run.summary()["bound"]
+    assert row["bound/actors"] > 0.5 and row["bound/cpu"] == 0.0
+    assert bound.startswith("actor-bound") and "more actor" in bound, bound

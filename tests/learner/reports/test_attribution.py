@@ -109,6 +109,46 @@ def test_the_sentence_has_the_share_the_number_and_the_times() -> None:
     assert full is not None and "the CPU here is 97% busy, so more processes here may give nothing" in full.text
 
 
+def on_two_cores(**seconds: float) -> dict[str, object]:
+    """A minute in which two processors were full; `seconds`: of a processor by role."""
+    return {
+        "seconds": 60.0,
+        "cpu": 0.97,
+        "processors": 2,
+        "cpu_s": {"learner": 0.0, "actor": 0.0, "teacher": 0.0} | seconds,
+    }
+
+
+@pytest.mark.parametrize(("actors_busy", "teachers_busy"), [(0.6, 0.6), (0.95, 0.5), (0.5, 0.95)])
+def test_roles_that_share_full_processors_are_bound_by_them(actors_busy: float, teachers_busy: float) -> None:
+    shared = on_two_cores(learner=49.2, actor=39.6, teacher=24.0)
+    seen = work(actors_busy=actors_busy, teachers_busy=teachers_busy, actors=2, teachers=1, **shared)
+    verdict = attribute(seen)
+    assert verdict is not None and verdict.stage == "cpu"
+    assert "2 of 2 cores are 97% busy (learner 41%, actors 33%, teachers 20%): more cores" in verdict.text
+    assert verdict.short == verdict.text and verdict.gauges()["bound/cpu"] == pytest.approx(0.75, abs=0.02)
+    assert sum(verdict.shares.values()) == pytest.approx(1.0)
+    idle = attribute(replace(seen, cpu=0.85))
+    assert idle is not None and idle.stage != "cpu"
+
+
+def test_a_role_that_is_busy_without_a_processor_is_the_limit_on_a_full_machine_too() -> None:
+    sleeps = work(teachers_busy=1.0, teachers=1, actors=2, **on_two_cores(learner=60.0, actor=50.0, teacher=1.0))
+    verdict = attribute(sleeps)
+    assert verdict is not None and verdict.stage == "teachers"
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [{"learner": 20.0, "actor": 15.0, "teacher": 5.0}, {"learner": 60.0, "actor": 60.0, "teacher": 60.0}],
+    ids=["others fill it", "on several machines"],
+)
+def test_processors_that_the_run_does_not_fill_are_not_its_limit(seconds: dict[str, float]) -> None:
+    quiet = {"teachers_busy": 0.6, "busiest_teacher": 0.6, "actors": 2, "teachers": 1}
+    verdict = attribute(work(actors_busy=0.6, **quiet, **on_two_cores(**seconds)))
+    assert verdict is not None and verdict.stage == "unknown"
+
+
 def test_a_batch_that_takes_longer_than_the_window_is_no_idle_teacher() -> None:
     """Nothing is reported until it is done: the teacher's totals stand still."""
     verdict = attribute(work(teachers_busy=0.0, scored_tokens=0.0, always_unscored=True, busiest_teacher=0.0))
@@ -178,3 +218,10 @@ def test_one_line_of_status_leaves_out_why_nothing_can_be_said() -> None:
     known = Verdict("teachers", {}, "teacher-bound 71%: two more teachers would give about 1.4 times")
     assert known.short == known.text
     assert Verdict("unknown", {}, "cannot tell what binds: the learner waits 14%").short == "cannot tell what binds"
+
+
+def test_a_learner_that_works_four_fifths_of_the_time_is_the_limit_if_no_other_role_is() -> None:
+    waits = dict.fromkeys(("weights", "eval", "checkpoint", "scoring"), 0.0)
+    seen = work(learner=waits | {"busy": 0.86, "data": 0.14}, actors_busy=0.2, teachers_busy=0.2, busiest_teacher=0.2)
+    verdict = attribute(seen)
+    assert verdict is not None and verdict.stage == "learner" and verdict.text.startswith("learner-bound 86%")
