@@ -38,6 +38,8 @@ LITTLE_WAIT: Final = 0.1
 """If the learner waits less than this, it is the limit itself."""
 MOST_OF: Final = 0.5
 FULL_CPU: Final = 0.9
+OWN_SHARE: Final = 0.2
+"""If the run's workers use less of the processors than this, they are not its limit."""
 NOT_HERE: Final = 1.1
 """If workers use more than this many times the processors of this machine, some are on another one."""
 SHOWN: Final = 0.1
@@ -121,7 +123,8 @@ def attribute(work: Work | None) -> Verdict | None:
     largest = max(own, key=lambda name: own[name])
     if own[largest] > max(waits, shares["learner"]):
         return Verdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
-    if waits < LITTLE_WAIT or (stage == "unknown" and shares["learner"] >= SATURATED):
+    # Rollouts wait for newer weights where the learner that makes these is slow.
+    if waits < LITTLE_WAIT or (stage in ("unknown", "weights") and shares["learner"] >= SATURATED):
         return _learner_bound(work, shares)
     if stage in ("teachers", "actors"):
         return _more_of(stage, work, waits, shares)
@@ -149,9 +152,9 @@ def _waited_for(work: Work) -> str:
 
 
 def _processors_bind(stage: str, work: Work) -> bool:
-    """Whether what seems to be the limit only waits its turn: the processors of this machine are used up, mostly by the
+    """Whether what seems to be the limit only waits its turn: the processors of this machine are used up, also by the
     run, and the role does compute. A role that sleeps, or waits for a GPU, is busy without a processor."""
-    if work.cpu is None or work.cpu < FULL_CPU or not MOST_OF <= sum(_processors_used(work).values()) <= NOT_HERE:
+    if work.cpu is None or work.cpu < FULL_CPU or not OWN_SHARE <= sum(_processors_used(work).values()) <= NOT_HERE:
         return False
     if stage not in ("teachers", "actors"):
         return stage == "unknown"

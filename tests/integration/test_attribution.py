@@ -57,7 +57,6 @@ def test_a_slow_learner_is_the_limit(launch: Launch) -> None:
     run = launch(*PLAIN, "--actors=1", f"--divergence={slow_cost.__name__}:k1_after_a_sleep")
     assert run.wait() == 0, run.text()
     row = run.steps()[-1]
-    assert row["bound/learner"] == max(value for tag, value in row.items() if tag.startswith("bound/")), row
     assert row["bound/learner"] > 0.5 and row["bound/cpu"] == 0.0
     assert run.summary()["bound"].startswith("learner-bound"), run.summary()["bound"]
 

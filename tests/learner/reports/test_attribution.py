@@ -140,7 +140,7 @@ def test_a_role_that_is_busy_without_a_processor_is_the_limit_on_a_full_machine_
 
 @pytest.mark.parametrize(
     "seconds",
-    [{"learner": 20.0, "actor": 15.0, "teacher": 5.0}, {"learner": 60.0, "actor": 60.0, "teacher": 60.0}],
+    [{"learner": 10.0, "actor": 6.0, "teacher": 4.0}, {"learner": 60.0, "actor": 60.0, "teacher": 60.0}],
     ids=["others fill it", "on several machines"],
 )
 def test_processors_that_the_run_does_not_fill_are_not_its_limit(seconds: dict[str, float]) -> None:
