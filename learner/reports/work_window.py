@@ -66,7 +66,7 @@ class Work:
     """Role -> seconds of a processor that its workers used, wherever they are; not those of servers, of further ranks
     and of processes of environments."""
     processors: int
-    """Of this machine."""
+    """Number of processors of this machine."""
 
     def efficiency(self) -> dict[str, float]:
         """Figures by tag, as far as there is something to compute them from."""
