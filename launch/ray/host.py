@@ -16,12 +16,14 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import IO, Final, NamedTuple, Protocol
 
 from launch.processes.lifeline import kill_group
 
 PIECE_BYTES: Final = 64 * 1024
 """The most that one answer carries of one log."""
+START_S: Final = 30.0
+"""The most that a shell may take to start."""
 JOIN_LOG: Final = "join.log"
 """Output of the join itself; the workers' logs lie beside it."""
 
@@ -59,6 +61,7 @@ class JoiningHost(SomeHost):
         """`files`: path -> content of the folder to join, as `cluster.py export` writes it. `words`: the further
         arguments of `cluster.py join`; all of them where there are no files. `address`: the node's own."""
         self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))
+        self._until_gone = _remove_when_this_process_is_gone(self._home)
         self._address = address
         run = self._home / "run"
         for name, content in files.items():
@@ -103,3 +106,18 @@ class JoiningHost(SomeHost):
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._join.wait(5.0)
         shutil.rmtree(self._home, ignore_errors=True)
+        self._until_gone.close()
+
+
+def _remove_when_this_process_is_gone(folder: Path) -> IO[bytes]:
+    """Have the folder with the keys removed also when this process is killed, as Ray does when the launcher is gone.
+
+    A shell waits for the end of a pipe whose only writer is this process. It is no child of ours, because Ray
+    kills the children of an actor together with it."""
+    remove = 'rm -rf -- "$0"'
+    once_more = f"{{ sleep 5; {remove}; }}"  # the join and its workers may still have been writing
+    script = f"exec 3<&0; {{ cat <&3; {remove} || {once_more}; }} >/dev/null 2>&1 &"
+    shell = subprocess.Popen(["sh", "-c", script, str(folder)], stdin=subprocess.PIPE, start_new_session=True)
+    shell.wait(START_S)
+    assert shell.stdin is not None
+    return shell.stdin

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
 from launch.config.run import LaunchConfig, RunConfig
 from launch.errors import ConfigError, LaunchError
+from launch.ray.host import JoiningHost
 from launch.ray.hosts import RayHosts, Wanted, read_wanted, shares, write_wanted
 from launch.ray.run import beside_the_learner, on_ray
 from launch.ray.scale import main as scale
@@ -248,3 +251,39 @@ def test_nothing_to_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launch.ray.cluster.RayCluster.connect", Connected)
     with pytest.raises(ConfigError, match=r"cluster\.actors\.each"), on_ray(RunConfig(), None):
         pass
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from launch.ray.host import JoiningHost
+JoiningHost({"keys/joiner.key_secret": b"secret"}, ["--help"], "10.0.0.9")
+print("made", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_killed_host_leaves_no_folder_with_keys(tmp_path: Path) -> None:
+    host = subprocess.Popen(
+        [sys.executable, "-c", KILLED], cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE
+    )
+    assert host.stdout is not None
+    assert host.stdout.readline() == b"made\n"
+    assert [file.read_text() for file in tmp_path.rglob("joiner.key_secret")] == ["secret"]
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    eventually(lambda: not list(tmp_path.glob("stillhouse-*")), "the folder to be removed")
+
+
+def test_a_host_that_is_cleaned_leaves_no_folder_and_no_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    host = JoiningHost({"join.json": b"{}"}, ["--help"], "10.0.0.9")
+    (folder,) = tmp_path.iterdir()
+    host.clean()
+    assert not folder.exists()
+    eventually(lambda: not _shells(folder), "the shell to end")
+
+
+def _shells(folder: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if str(folder) in (process.info["cmdline"] or [])]
