@@ -19,6 +19,9 @@ REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 RESERVE_S: Final = 60.0
 """How long the run waits for its own place on this node."""
 LOOPBACK: Final = "127.0.0.1"
+ON_LOOPBACK_VARIABLE: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""With 0, Ray takes the loopback address for its node's, on Linux too, and all its processes listen only there. Its own
+option for a node's address turns 127.0.0.1 into the machine's. Ray reads it when it is imported."""
 
 
 @dataclass(slots=True)
@@ -42,8 +45,8 @@ class RayCluster:
             )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = os.environ.get(ADDRESS_VARIABLE, "")
-        if not address:  # Ray reads it when it is imported
-            os.environ.setdefault("RAY_OVERRIDE_NODE_IP_ADDRESS", LOOPBACK)
+        if not address:
+            os.environ[ON_LOOPBACK_VARIABLE] = "0"
         ray: Any = importlib.import_module("ray")
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "CRITICAL", "namespace": "stillhouse"}
         try:
