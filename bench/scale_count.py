@@ -112,7 +112,7 @@ class Figures:
     balanced: bool
     messages: int
     buffer_cpu_s: float = 0.0
-    """Of the whole process, its start included. 0: not measured, as in the next ones."""
+    """Of the whole process, from the first ticket on. 0: not measured, as in the next ones."""
     buffer_peak_mb: float = 0.0
     peers_cpu_s: float = 0.0
     wall_s: float = 0.0

@@ -180,7 +180,7 @@ def serve(scenario: Scenario, run_dir: str, report: Connection) -> None:
     code = buffer.server.main(
         config=scenario.buffer_config(), run_id=RUN, run_dir=Path(run_dir), vocab_fingerprint=VOCABULARY
     )
-    report.send((time.process_time(), _peak_mb()))
+    report.send(_peak_mb())
     sys.exit(code)
 
 
@@ -227,20 +227,21 @@ def wire_run(scenario: Scenario, run_dir: Path, limit_s: float) -> Figures:
     try:
         run_dir.mkdir(parents=True)
         served = processes.start(serve, scenario, str(run_dir))
-        address = _address(run_dir)
+        listens = _address(run_dir)
+        address = listens.address
         names = [f"actor-{i}" for i in range(scenario.actors)] + [f"teacher-{i}" for i in range(scenario.teachers)]
         n_hosts = max(1, math.ceil(len(names) / PEERS_PER_HOST))
         hosts = [processes.start(host, address, scenario, names[i::n_hosts], processes.shared) for i in range(n_hosts)]
         learner = processes.start(learn, address, scenario, processes.shared)
         for connection in (*hosts, learner):
             heard(connection, START_S, "a process of simulated peers")
-        idle_before_s, began_s = idle_s(), time.monotonic()
+        idle_before_s, began_s, cpu_before_s = idle_s(), time.monotonic(), process_cpu_s(listens.pid)
         processes.shared[0] = time.monotonic()
         count, ended_s, late_s, messages, learner_cpu_s = heard(learner, limit_s, "the learner")
-        wall_s = time.monotonic() - began_s
+        wall_s, cpu_s = time.monotonic() - began_s, process_cpu_s(listens.pid) - cpu_before_s
         idle = (idle_s() - idle_before_s) / (wall_s * (os.cpu_count() or 1))
         reports: list[HostReport] = [heard(connection, END_S, "a host") for connection in hosts]
-        cpu_s, peak_mb = heard(served, END_S + START_S, "the buffer")
+        peak_mb = heard(served, END_S + START_S, "the buffer")
     finally:
         processes.close()
     final = msgspec.json.decode((run_dir / "ledger.json").read_bytes(), type=m.Snapshot)
@@ -262,16 +263,22 @@ def wire_run(scenario: Scenario, run_dir: Path, limit_s: float) -> Figures:
     )
 
 
-def _address(run_dir: Path) -> str:
+def _address(run_dir: Path) -> buffer.server.BufferAddress:
     deadline_s = time.monotonic() + START_S
     while not (file := run_dir / "buffer.json").exists():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"the buffer did not listen after {START_S:.0f} s")
         time.sleep(0.02)
-    return msgspec.json.decode(file.read_bytes(), type=buffer.server.BufferAddress).address
+    return msgspec.json.decode(file.read_bytes(), type=buffer.server.BufferAddress)
 
 
 def idle_s() -> float:
     """Seconds that the machine's cores were idle since it started, summed over cores."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return int(fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

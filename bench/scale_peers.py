@@ -83,6 +83,8 @@ class Actor:
                 self._waiting += zip(message.tickets, arrays, strict=True)
                 self._start_ready(now_s)
                 self._send_credit()
+            case m.CancelRollout(reason="run_ended") | m.SegmentAck(reason="run_over"):
+                pass
             case m.SegmentAck(status="rejected") | m.CancelRollout():
                 raise RuntimeError(f"the buffer refused what a simulated actor wrote: {message}")
             case _:

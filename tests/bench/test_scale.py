@@ -182,6 +182,14 @@ def test_segments_have_the_length_that_is_asked_for_and_the_versions_that_sample
     assert segments[2][0].final and actor.busy_slot_s == pytest.approx(40 * scenario.token_s)
 
 
+def test_a_refusal_is_an_error_but_not_after_the_end_of_the_run() -> None:
+    actor = Actor(SMALL, lambda message, arrays: None)
+    actor.take(0.0, m.CancelRollout("train-0-0-0", "run_ended"), ())
+    actor.take(0.0, m.SegmentAck("train-0-0-0", 1, "rejected", "run_over"), ())
+    with pytest.raises(RuntimeError, match="nan_logprob"):
+        actor.take(0.0, m.SegmentAck("train-0-0-0", 1, "rejected", "nan_logprob"), ())
+
+
 def some_figures(**changes: object) -> Figures:
     count = TokenCount(bound=1)
     for step in range(4):
