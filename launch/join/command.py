@@ -1,6 +1,6 @@
 """`cluster.py join RUN`: adds actors, teachers and ranks of the learner to a running run, from this machine or another.
 
-Exit codes (docs/cluster.md): 0 the run finished, now or before; 1 the run broke off, or this side failed; 2 the command
+Exit codes (docs/hosts.md): 0 the run finished, now or before; 1 the run broke off, or this side failed; 2 the command
 line or this machine does not fit the run; 75 the run cannot be joined now (stopped, starting, out of reach, or names
 still taken); 128 + n stopped by signal n (130: Ctrl-C) while the run continues. Nothing was started on 2 and 75.
 """
@@ -40,13 +40,13 @@ from protocol.keys import KEYS
 LONGEST_PREFIX: Final = 60
 WAIT_REMOVED: Final = (
     "--wait-s: was removed. A join ends when its run breaks off (exit code 1). Restart it with the same --name-prefix "
-    "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/cluster.md has examples)"
+    "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/hosts.md has examples)"
 )
 USAGE: Final = """\
 usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-ranks K] [--KEY VALUE ...]
 
 Adds actors and teachers to a running run. They leave on Ctrl-C or when the run ends; unfinished work goes to other
-workers. docs/cluster.md has the details.
+workers. docs/hosts.md has the details.
 
   RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder written
                        by `cluster.py export`; or tcp://HOST:PORT, with --config and --keys

@@ -43,8 +43,7 @@ TRY_AGAIN_EXIT_CODE: Final = 75
 """EX_TEMPFAIL of sysexits.h."""
 WILDCARDS: Final = ("0.0.0.0", "[::]", "*")
 HOW_TO_LISTEN: Final = (
-    "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --weights.host ADDRESS "
-    "(docs/cluster.md)"
+    "start the run with --buffer.bind tcp://ADDRESS:PORT, and, for actors, with --weights.host ADDRESS (docs/hosts.md)"
 )
 
 

@@ -91,7 +91,7 @@ def _address(port: int) -> Iterator[str]:
 
 def _joining() -> Iterator[str]:
     yield ""
-    yield "# Joins the run; again after 1 and 75: it broke off, or cannot be joined yet (docs/cluster.md)."
+    yield "# Joins the run; again after 1 and 75: it broke off, or cannot be joined yet (docs/hosts.md)."
     yield 'export ENDED="$RUN.ended.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'
     yield "join_run() {"
     yield '    while [ ! -f "$ENDED" ]; do'

@@ -20,7 +20,7 @@ WITHOUT_WORKERS = ("--actors=0", "--teachers=0", "--learner.eval_every=0", "--le
 def test_a_join_that_is_started_again_comes_back_with_every_resume_and_ends_with_the_run(
     launch: Launch, join: Join
 ) -> None:
-    """What starts it again is the shell loop of docs/cluster.md, with a shorter pause."""
+    """What starts it again is the shell loop of docs/hosts.md, with a shorter pause."""
     settings = (*WITHOUT_WORKERS, f"--buffer.bind=tcp://127.0.0.1:{free_port()}")
     run = launch(*settings, "--steps=1000")
     run.until((run.run_dir / "buffer.json").exists, "a buffer")

@@ -38,6 +38,7 @@ def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_pat
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run = launch(
         *("--actors=3", "--teachers=2", "--steps=6", "--max-staleness=2", "--learner.eval_every=3"),
+        "--buffer.heartbeat_s=0.1",  # figures of actors come with heartbeats, and six steps take a second or two
         f"--eval-prompts={prompts}",
     )
     assert run.wait() == 0, run.text()

@@ -164,7 +164,7 @@ def large_folder(path: Path, parameters: int) -> str:
 def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) -> None:
     """6e9 parameters: 16 bytes of each are 89.4 GiB, more than 80. 4e9: 59.6 GiB, 29.8 of staging, and half of that of
     copies in bfloat16: too large by the whole estimate, which is refused if it is more than 15 % above 80."""
-    places = Placement(Places({"learner": 0, "actor-0": 1}, {}), Choice("nccl", ""), "")
+    places = Placement(Places({"learner": 0, "actor-0": 1}, {}), Choice("nccl", ""))
     machine = Machine(("4", "6"), (80.0, 80.0), host_gib=16.0)
 
     def of(name: str, parameters: int, at: Placement = places, **plain: Any) -> Any:
@@ -192,7 +192,7 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     assert mistake.endswith("Use learner.lora.rank, or a smaller model")
     assert [line.split(":")[0] for line in beside.lines] == ["host", "GPU 4", "GPU 6"]
     # The same on the host, without GPUs: 1e9 parameters take 14.9 GiB of 16 in any case, and 7.5 for what is sent.
-    on_host = Placement(Places({"learner": None, "actor-0": None}, {}), Choice("gloo", ""), "")
+    on_host = Placement(Places({"learner": None, "actor-0": None}, {}), Choice("gloo", ""))
     (mistake,) = of("one", 1_000_000_000, on_host).mistakes
     assert mistake.startswith("host: got learner, actor-0 with at least ") and "its 16 GiB" in mistake
     assert mistake.endswith("Use learner.lora.rank, or weights.dtype = bfloat16, or a smaller model")

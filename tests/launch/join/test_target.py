@@ -106,7 +106,7 @@ def test_a_join_finds_the_keys_of_a_run_folder_that_is_mounted_under_another_pat
 
 @pytest.mark.parametrize("words", [["--wait-s", "3600"], ["--wait_s=0"]])
 def test_waiting_inside_a_join_is_refused_by_name_with_what_to_do(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--wait-s: was removed.*--name-prefix.*docs/cluster\.md"):
+    with pytest.raises(ConfigError, match=r"--wait-s: was removed.*--name-prefix.*docs/hosts\.md"):
         parse_join(["run", *words])
 
 
