@@ -179,9 +179,10 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 
 def type_name(annotation: object) -> str:
     """A type in words: `float`, `one of a, b`, `list of str`."""
-    origin, arguments = typing.get_origin(annotation), cast(tuple[Any, ...], typing.get_args(annotation))
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else str(arguments[0])
+        words = [str(argument) for argument in arguments]
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
     if origin is typing.Annotated:
         if (members := members_of(annotation)) is not None:
             return choices_of(members)
