@@ -13,12 +13,12 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
+from buffer.journal.freezer import no_garbage_collection
 from buffer.journal.image import make_checked_image
 from buffer.journal.imaging import Outcome
 from buffer.journal.journal import RETRY_S, Journal
@@ -104,7 +104,9 @@ class BufferLoop:
 
     def run(self) -> None:
         """Run until the run is over and all peers have left."""
-        with _young_garbage_only():
+        # The collector now and then looks at everything that is held: a second for 400,000 segments. The loop collects
+        # what is new at each tick. What has become old is in no cycle when it is let go (tests/buffer/test_memory.py).
+        with no_garbage_collection():
             self._run()
 
     def _run(self) -> None:
@@ -253,17 +255,3 @@ class BufferLoop:
 def is_new_work(message: object) -> bool:
     """Return True for a message that may be put off: it is large, and its sender keeps it until it is acknowledged."""
     return isinstance(message, (Segment, TasksOffered)) and bool(ack_keys(message))
-
-
-@contextmanager
-def _young_garbage_only() -> Generator[None]:
-    """Context without Python's own garbage collection, which now and then looks at everything that is held: a second
-    for 400,000 segments. The loop collects what is new at each tick. What has become old is in no cycle when it is let
-    go (`tests/buffer/test_memory.py`)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

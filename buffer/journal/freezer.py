@@ -57,13 +57,13 @@ class Freezer:
 
     def freeze(self, root: object) -> bytes:
         """Convert a graph to bytes. Raises FreezeError."""
-        with _no_garbage_collection():
+        with no_garbage_collection():
             return _Writing(self).write(root)
 
     def thaw(self, body: bytes) -> Any:
         """Rebuild a graph and return its root. Raises ThawError."""
         try:
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 return self._thawed(body)
         except (msgspec.DecodeError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
             raise ThawError(f"{type(error).__name__}: {error}") from error
@@ -236,8 +236,8 @@ def _field_names(obj: object) -> tuple[str, ...]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    """Context without the cyclic garbage collector, which would scan a million new objects repeatedly and find
+def no_garbage_collection() -> Generator[None]:
+    """Context without the cyclic garbage collector, which would scan a million objects again and again and find
     nothing."""
     was_on = gc.isenabled()
     gc.disable()

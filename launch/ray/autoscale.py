@@ -40,13 +40,9 @@ class Autoscaler:
         self._cluster, self._metrics = cluster, run_dir / "metrics.jsonl"
         self._next_s = now_s + EVERY_S
 
-    @property
-    def asked_for(self) -> bool:
-        return bool(self._cluster.actors.most or self._cluster.teachers.most)
-
     def decide(self, wanted: Wanted, now_s: float) -> Decision | None:
         """What to change, if anything."""
-        if not self.asked_for or now_s < self._next_s:
+        if now_s < self._next_s:
             return None
         self._next_s = now_s + EVERY_S
         return self._add(wanted, row) or self._remove(wanted, row) if (row := last_row(self._metrics)) else None

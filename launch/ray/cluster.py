@@ -76,9 +76,9 @@ class RayCluster:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         return holder
 
-    def place(self, host: HostConfig, files: Mapping[str, bytes], words: Sequence[str], threads: int) -> Any:
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: Sequence[str]) -> Any:
         """Ask Ray for a host; returns at once. Its first answer comes when Ray has found room."""
-        variables = {"PYTHONPATH": str(REPO_ROOT), "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        variables = {"PYTHONPATH": str(REPO_ROOT), "PYTHONUNBUFFERED": "1"}
         if not host.gpus:
             variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from those that asked for some
         options = self._wanted(host) | {"runtime_env": {"env_vars": variables}, "max_restarts": 0}

@@ -28,14 +28,6 @@ JOIN_LOG: Final = "join.log"
 """Output of the join itself; the workers' logs lie beside it."""
 
 
-class Placed(NamedTuple):
-    """Where Ray put the host."""
-
-    node: str
-    """Address of the node."""
-    pid: int
-
-
 class News(NamedTuple):
     """Answer to the launcher's question."""
 
@@ -48,7 +40,7 @@ class News(NamedTuple):
 class SomeHost(Protocol):
     """What the launcher asks of a host; JoiningHost, behind Ray."""
 
-    def placed(self) -> Placed: ...
+    def node(self) -> str: ...
     def news(self, offsets: Mapping[str, int]) -> News: ...
     def stop(self) -> None: ...
     def clean(self) -> None: ...
@@ -81,8 +73,9 @@ class JoiningHost(SomeHost):
                 start_new_session=True,
             )
 
-    def placed(self) -> Placed:
-        return Placed(self._address, os.getpid())
+    def node(self) -> str:
+        """Address of the node where Ray put the host."""
+        return self._address
 
     def news(self, offsets: Mapping[str, int]) -> News:
         """Pieces of the logs from these offsets on. The last pieces come together with the exit code, or after it."""

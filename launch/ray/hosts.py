@@ -25,7 +25,7 @@ from launch.join.target import TRY_AGAIN_EXIT_CODE
 from launch.processes.backend import Notice
 from launch.processes.slots import RestartBudget, said
 from launch.ray.cluster import said_of
-from launch.ray.host import JOIN_LOG, News, Placed
+from launch.ray.host import JOIN_LOG, News
 from launch.render.hosts import REJOIN_S
 from launch.report.figures import plural
 from protocol.atomic_file import write_atomic
@@ -74,7 +74,7 @@ class Cluster(Protocol):
 
     ray: Any
 
-    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str], threads: int) -> Any: ...
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str]) -> Any: ...
     def free(self) -> str: ...
     def close(self) -> None: ...
 
@@ -217,10 +217,9 @@ class RayHosts:
         files: Mapping[str, bytes] = self._files
         if slot.role == "ranks":  # they write checkpoints into the run's folder, which all hosts must see
             files, words = {}, [str(self._run_dir), *words]
-        threads = self._threads(slot)
-        words += ["--launch.threads_per_worker", str(threads)]
-        slot.handle = self._cluster.place(self._host(slot), files, words, threads)
-        slot.placing, slot.asked, slot.offsets = slot.handle.placed.remote(), None, {}
+        words += ["--launch.threads_per_worker", str(self._threads(slot))]
+        slot.handle = self._cluster.place(self._host(slot), files, words)
+        slot.placing, slot.asked, slot.offsets = slot.handle.node.remote(), None, {}
         slot.asked_s, slot.said_waits = now_s, False
 
     def _threads(self, slot: _Slot) -> int:
@@ -246,7 +245,7 @@ class RayHosts:
         except self._cluster.ray.exceptions.ActorUnavailableError:  # a link is down: Ray goes on trying, and so do we
             slot.asked = None
             if slot.placing is not None:
-                slot.placing = slot.handle.placed.remote()
+                slot.placing = slot.handle.node.remote()
         except self._cluster.ray.exceptions.RayError as error:
             self._lost(slot, error, now_s)
 
@@ -256,9 +255,9 @@ class RayHosts:
         return self._cluster.ray.get(reference) if ready else None
 
     def _hear_place(self, slot: _Slot, now_s: float) -> None:
-        if (placed := self._answer(slot.placing)) is not None:
+        if (node := self._answer(slot.placing)) is not None:
             slot.placing = None
-            self._say(f"Ray: {slot} on {Placed(*placed).node}")
+            self._say(f"Ray: {slot} on {node}")
             if slot.leaving:
                 slot.handle.stop.remote()
         elif slot.leaving:
@@ -268,9 +267,8 @@ class RayHosts:
             self._say(f"Ray: {slot} waits for a node with {said_of(self._host(slot))}; free are {self._cluster.free()}")
 
     def _take(self, slot: _Slot, news: News, now_s: float) -> None:
-        logs = self._logs(slot)
         for name, piece in news.pieces.items():
-            with (logs / name).open("ab") as file:
+            with (self._logs(slot) / name).open("ab") as file:
                 file.write(piece)
             slot.offsets[name] = slot.offsets.get(name, 0) + len(piece)
         if news.code is not None and not news.pieces:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from protocol.messages import WeightsRef
 from tests.patience import PATIENCE_S, eventually
-from tests.sim.weights.weight_actors import ActorFleet, digest_of
+from tests.sim.weights.weight_actors import ActorFleet
+from tests.weights.fleet_learner import FleetLearner, version
 from weights.config import WeightsConfig
-from weights.publisher import Publisher
 from weights.snapshot import snapshots
 
-CONFIG = WeightsConfig(
-    transport="folder",
-    join_timeout_s=PATIENCE_S,
-    broadcast_timeout_s=PATIENCE_S,
-    answer_grace_s=1.0,
-    join_window_s=0.05,
-    rejoin_delay_s=0.2,
-)
 NAMES = ("actor-0", "actor-1")
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(0, step)
 
 
 def weights(step: int) -> list[tuple[str, Tensor]]:
@@ -41,38 +28,14 @@ def weights(step: int) -> list[tuple[str, Tensor]]:
     return [("w", torch.randn(300, 256, generator=generator)), ("half", torch.randn(64, generator=generator).half())]
 
 
-@dataclass
-class Learner:
-    fleet: ActorFleet
-    folder: Path
-    plans: list[WeightPlan] = field(default_factory=list[WeightPlan])
-    announced: list[WeightVersion] = field(default_factory=list[WeightVersion])
-
-    def post_plan(self, plan: WeightPlan) -> None:
-        self.plans.append(plan)
-        self.fleet.post_plan(plan)
-
-    def start(self, **changes: Any) -> Publisher:
-        return Publisher(
-            msgspec.structs.replace(CONFIG, **changes),
-            snapshot_dir=self.folder,
-            post_plan=self.post_plan,
-            published=lambda version, _: self.announced.append(version),
-        )
-
-    def delivered(self, step: int, *names: str) -> None:
-        for staged in self.fleet.wait_for(version(step), PATIENCE_S, names or None).values():
-            assert (staged.version, staged.digest) == (version(step), digest_of(weights(step)))
-
-
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Learner]:
+def learner(tmp_path: Path) -> Iterator[FleetLearner]:
     with ActorFleet() as fleet:
-        yield Learner(fleet, tmp_path / "weights")
+        yield FleetLearner(fleet, tmp_path / "weights", "folder", weights)
 
 
 def test_every_version_is_a_file_that_every_member_loads_and_no_process_group_is_made(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
+    learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_store(*_: object) -> None:
         raise AssertionError("a folder needs no store")
@@ -100,7 +63,7 @@ def damage(path: Path) -> None:
 
 
 def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
+    learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from weights import snapshot
 
@@ -131,7 +94,7 @@ def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
             assert report.failure is None and report.stats["snapshots_refused_total"] == 1
 
 
-def test_a_member_that_hangs_is_left_out_and_the_others_have_the_version(learner: Learner) -> None:
+def test_a_member_that_hangs_is_left_out_and_the_others_have_the_version(learner: FleetLearner) -> None:
     with learner.start(broadcast_timeout_s=1.0, rejoin_delay_s=60.0) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())
@@ -146,7 +109,7 @@ def test_a_member_that_hangs_is_left_out_and_the_others_have_the_version(learner
 
 
 def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_before_it_can(
-    learner: Learner,
+    learner: FleetLearner,
 ) -> None:
     learner.folder.write_text("a file where the folder should be")
     with learner.start() as publisher:
@@ -162,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_
     assert learner.announced == [version(1)]
 
 
-def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -> None:
+def test_a_transport_of_another_package_is_taken_by_its_name(learner: FleetLearner) -> None:
     with learner.start(transport="weights.transports.folder:FolderTransport"):
         pass
     with pytest.raises(ValueError, match=r"weights\.transport = carrier_pigeon; expected one of auto, collective, wir"):
@@ -170,7 +133,7 @@ def test_a_transport_of_another_package_is_taken_by_its_name(learner: Learner) -
 
 
 def test_a_transport_in_a_module_of_the_working_directory_is_found(
-    learner: Learner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learner: FleetLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As engines, environments and divergences are: the launcher starts Python without the directory on its path."""
     (tmp_path / "my_own_transport.py").write_text(

@@ -15,7 +15,8 @@ from protocol.object_store import Store, StoreError
 from tests.patience import PATIENCE_S, eventually
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
 from tests.sim.weights.weight_actors import ActorFleet, digest_of
-from tests.weights.test_folder import CONFIG, NAMES, version, weights
+from tests.weights.fleet_learner import quick, version
+from tests.weights.test_folder import NAMES, weights
 from weights.publisher import Publisher
 from weights.sink import SnapshotRefused
 from weights.snapshot import put_snapshot, read_snapshot, write_snapshot
@@ -85,7 +86,7 @@ def test_members_load_every_version_from_the_store(tmp_path: Path) -> None:
     with (
         ActorFleet() as fleet,
         Publisher(
-            CONFIG, snapshot_dir=folder, store=store, post_plan=fleet.post_plan, published=lambda _, __: None
+            quick("folder"), snapshot_dir=folder, store=store, post_plan=fleet.post_plan, published=lambda _, __: None
         ) as publisher,
     ):
         fleet.start(NAMES)

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 import pytest
@@ -16,28 +16,14 @@ import zmq
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
-from protocol.messages import WeightPlan, WeightVersion
 from tests.patience import PATIENCE_S, eventually
-from tests.sim.weights.weight_actors import ActorFleet, digest_of
-from weights.config import WeightsConfig
-from weights.publisher import Publisher
+from tests.sim.weights.weight_actors import ActorFleet
+from tests.weights.fleet_learner import FleetLearner, version
 from weights.wire import PIECE_BYTES, WINDOW
 
-CONFIG = WeightsConfig(
-    transport="wire",
-    join_timeout_s=PATIENCE_S,
-    broadcast_timeout_s=PATIENCE_S,
-    answer_grace_s=1.0,
-    join_window_s=0.05,
-    rejoin_delay_s=0.2,
-)
 NAMES = ("actor-0", "actor-1", "actor-2")
 ROWS = (WINDOW + 3) * PIECE_BYTES // (4 * 256) + 1
 """Of float32 tensors of width 256: more pieces than a member may ask for at a time, and a last one that is smaller."""
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(0, step)
 
 
 def weights(step: int, rows: int = ROWS) -> list[tuple[str, Tensor]]:
@@ -49,43 +35,14 @@ def weights(step: int, rows: int = ROWS) -> list[tuple[str, Tensor]]:
     ]
 
 
-class Learner:
-    """A publisher for a fleet of actor processes."""
-
-    def __init__(self, fleet: ActorFleet, folder: Path) -> None:
-        self.fleet, self._folder = fleet, folder
-        self.plans: list[WeightPlan] = []
-        self.announced: list[WeightVersion] = []
-
-    def post_plan(self, plan: WeightPlan) -> None:
-        self.plans.append(plan)
-        self.fleet.post_plan(plan)
-
-    def start(self, **changes: Any) -> Publisher:
-        return Publisher(
-            msgspec.structs.replace(CONFIG, **changes),
-            snapshot_dir=self._folder,
-            post_plan=self.post_plan,
-            published=lambda version, _: self.announced.append(version),
-        )
-
-    def delivered(self, step: int, *names: str) -> None:
-        for staged in self.fleet.wait_for(version(step), PATIENCE_S, names or None).values():
-            assert (staged.version, staged.digest) == (version(step), digest_of(weights(step)))
-
-    @property
-    def port(self) -> int:
-        return int(self.plans[-1].control.rpartition(":")[2])
-
-
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Learner]:
+def learner(tmp_path: Path) -> Iterator[FleetLearner]:
     with ActorFleet() as fleet:
-        yield Learner(fleet, tmp_path / "weights")
+        yield FleetLearner(fleet, tmp_path / "weights", "wire", weights)
 
 
 def test_every_version_reaches_every_member_by_one_port_without_a_file_or_a_process_group(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    learner: FleetLearner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_store(*_: object) -> None:
         raise AssertionError("this way needs no store")
@@ -107,7 +64,9 @@ def test_every_version_reaches_every_member_by_one_port_without_a_file_or_a_proc
 
 
 @pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(learner: Learner, signum: int) -> None:
+def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(
+    learner: FleetLearner, signum: int
+) -> None:
     with learner.start(broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())
@@ -121,7 +80,7 @@ def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version
         assert publisher.stats.dropped_total == {"no_answer": 1}
 
 
-def test_a_newcomer_gets_the_newest_version(learner: Learner) -> None:
+def test_a_newcomer_gets_the_newest_version(learner: FleetLearner) -> None:
     with learner.start() as publisher:
         learner.fleet.start(NAMES[:1])
         publisher.membership(learner.fleet.membership())
@@ -134,7 +93,7 @@ def test_a_newcomer_gets_the_newest_version(learner: Learner) -> None:
 
 
 def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
-    learner: Learner, caplog: pytest.LogCaptureFixture
+    learner: FleetLearner, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While a version is being sent. The strangers are made from a plain socket and from ZeroMQ itself, and share no
     code with the members; the same client with a member's keys does get weights."""

@@ -52,11 +52,11 @@ class FakeHost:
     def __init__(self, words: list[str]) -> None:
         self.words, self.code, self.dead, self.stopped, self.away = words, None, False, False, 0
         self.log = b"written there\n"
-        self.placed, self.news = Method(self._placed), Method(self._news)
+        self.node, self.news = Method(self._node), Method(self._news)
         self.stop, self.clean = Method(self._stop, now=True), Method(self._clean, now=True)
 
-    def _placed(self) -> tuple[str, int]:
-        return "10.0.0.9", 1
+    def _node(self) -> str:
+        return "10.0.0.9"
 
     def _news(self, offsets: Mapping[str, int]) -> tuple[int | None, dict[str, bytes]]:
         if self.away:
@@ -82,7 +82,7 @@ class FakeCluster:
         self.ray, self.exceptions = self, self
         self.RayError, self.ActorUnavailableError = RayError, ActorUnavailableError
 
-    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str], threads: int) -> FakeHost:
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str]) -> FakeHost:
         assert files == {"join.json": b"{}"}
         self.hosts.append(FakeHost(words))
         return self.hosts[-1]
