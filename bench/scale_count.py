@@ -28,7 +28,7 @@ class TokenCount:
 
     bound: int
     by_staleness: list[Counter[int]] = field(default_factory=list[Counter[int]])
-    """Of each batch."""
+    """One count for each batch."""
     context_tokens: list[int] = field(default_factory=list[int])
     items: list[int] = field(default_factory=list[int])
     ended_s: list[float] = field(default_factory=list[float])
@@ -112,7 +112,7 @@ class Figures:
     balanced: bool
     messages: int
     buffer_cpu_s: float = 0.0
-    """Of the whole process, from the first ticket on. 0: not measured, as in the next ones."""
+    """CPU seconds of the buffer's process, from the first ticket on. 0: not measured, as in the next ones."""
     buffer_peak_mb: float = 0.0
     peers_cpu_s: float = 0.0
     wall_s: float = 0.0

@@ -43,7 +43,7 @@ class Scenario:
     mean_tokens: float = 1000.0
     """Mean length of a response, before the longest are cut."""
     sigma: float = 1.2
-    """Of the lognormal lengths. 0: all are equal."""
+    """Standard deviation of the logarithm of the lengths. 0: all are equal."""
     cap: float = 8.0
     """Longest response, in means."""
     prompt_tokens: int = 100

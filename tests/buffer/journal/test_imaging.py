@@ -17,9 +17,10 @@ from buffer.journal.imaging import Finished, ImageFork, Outcome, read_image, wri
 from buffer.journal.journal import Journal
 from buffer.journal.store import SWEPT_PARTS, Store, StoreCorrupt
 from tests.buffer.driver import Driver
+from tests.buffer.journal.test_journal import opened
 from tests.buffer.shadow import new_book
 from tests.full_disk import small_disk
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, eventually
 
 
 def new_journal(folder: Path, log_bytes: int = 1 << 30) -> Journal:
@@ -33,23 +34,8 @@ def outcome_of(poll: Callable[[], Finished | None]) -> Finished:
         found.extend(one for one in (poll(),) if one is not None)
         return bool(found)
 
-    wait_until(is_over)
+    eventually(is_over, "the outcome of the fork")
     return found[0]
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.005)
-
-
-def opened(folder: Path) -> tuple[bytes | None, list[bytes]]:
-    store = Store(folder, sync="process")
-    try:
-        return store.image(), list(store.turns())
-    finally:
-        store.close()
 
 
 def test_an_image_has_the_state_of_the_fork_and_the_log_what_came_after(tmp_path: Path) -> None:
@@ -198,7 +184,7 @@ def test_the_fork_holds_nothing_of_the_buffer_and_dies_with_it(tmp_path: Path) -
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
     fork = psutil.Process(int(process.stdout.readline()))
-    wait_until((tmp_path / "writes").exists)
+    eventually((tmp_path / "writes").exists, "a fork that writes")
     assert fork.open_files() == [], "the lock would be held as long as the fork lives"
     process.stdin.close()
     process.wait(PATIENCE_S)
