@@ -76,11 +76,11 @@ $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	$(VERIFIERS_VENV)/bin/python scripts/pip_install.py install --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
 	@touch $@
 
-trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/against_trl.py (docs/results/against-peers.md)
+trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/race/against_trl.py (docs/results/against-peers.md)
 
-$(TRL_INSTALLED): bench/trl_requirements.txt
+$(TRL_INSTALLED): bench/race/trl_requirements.txt
 	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r bench/trl_requirements.txt
+	$(TRL_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r bench/race/trl_requirements.txt
 	@touch $@
 
 smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weights, as a folder (examples/smollm2): 92 MB to download, 540 MB on disk

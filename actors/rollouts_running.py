@@ -24,7 +24,7 @@ from actors.episodes import EpisodeEnded, Episodes, EpisodeStart
 from actors.failures import Brake, Failure, of_environment
 from actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 from actors.trajectory.graph import GraphCounts, Origin
-from actors.trajectory.rollout import NoRoom, Rollout
+from actors.trajectory.rollout import CutSegment, NoRoom, Rollout
 from engines.base import GenerationDelta, GenerationEngine, Int32s
 from protocol.messages import Message, RolloutFailed, Ticket
 from protocol.printable import in_one_line
@@ -272,8 +272,17 @@ class RunningRollouts:
             run.rollout.end(request_id, delivered=False)
             run.since_s = time.monotonic()
 
+    def send_early(self) -> None:
+        """Send what is sampled of train rollouts, without waiting for whole segments."""
+        for run in self._runs.values():
+            if run.rollout.ticket.kind == "train":
+                self._send_all(run.rollout.take_early())
+
     def _send_segments(self, run: Run) -> None:
-        for segment in run.rollout.take_segments():
+        self._send_all(run.rollout.take_segments())
+
+    def _send_all(self, segments: Sequence[CutSegment]) -> None:
+        for segment in segments:
             began_ns = events.now_ns()
             self._send(segment.message, segment.arrays)
             self.counts["segments_total"] += 1

@@ -39,6 +39,7 @@ from protocol.keys import run_client_keys
 from protocol.messages import (
     CancelRollout,
     SegmentAck,
+    SegmentsWanted,
     Shutdown,
     TicketCredit,
     Tickets,
@@ -116,7 +117,7 @@ class ActorWorker:
         self._config = config
         self._tickets_received_total = 0
         self._credit_seq = 0
-        self._credit_sent = (-1, -1, -1)
+        self._credit_sent = (-1, -1)
         self._credit_sent_s = 0.0
         self._started_s = time.monotonic()
         self._reported_s = 0.0
@@ -156,6 +157,8 @@ class ActorWorker:
                     self._rollouts.add(ticket, prompt_ids)
             case CancelRollout():
                 self._rollouts.cancel(message.rollout_id, message.reason)
+            case SegmentsWanted():
+                self._rollouts.send_early()
             case SegmentAck():
                 self._rollouts.cancel(message.rollout_id, f"segment {message.index} rejected: {message.reason}")
             case WeightPlan():
@@ -168,11 +171,9 @@ class ActorWorker:
 
     def _send_credit(self) -> None:
         free = max(0, self._config.max_concurrent_rollouts - len(self._rollouts))
-        credit = (
-            free,
-            self._tickets_received_total,
-            self._client.connects_total,
-        )  # after a reconnect the buffer may have missed it
+        # The buffer subtracts the tickets that it sends, so that one has come is no news. A reconnect is news: the
+        # buffer may have counted this actor as lost.
+        credit = (free + self._tickets_received_total, self._client.connects_total)
         now_s = time.monotonic()
         if credit == self._credit_sent and now_s - self._credit_sent_s < CREDIT_REPEAT_S:
             return

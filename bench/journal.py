@@ -1,7 +1,7 @@
 """Measures the cost of the journal, and how fast a buffer recovers from it.
 
     python bench/journal.py                 all of it, three to five minutes
-    python bench/journal.py --only stores   stores | cost | replay | image | kills
+    python bench/journal.py --only stores   stores | cost | replay | image | written | kills
 
 stores   commits per second and MB/s of LMDB (what the journal uses) and of SQLite, by size of turn, with one commit per
          turn, without (`process`) and with (`disk`) waiting for the disk
@@ -10,6 +10,8 @@ cost     a synthetic run (`tests.sim.synthetic_run`: real processes and clients)
 replay   a buffer killed in the middle of such a run is started again: how long until it listens, without imports
 image    how long the loop stands still, by number of tokens held: for an image that it makes itself (as it did before
          images were made by a fork), for the fork, and for the longest turn until the image is complete (and before)
+written  bytes in turns, blobs and images for each token that a buffer holds, while it fills up with an image at each 16
+         MiB of log, and what is on the disk then
 kills    a run whose buffer is killed `--kills` times at random moments; raises when anything was lost or came twice
 """
 
@@ -27,24 +29,17 @@ from pathlib import Path
 from random import Random
 
 import msgspec
-import numpy as np
 import psutil
 
+from bench.journal_images import image, written
 from bench.journal_sqlite import SqliteStore
 from buffer.config import BufferConfig, Sync
-from buffer.core import Core, Turn, encode_turn
-from buffer.journal.image import make_checked_image, make_image, release_hash
-from buffer.journal.imaging import Outcome, write_image
-from buffer.journal.journal import Journal
+from buffer.journal.freezer import Frozen
+from buffer.journal.image import release_hash
+from buffer.journal.imaging import write_image
 from buffer.journal.recovery import Beginning, start
 from buffer.journal.store import Store
-from buffer.state import BufferState
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.handshake import Doorkeeper
 from protocol.messages import WeightVersion
-from protocol.server import FromPeer
-from protocol.session import SessionBook
 from tests.sim.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 
 CONFIG = BufferConfig(heartbeat_s=0.5, peer_timeout_s=30.0, max_staleness=4, batch_rollouts=32)
@@ -86,7 +81,7 @@ def put_image(store: Store | SqliteStore, body: bytes) -> None:
     if isinstance(store, SqliteStore):
         store.put_image(body)
     else:
-        write_image(store.next_image, body, flush=False)
+        write_image(store.next_image, Frozen(body), flush=False)
         store.adopt(store.position)
 
 
@@ -211,76 +206,9 @@ def kills(folder: Path, n: int, seed: int) -> None:
     )
 
 
-def image(folder: Path) -> None:
-    columns = ("tokens held", "image", "in the loop", "fork", "longest turn", "(before)", "done after")
-    print(" ".join(f"{column:>12}" for column in columns))
-    for n_rollouts, n_segments, n_tokens in ((320, 8, 256), (1280, 8, 256), (5120, 8, 256), (5120, 8, 880)):
-        path = Path(tempfile.mkdtemp(dir=folder))
-        core = _full_core(n_rollouts, n_segments, n_tokens)
-        book = SessionBook(Doorkeeper(run_id=RUN, vocab_fingerprint=None))
-        journal = Journal(path, sync="process", log_bytes=1 << 40, reserve_bytes=0, memory_bytes=1 << 30)
-        before_s = max(_small_turn(core, journal, i) for i in range(1000))
-        journal.start_image(partial(make_checked_image, core, book, 1.0))
-        finished, longest_s, n = None, 0.0, 1000
-        while finished is None:
-            longest_s, n = max(longest_s, _small_turn(core, journal, n)), n + 1
-            began_s = time.perf_counter()
-            finished = journal.tend_image()
-            longest_s = max(longest_s, time.perf_counter() - began_s)
-            time.sleep(0.001)
-        assert finished.outcome is Outcome.WRITTEN, finished
-        began_s = time.perf_counter()
-        body = make_image(core, book, 1.0)
-        write_image(path / "in-the-loop", body, flush=False)
-        in_loop_s, n_bytes = time.perf_counter() - began_s, len(body)
-        del body
-        journal.close()
-        cells = (
-            f"{n_rollouts * n_segments * n_tokens:,}",
-            f"{n_bytes / 1e6:.0f} MB",
-            *(f"{s * 1e3:.1f} ms" for s in (in_loop_s, finished.paused_s, longest_s, before_s)),
-            f"{finished.seconds:.1f} s",
-        )
-        print(" ".join(f"{cell:>12}" for cell in cells), flush=True)
-
-
-def _small_turn(core: Core, journal: Journal, i: int) -> float:
-    """Seconds for a turn with a heartbeat, from its application to its commit."""
-    heartbeat = m.Heartbeat(WeightVersion(0, 0), {"n": float(i)}, 0)
-    turn = Turn(1.0, (FromPeer("actor", "a", Received(heartbeat, ())),), 1.0)
-    began_s = time.perf_counter()
-    core.apply(turn)
-    journal.write(encode_turn(turn), began_s)
-    return time.perf_counter() - began_s
-
-
-def _full_core(n_rollouts: int, n_segments: int, n_tokens: int) -> Core:
-    config = BufferConfig(max_staleness=0, batch_rollouts=n_rollouts, task_queue=n_rollouts)
-    state = BufferState(config, version=WeightVersion(0, 0))
-    state.peer_joined(0.0, "learner", "l", "1")
-    state.peer_joined(0.0, "actor", "a", "1")
-    state.handle(0.0, "actor", "a", m.TicketCredit(n_rollouts, 1, 0))
-    tasks = tuple(m.Task(i, "train", 1, m.Sampling(seed=i)) for i in range(n_rollouts))
-    prompts = [np.array([1], np.int32)] * n_rollouts
-    for at in range(0, n_rollouts, 512):
-        state.handle(0.0, "learner", "l", m.TasksOffered(tasks[at : at + 512]), prompts[at : at + 512])
-    ids, mask = np.ones(n_tokens, np.int32), np.ones(n_tokens, np.uint8)
-    logprobs = np.full(n_tokens, -0.5, np.float32)
-    for task in tasks:
-        for index in range(n_segments):
-            begin = index * n_tokens
-            mask_N = mask.copy()
-            mask_N[: index == 0] = 0
-            span = m.VersionSpan(WeightVersion(0, 0), begin, begin + n_tokens)
-            segment = m.Segment(f"train-{task.task_id}-0-0", index, begin, begin + n_tokens, (span,), False)
-            state.handle(0.0, "actor", "a", segment, (ids, logprobs, mask_N))
-    assert state.snapshot(0.0).ledger.segments.accepted == n_rollouts * n_segments
-    return Core(state)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("stores", "cost", "replay", "image", "kills"))
+    parser.add_argument("--only", choices=("stores", "cost", "replay", "image", "written", "kills"))
     parser.add_argument("--pairs", type=int, default=5, help="runs with and without journal")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -292,6 +220,7 @@ def main() -> None:
             "cost": lambda: cost(Path(folder), options.pairs),
             "replay": lambda: replay(Path(folder)),
             "image": lambda: image(Path(folder)),
+            "written": lambda: written(Path(folder)),
             "kills": lambda: kills(Path(folder), options.kills, options.seed),
         }
         for name, part in parts.items():

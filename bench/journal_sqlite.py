@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from buffer.config import Sync
-from buffer.journal.store import StoreCorrupt, StoreUnwritable
+from buffer.journal.database import StoreCorrupt, StoreUnwritable
 
 PART_BYTES: Final = 64 << 20
 """SQLite's rows end at 1 GB."""

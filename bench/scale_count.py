@@ -1,4 +1,5 @@
-"""What the learner of bench/scale.py was given, counted from its batches alone. Imports nothing of buffer/."""
+"""What the learner of bench/scale.py was given, counted from its batches alone. The ledgers of the buffer's shards are
+held against that, and against what the actors sent. Imports nothing of buffer/ or protocol/shards."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Batch
+from protocol.messages import Batch, Ledger
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +28,7 @@ class TokenCount:
     """Trained tokens by staleness, and when each step ended."""
 
     bound: int
+    shards: int = 1
     by_staleness: list[Counter[int]] = field(default_factory=list[Counter[int]])
     """One count for each batch."""
     context_tokens: list[int] = field(default_factory=list[int])
@@ -37,6 +39,10 @@ class TokenCount:
     """Tokens past the bound, or trained twice."""
     waits_s: list[float] = field(default_factory=list[float])
     """Time that the learner waited for each batch."""
+    shard_waits_s: list[float] = field(default_factory=list[float])
+    """The part of it in which some shards had sent their share of the batch, and others had not."""
+    trained_by_shard: Counter[int] = field(default_factory=Counter[int])
+    """Trained tokens of each shard's own tasks."""
     busy_s: float = 0.0
     _trained: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict[str, npt.NDArray[np.bool_]])
     """Which tokens of a rollout were trained."""
@@ -57,6 +63,7 @@ class TokenCount:
             if n != int(mask.sum()):
                 self.faults.append(f"{item.rollout_id}: {int(mask.sum()) - n} tokens without a version")
             self._once(item.rollout_id, mask, final=item.final)
+            self.trained_by_shard[item.task_id % self.shards] += n
             context += item.end - n
         late = {age: n for age, n in ages.items() if age > self.bound}
         if late:
@@ -99,6 +106,31 @@ class TokenCount:
         self._trained[rollout_id] = mask
 
 
+def ledger_faults(ledger: Ledger, *, sent_tokens: int, trained_tokens: int, over: bool = True) -> list[str]:
+    """Compare the last ledger of a shard with what its actors have sent, without what it refused because the run was
+    over, and with what the learner has trained of its tasks. `over`: nothing may be left."""
+    tokens = ledger.tokens
+    left = tokens.waiting + tokens.in_flight
+    found = {
+        "accepted": (tokens.accepted, sent_tokens),
+        "trained": (tokens.trained, trained_tokens),
+        "known": (tokens.trained + sum(tokens.masked.values()) + sum(tokens.dropped.values()) + left, sent_tokens),
+        "unfinished": (left, 0 if over else left),
+    }
+    faults = [f"{has} tokens {what}, expected {expected}" for what, (has, expected) in found.items() if has != expected]
+    return faults + [f"refused: {reason}" for reason in ledger.rejected if reason != "run_over"]
+
+
+class ShardFigures(NamedTuple):
+    """What one process of the buffer cost."""
+
+    cpu_s: float
+    """CPU seconds from the end of the warm-up to the end of the last step."""
+    idle_cpu: float
+    """CPU seconds per second before the first ticket, when all peers were connected and did nothing but live."""
+    peak_mb: float
+
+
 @dataclass
 class Figures:
     """Everything that one run measured. Seconds are simulated ones, except those of CPUs and `wall_s`."""
@@ -109,11 +141,13 @@ class Figures:
     busy_teacher_s: float
     masked_tokens: int
     accepted_tokens: int
-    balanced: bool
+    ledger_faults: list[str]
+    """What is wrong with the ledgers, by the count of the peers."""
     messages: int
-    buffer_cpu_s: float = 0.0
-    """CPU seconds of the buffer's process, from the first ticket on. 0: not measured, as in the next ones."""
-    buffer_peak_mb: float = 0.0
+    shards: tuple[ShardFigures, ...] = (ShardFigures(0.0, 0.0, 0.0),)
+    """0: not measured, as in the next ones."""
+    measured_s: float = 0.0
+    """Real seconds in which the CPU time of `shards` was measured."""
     peers_cpu_s: float = 0.0
     wall_s: float = 0.0
     idle_share: float = 1.0

@@ -3,66 +3,65 @@
     host process   for each of its workers: client.recv -> take, then advance -> client.send; every POLL_S
     learner's own  the same for one worker; new versions reach the hosts by shared memory, as a broadcast would
 
-The buffer is the real one, in a process of its own, with its journal on disk.
+The buffer is the real one, each shard in a process of its own, with its journal on disk (bench/scale_processes.py).
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
-import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
 
 import msgspec
 
-import buffer.server
-from bench.scale_count import Figures
+from bench.scale_count import Figures, ShardFigures, TokenCount, ledger_faults
 from bench.scale_peers import Actor, Array, Learner, Teacher
+from bench.scale_processes import END_S, RUN, START_S, VOCABULARY, Processes, Shards, Shared, cpu_s, heard, idle_s
 from bench.scale_settings import Scenario
 from protocol import messages as m
-from protocol.client import Client
 from protocol.messages import Message, WeightVersion
+from protocol.shards.client import client_of_all
+from protocol.shards.division import all_addresses, shard_address
 
-RUN: Final = "scale"
-VOCABULARY: Final = "ab" * 32
 POLL_S: Final = 0.005
-START_S: Final = 60.0
-END_S: Final = 30.0
 PEERS_PER_HOST: Final = 96
 """A client has threads and descriptors of its own, of which a process has about 1,000."""
-
-Shared: TypeAlias = "SynchronizedArray[float]"
-"""[0] real time at which simulated time begins (monotonic; 0: not yet), [1] newest published step, [2] from when on it
-is sampled with (simulated), [3] 1 when the learner has ended."""
+RESEND_S: Final = 60.0
+"""Nothing is lost here. A segment that came twice, the second time after the end, would be refused though it counts."""
+FIGURES: Final = {f"some_figure_{i:02}_total": float(i) for i in range(32)}
+"""As many as a real actor says with each heartbeat."""
 
 
 class Link:
     """One worker's client, and what was sent and received by it."""
 
-    def __init__(self, address: str, role: m.Role, name: str) -> None:
+    def __init__(self, addresses: str, role: m.Role, name: str) -> None:
         hello = m.Hello(role, name, f"{name}-first", RUN, VOCABULARY, "default" if role == "teacher" else "")
-        self.client = Client(address, hello, connect_timeout_s=START_S)
+        self.client = client_of_all(addresses, hello, connect_timeout_s=START_S, resend_s=RESEND_S)
+        self.client.set_heartbeat(None, FIGURES)
         self.messages = 0
+        self.over = False
+        """The buffer has said that the run is over."""
 
     def send(self, message: Message, arrays: Sequence[Array]) -> None:
         self.messages += 1
         self.client.send(message, arrays)
 
-    def deliver(self, peer: Actor | Teacher | Learner, clock: Clock) -> bool:
-        """Give the worker everything that came. False: the run is over."""
+    def deliver(self, peer: Actor | Teacher | Learner, clock: Clock) -> None:
+        """Give the worker everything that came."""
         while (received := self.client.recv(0.0)) is not None:
             self.messages += 1
             if isinstance(received.message, m.Shutdown):
-                return False
-            peer.take(clock.now_s(), received.message, received.arrays)
-        return True
+                self.over = True
+            else:
+                peer.take(clock.now_s(), received.message, received.arrays)
 
 
 class Clock:
@@ -87,6 +86,8 @@ class HostReport(msgspec.Struct):
     """What one process of workers did."""
 
     messages: int
+    sent_tokens: dict[int, int] = {}
+    """By shard: sampled tokens in segments, without those that were refused because the run was over."""
     busy_slot_s: float = 0.0
     busy_teacher_s: float = 0.0
     late_s: float = 0.0
@@ -94,30 +95,53 @@ class HostReport(msgspec.Struct):
     cpu_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class LearnerReport:
+    """What the learner's process did."""
+
+    count: TokenCount
+    ended_s: float
+    late_s: float
+    messages: int
+    cpu_s: float
+    buffer_cpu_s: tuple[float, ...]
+    """CPU time of each shard from the end of the warm-up to the end of the last step."""
+    measured_s: float
+    """Real seconds between these two."""
+
+
+def shard_of_peer(name: str, n_shards: int) -> int:
+    """Actors and teachers are dealt to the shards in turn, as a launcher deals them."""
+    return int(name.rpartition("-")[2]) % n_shards
+
+
 def host(address: str, scenario: Scenario, names: Sequence[str], shared: Shared, report: Connection) -> None:
     """A process of actors and teachers."""
     clock = Clock(shared, scenario.time_scale)
     with ExitStack() as stack:
-        peers: list[tuple[Actor | Teacher, Link]] = []
+        peers: dict[str, tuple[Actor | Teacher, Link]] = {}
         for name in names:
             role: m.Role = "actor" if name.startswith("actor") else "teacher"
-            link = Link(address, role, name)
-            peers.append(((Actor if role == "actor" else Teacher)(scenario, link.send), link))
+            link = Link(shard_address(address, shard_of_peer(name, scenario.shards)), role, name)
+            peers[name] = (Actor if role == "actor" else Teacher)(scenario, link.send), link
             stack.enter_context(link.client)
             link.client.connect()
         report.send("ready")
         clock.wait_for_start()
-        for peer, _ in peers:
+        for peer, _ in peers.values():
             peer.start(0.0)
         newest = 0
         while not shared[3]:
-            newest = _take_weights(shared, clock, newest, [peer for peer, _ in peers if isinstance(peer, Actor)])
-            for peer, link in peers:
-                if not link.deliver(peer, clock):
-                    break
-                peer.advance(clock.now_s())
+            newest = _take_weights(shared, clock, newest, [one for one, _ in peers.values() if isinstance(one, Actor)])
+            for peer, link in peers.values():
+                link.deliver(peer, clock)
+                if not link.over:
+                    peer.advance(clock.now_s())
             time.sleep(POLL_S)
-        report.send(_report([peer for peer, _ in peers], sum(link.messages for _, link in peers), clock.now_s()))
+        for peer, link in peers.values():  # what was on its way to the buffer is accepted or refused
+            link.client.flush(END_S)
+            link.deliver(peer, clock)
+        report.send(_report(peers, scenario.shards, clock.now_s()))
 
 
 def _take_weights(shared: Shared, clock: Clock, newest: int, actors: Sequence[Actor]) -> int:
@@ -130,37 +154,45 @@ def _take_weights(shared: Shared, clock: Clock, newest: int, actors: Sequence[Ac
     return step
 
 
-def _report(peers: Sequence[Actor | Teacher], messages: int, now_s: float) -> HostReport:
-    report = HostReport(messages, cpu_s=time.process_time())
-    for peer in peers:
+def _report(peers: dict[str, tuple[Actor | Teacher, Link]], n_shards: int, now_s: float) -> HostReport:
+    report = HostReport(sum(link.messages for _, link in peers.values()), cpu_s=time.process_time())
+    sent = Counter[int]()
+    for name, (peer, _) in peers.items():
         report.late_s = max(report.late_s, peer.late_s)
         if isinstance(peer, Actor):
             peer.settle_clock(now_s)
             report.busy_slot_s += peer.busy_slot_s
+            sent[shard_of_peer(name, n_shards)] += peer.tokens_sent
         else:
             report.busy_teacher_s += peer.busy_s
+    report.sent_tokens = dict(sent)
     return report
 
 
-def learn(address: str, scenario: Scenario, shared: Shared, report: Connection) -> None:
-    """The learner's process."""
+def learn(address: str, scenario: Scenario, pids: Sequence[int], shared: Shared, report: Connection) -> None:
+    """The learner's process, which also reads the CPU time of the buffer's processes at the end of its steps."""
 
     def publish(at_s: float, version: WeightVersion) -> None:
         with shared.get_lock():
             shared[1], shared[2] = version.step, at_s
 
     clock = Clock(shared, scenario.time_scale)
-    link = Link(address, "learner", "learner-0")
+    link = Link(all_addresses(address, scenario.shards), "learner", "learner-0")
     learner = Learner(scenario, link.send, publish)
     with link.client as client:
         client.connect()
         report.send("ready")
         clock.wait_for_start()
         learner.start(0.0)
+        readings: dict[int, tuple[float, list[float]]] = {}
         while not learner.done:
-            if not link.deliver(learner, clock):
+            learner.look(clock.now_s(), some_are_here=client.waits_for_shards)
+            link.deliver(learner, clock)
+            if link.over:
                 raise RuntimeError("the buffer ended the run before the learner")
             learner.advance(clock.now_s())
+            if learner.steps not in readings:
+                readings[learner.steps] = time.monotonic(), cpu_s(pids)
             time.sleep(POLL_S)
         ended_s = clock.now_s()
         client.flush(END_S)
@@ -171,114 +203,58 @@ def learn(address: str, scenario: Scenario, shared: Shared, report: Connection) 
             if received is not None and isinstance(received.message, m.Shutdown):
                 break
         shared[3] = 1.0
-    report.send((learner.count, ended_s, learner.late_s, link.messages, time.process_time()))
-
-
-def serve(scenario: Scenario, run_dir: str, report: Connection) -> None:
-    """The buffer's process."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    code = buffer.server.main(
-        config=scenario.buffer_config(), run_id=RUN, run_dir=Path(run_dir), vocab_fingerprint=VOCABULARY
-    )
-    report.send(_peak_mb())
-    sys.exit(code)
-
-
-def _peak_mb() -> float:
-    """Largest resident memory of this process so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
-
-
-class Processes:
-    """Starts processes that report over pipes, and ends those that are left."""
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self.shared: Shared = self._context.Array("d", 4)
-        self._all: list[Any] = []
-
-    def start(self, target: Any, *args: Any) -> Connection:
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=target, args=(*args, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        self._all.append(process)
-        return ours
-
-    def close(self) -> None:
-        for process in self._all:
-            process.join(1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
-def heard(connection: Connection, timeout_s: float, what: str) -> Any:
-    """What a process reports. Raises TimeoutError, and EOFError if it died."""
-    if not connection.poll(timeout_s):
-        raise TimeoutError(f"{what} said nothing for {timeout_s:.0f} s")
-    return connection.recv()
+    (began_s, before_s), (last_s, after_s) = readings[scenario.warm_up], readings[scenario.steps]
+    used_s = tuple(after - before for after, before in zip(after_s, before_s, strict=True))
+    work = learner.count, ended_s, learner.late_s, link.messages, time.process_time()
+    report.send(LearnerReport(*work, used_s, last_s - began_s))
 
 
 def wire_run(scenario: Scenario, run_dir: Path, limit_s: float) -> Figures:
     """One row of the table. Raises TimeoutError after `limit_s`."""
     processes = Processes()
     try:
-        run_dir.mkdir(parents=True)
-        served = processes.start(serve, scenario, str(run_dir))
-        listens = _address(run_dir)
-        address = listens.address
+        shards = Shards(processes, scenario, run_dir)
         names = [f"actor-{i}" for i in range(scenario.actors)] + [f"teacher-{i}" for i in range(scenario.teachers)]
         n_hosts = max(1, math.ceil(len(names) / PEERS_PER_HOST))
-        hosts = [processes.start(host, address, scenario, names[i::n_hosts], processes.shared) for i in range(n_hosts)]
-        learner = processes.start(learn, address, scenario, processes.shared)
+        common = shards.address, scenario
+        hosts = [processes.start(host, *common, names[i::n_hosts], processes.shared) for i in range(n_hosts)]
+        learner = processes.start(learn, *common, shards.pids, processes.shared)
         for connection in (*hosts, learner):
             heard(connection, START_S, "a process of simulated peers")
-        idle_before_s, began_s, cpu_before_s = idle_s(), time.monotonic(), process_cpu_s(listens.pid)
+        idle_cpu = shards.cpu_when_idle()
+        idle_before_s, began_s = idle_s(), time.monotonic()
         processes.shared[0] = time.monotonic()
-        count, ended_s, late_s, messages, learner_cpu_s = heard(learner, limit_s, "the learner")
-        wall_s, cpu_s = time.monotonic() - began_s, process_cpu_s(listens.pid) - cpu_before_s
+        learned: LearnerReport = heard(learner, limit_s, "the learner")
+        wall_s = time.monotonic() - began_s
         idle = (idle_s() - idle_before_s) / (wall_s * (os.cpu_count() or 1))
         reports: list[HostReport] = [heard(connection, END_S, "a host") for connection in hosts]
-        peak_mb = heard(served, END_S + START_S, "the buffer")
+        peaks_mb = shards.peaks_mb()
     finally:
         processes.close()
-    final = msgspec.json.decode((run_dir / "ledger.json").read_bytes(), type=m.Snapshot)
+    finals = shards.last_words()
     return Figures(
-        count=count,
-        seconds=ended_s,
+        count=learned.count,
+        seconds=learned.ended_s,
         busy_slot_s=sum(one.busy_slot_s for one in reports),
         busy_teacher_s=sum(one.busy_teacher_s for one in reports),
-        masked_tokens=sum(final.ledger.tokens.masked.values()),
-        accepted_tokens=final.ledger.tokens.accepted,
-        balanced=final.ledger.balanced and set(final.ledger.rejected) <= {"run_over"},
-        messages=messages + sum(one.messages for one in reports),
-        buffer_cpu_s=cpu_s,
-        buffer_peak_mb=peak_mb,
-        peers_cpu_s=learner_cpu_s + sum(one.cpu_s for one in reports),
+        masked_tokens=sum(sum(final.ledger.tokens.masked.values()) for final in finals),
+        accepted_tokens=sum(final.ledger.tokens.accepted for final in finals),
+        ledger_faults=_faults(finals, reports, learned.count),
+        messages=learned.messages + sum(one.messages for one in reports),
+        shards=tuple(map(ShardFigures, learned.buffer_cpu_s, idle_cpu, peaks_mb)),
+        measured_s=learned.measured_s,
+        peers_cpu_s=learned.cpu_s + sum(one.cpu_s for one in reports),
         wall_s=wall_s,
         idle_share=max(0.0, min(1.0, idle)),
-        late_s=max(late_s, *(one.late_s for one in reports)),
+        late_s=max(learned.late_s, *(one.late_s for one in reports)),
     )
 
 
-def _address(run_dir: Path) -> buffer.server.BufferAddress:
-    deadline_s = time.monotonic() + START_S
-    while not (file := run_dir / "buffer.json").exists():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the buffer did not listen after {START_S:.0f} s")
-        time.sleep(0.02)
-    return msgspec.json.decode(file.read_bytes(), type=buffer.server.BufferAddress)
-
-
-def idle_s() -> float:
-    """Seconds that the machine's cores were idle since it started, summed over cores."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()
-    return int(fields[4]) / os.sysconf("SC_CLK_TCK")
-
-
-def process_cpu_s(pid: int) -> float:
-    """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def _faults(finals: Sequence[m.Snapshot], reports: Sequence[HostReport], count: TokenCount) -> list[str]:
+    """What is wrong with the shards' ledgers."""
+    faults: list[str] = []
+    for shard, final in enumerate(finals):
+        sent = sum(report.sent_tokens.get(shard, 0) for report in reports)
+        found = ledger_faults(final.ledger, sent_tokens=sent, trained_tokens=count.trained_by_shard[shard])
+        faults += [f"shard {shard}: {fault}" for fault in found]
+    return faults

@@ -41,8 +41,3 @@ def waits_s(write_s: float, train_s: float, late_s: float) -> float:
     if short_s >= late_s:
         return short_s  # the new weights are there before the batch is full: nothing is lost
     return max(0.0, (short_s + late_s) / 2)
-
-
-def until_sent_s(scenario: Scenario) -> float:
-    """Mean time that a sampled token waits in its actor for the rest of its segment."""
-    return scenario.segment_tokens * scenario.token_s / 2

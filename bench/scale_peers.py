@@ -46,6 +46,8 @@ class Response:
     n_sent: int = 0
     """Sampled tokens in segments that left."""
     n_segments: int = 0
+    until: int = 0
+    """Last token of the segment that is being written."""
 
 
 class Actor:
@@ -56,7 +58,8 @@ class Actor:
         self._send = send
         self._waiting: deque[tuple[m.Ticket, Array]] = deque()
         self._running: dict[str, Response] = {}
-        self._events: list[tuple[float, str]] = []
+        self._events: list[tuple[float, str, int]] = []
+        """(when, rollout, token): a segment up to this token is complete. Out of date where it was sent earlier."""
         self._swapped_s: list[float] = [-math.inf]
         self._versions: list[WeightVersion] = [FIRST]
         self._received_total = 0
@@ -66,7 +69,13 @@ class Actor:
         """Seconds that slots were full, summed over slots."""
         self.late_s = 0.0
         """Longest time by which something was done too late."""
-        self.tokens_sent = 0
+        self._sent: dict[tuple[str, int], int] = {}
+        """Sampled tokens of each segment that was sent and not refused."""
+
+    @property
+    def tokens_sent(self) -> int:
+        """Sampled tokens in segments, without those that were refused because the run was over."""
+        return sum(self._sent.values())
 
     @property
     def due_s(self) -> float:
@@ -82,8 +91,11 @@ class Actor:
                 self._received_total += len(message.tickets)
                 self._waiting += zip(message.tickets, arrays, strict=True)
                 self._start_ready(now_s)
-                self._send_credit()
-            case m.CancelRollout(reason="run_ended") | m.SegmentAck(reason="run_over"):
+            case m.SegmentsWanted():
+                self._send_held(now_s)
+            case m.SegmentAck(reason="run_over"):
+                self._sent.pop((message.rollout_id, message.index), None)
+            case m.CancelRollout(reason="run_ended"):
                 pass
             case m.SegmentAck(status="rejected") | m.CancelRollout():
                 raise RuntimeError(f"the buffer refused what a simulated actor wrote: {message}")
@@ -99,12 +111,12 @@ class Actor:
     def advance(self, now_s: float) -> None:
         finished = False
         while self._events and self._events[0][0] <= now_s:
-            at_s, rollout_id = heapq.heappop(self._events)
+            at_s, rollout_id, until = heapq.heappop(self._events)
             response = self._running.get(rollout_id)
-            if response is None:
+            if response is None or until != response.until:
                 continue
             self.late_s = max(self.late_s, now_s - at_s)
-            self._send_segment(response)
+            self._send_segment(response, until)
             if response.n_sent < response.n_tokens:
                 self._schedule(response)
                 continue
@@ -137,11 +149,21 @@ class Actor:
             self._schedule(response)
 
     def _schedule(self, response: Response) -> None:
-        until = min(response.n_tokens, response.n_sent + self._scenario.segment_tokens)
-        heapq.heappush(self._events, (response.began_s + until * self._scenario.token_s, response.ticket.rollout_id))
+        whole = response.n_sent // self._scenario.segment_tokens + 1
+        until = response.until = min(response.n_tokens, whole * self._scenario.segment_tokens)
+        at_s = response.began_s + until * self._scenario.token_s
+        heapq.heappush(self._events, (at_s, response.ticket.rollout_id, until))
 
-    def _send_segment(self, response: Response) -> None:
-        until = min(response.n_tokens, response.n_sent + self._scenario.segment_tokens)
+    def _send_held(self, now_s: float) -> None:
+        """What is sampled of each response, but for its newest token."""
+        for response in self._running.values():
+            until = min(response.until, int((now_s - response.began_s) / self._scenario.token_s)) - 1
+            if until > response.n_sent:
+                self._send_segment(response, until)
+                self._schedule(response)
+
+    def _send_segment(self, response: Response, until: int) -> None:
+        """The tokens up to `until`."""
         n_new = until - response.n_sent
         prompt = response.prompt if response.n_segments == 0 else response.prompt[:0]
         n = len(prompt) + n_new
@@ -161,7 +183,7 @@ class Actor:
         )
         ids = np.concatenate([prompt, np.arange(n_new, dtype=np.int32)])
         self._send(segment, (ids, np.where(mask, -0.5, 0.0).astype(np.float32), mask))
-        self.tokens_sent += n_new
+        self._sent[segment.rollout_id, segment.index] = n_new
         response.n_sent = until
         response.n_segments += 1
 
@@ -211,7 +233,6 @@ class Teacher:
             self._held += message.items
             self._held_tokens += sum(item.new_tokens for item in message.items)
             self._received_total += len(message.items)
-            self._send_credit()
             if not self._batch:
                 self._begin(now_s)
 
@@ -268,7 +289,9 @@ class Learner:
         self._sending = FIRST
         self._next_task = 0
         self._waits_since_s = 0.0
-        self.count = TokenCount(scenario.max_staleness)
+        self._some_since_s = math.inf
+        """Since when a part of the shards has sent its share of the next batch."""
+        self.count = TokenCount(scenario.max_staleness, scenario.shards)
         self.done = False
         self.final: m.Snapshot | None = None
         self.late_s = 0.0
@@ -280,6 +303,11 @@ class Learner:
     @property
     def steps(self) -> int:
         return self._version.step
+
+    def look(self, now_s: float, *, some_are_here: bool) -> None:
+        """`some_are_here`: a part of the shards has sent its share of the next batch, the others have not."""
+        if some_are_here:
+            self._some_since_s = min(self._some_since_s, now_s)
 
     def start(self, now_s: float) -> None:
         self._waits_since_s = now_s
@@ -330,6 +358,8 @@ class Learner:
         batch, arrays = self._ready.pop(self._version.step)
         work = self.count.take(batch, arrays)
         self.count.waits_s.append(max(0.0, now_s - self._waits_since_s))
+        self.count.shard_waits_s.append(max(0.0, now_s - max(self._waits_since_s, self._some_since_s)))
+        self._some_since_s = math.inf
         self._training = batch
         cost = work.trained_tokens + self._scenario.context_cost * work.context_tokens
         self._trained_s = now_s + cost / self._scenario.learner_per_s
@@ -347,9 +377,9 @@ class Learner:
         if self._version.step >= self._scenario.steps:
             self.done = True
             return
-        if not self._scenario.max_staleness:
-            self._send(m.BatchWanted(self._version), ())
         self._begin(at_s)
+        if self._training is None:  # it says that it waits
+            self._send(m.BatchWanted(self._version), ())
 
     def _publish_next(self, at_s: float) -> None:
         if self._published_s == math.inf and self._version > self._sending:

@@ -26,6 +26,8 @@ class Scenario:
 
     actors: int = 32
     teachers: int = 8
+    shards: int = 1
+    """Processes of the buffer. Actors and teachers are dealt to them in turn."""
     max_staleness: int = 1
     slots: int = 16
     """Requests that an actor decodes at once. Each gets an equal share of its rate, also while others are empty: a
@@ -57,6 +59,8 @@ class Scenario:
     warm_up: int = 5
     """Steps before the measurement begins."""
     time_scale: float = 1.0
+    seed: int = 0
+    """Other lengths for another number."""
 
     @property
     def generation_per_s(self) -> float:
@@ -97,7 +101,7 @@ class Scenario:
         if not self.sigma:
             return min(self.longest, round(self.mean_tokens))
         mu = math.log(self.mean_tokens) - self.sigma**2 / 2
-        return max(1, min(self.longest, round(Random(seed).lognormvariate(mu, self.sigma))))
+        return max(1, min(self.longest, round(Random(seed + 1_000_003 * self.seed).lognormvariate(mu, self.sigma))))
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -124,12 +128,13 @@ class Scenario:
         return BufferConfig(
             max_staleness=self.max_staleness,
             batch_rollouts=self.batch_rollouts,
+            shards=self.shards,
             release=self.release,
             idle_release_s=2.0 * self.time_scale,
             lease_s=60.0 * scale,
             hedge_floor_s=2.0 * scale,
             ticket_timeout_s=600.0 * scale,
-            task_queue=max(64, 2 * self.batch_rollouts // self.group_size),
+            task_queue=max(64, 2 * self.batch_rollouts // self.group_size // self.shards),
             max_top_k_bytes=max(1024, self.top_k_bytes),
         )
 

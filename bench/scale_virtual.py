@@ -1,4 +1,5 @@
-"""The schedule of bench/scale.py on a virtual clock: the buffer's state and simulated peers in one process.
+"""The schedule of bench/scale.py on a virtual clock: the buffer's state, or that of its shards, and simulated peers in
+one process.
 
 No wire and no journal: it says what the rules of pacing and release allow, exactly, and nothing about cost."""
 
@@ -9,11 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from bench.scale_count import Figures
+from bench.scale_count import Figures, ledger_faults
 from bench.scale_peers import Actor, Array, Learner, Teacher
 from bench.scale_settings import Scenario
 from buffer.state import BufferState, Outgoing
-from protocol.messages import Message, Role, WeightVersion
+from protocol.codec import Received
+from protocol.messages import Ledger, Message, Role, WeightVersion
+from protocol.shards.merger import Merger
 
 WIRE_S: Final = 0.002
 """From the buffer to a peer. What a peer sends arrives at once."""
@@ -25,7 +28,9 @@ class VirtualRun:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.state = BufferState(scenario.buffer_config(), version=WeightVersion(0, 0))
+        config = scenario.buffer_config().of_shard()
+        self.shards = [BufferState(config, version=WeightVersion(0, 0)) for _ in range(scenario.shards)]
+        self._merger = Merger(scenario.shards)
         self.now_s = 0.0
         self._mail: list[tuple[float, int, str, Message, Sequence[Array]]] = []
         """(when, number, peer's name, or "" for the buffer, ...)."""
@@ -47,23 +52,39 @@ class VirtualRun:
         for name, peer in self._peers.items():
             role = _role(name)
             pool = "default" if role == "teacher" else ""
-            self._send_out(self.state.peer_joined(0.0, role, name, name, pool))
+            for shard in self._shards_of(name):
+                self._send_out(shard, self.shards[shard].peer_joined(0.0, role, name, name, pool))
             peer.start(0.0)
         while not self.learner.done:
             self._next()
         for actor in self.actors.values():
             actor.settle_clock(self.now_s)
-        ledger = self.state.snapshot(self.now_s).ledger
+        ledgers = [state.snapshot(self.now_s).ledger for state in self.shards]
         return Figures(
             count=self.learner.count,
             seconds=self.now_s,
             busy_slot_s=sum(actor.busy_slot_s for actor in self.actors.values()),
             busy_teacher_s=sum(teacher.busy_s for teacher in self.teachers.values()),
-            masked_tokens=sum(ledger.tokens.masked.values()),
-            accepted_tokens=ledger.tokens.accepted,
-            balanced=ledger.balanced and not ledger.rejected,
+            masked_tokens=sum(sum(ledger.tokens.masked.values()) for ledger in ledgers),
+            accepted_tokens=sum(ledger.tokens.accepted for ledger in ledgers),
+            ledger_faults=self._faults(ledgers),
             messages=self.messages,
         )
+
+    def _faults(self, ledgers: Sequence[Ledger]) -> list[str]:
+        """What is wrong with the shards' ledgers."""
+        faults: list[str] = []
+        for shard, ledger in enumerate(ledgers):
+            actors = [actor for name, actor in self.actors.items() if shard in self._shards_of(name)]
+            sent, trained = sum(one.tokens_sent for one in actors), self.learner.count.trained_by_shard[shard]
+            found = ledger_faults(ledger, sent_tokens=sent, trained_tokens=trained, over=False)
+            faults += [f"shard {shard}: {fault}" for fault in found]
+        return faults
+
+    def _shards_of(self, name: str) -> Sequence[int]:
+        """Shards that a peer talks to."""
+        n = len(self.shards)
+        return range(n) if _role(name) == "learner" else [int(name.rpartition("-")[2]) % n]
 
     def _next(self) -> None:
         """The earliest of: a message arrives, a peer has something due, new weights, a tick."""
@@ -78,8 +99,7 @@ class VirtualRun:
                 self._note(name)
         elif mail_s == now_s:
             _, _, to, message, arrays = heapq.heappop(self._mail)
-            peer = self._peers[to]
-            peer.take(now_s, message, arrays)
+            self._peers[to].take(now_s, message, arrays)
             self._note(to)
         elif due_s == now_s:
             _, name = heapq.heappop(self._due)
@@ -89,7 +109,8 @@ class VirtualRun:
                 self._note(name)
         else:
             self._next_tick_s = now_s + TICK_S
-            self._send_out(self.state.tick(now_s))
+            for shard, state in enumerate(self.shards):
+                self._send_out(shard, state.tick(now_s))
 
     def _note(self, name: str) -> None:
         due_s = self._peers[name].due_s
@@ -98,14 +119,24 @@ class VirtualRun:
             heapq.heappush(self._due, (due_s, name))
 
     def _to_buffer(self, name: str, message: Message, arrays: Sequence[Array]) -> None:
-        self.messages += 1
-        self._send_out(self.state.handle(self.now_s, _role(name), name, message, arrays))
-
-    def _send_out(self, outgoing: Sequence[Outgoing]) -> None:
-        for _, name, message, arrays in outgoing:
+        role = _role(name)
+        parts = [(shard, message, arrays) for shard in self._shards_of(name)]
+        for shard, part, frames in self._merger.outgoing(message, arrays) if role == "learner" else parts:
             self.messages += 1
-            self._sent += 1
-            heapq.heappush(self._mail, (self.now_s + WIRE_S, self._sent, name, message, arrays))
+            self._send_out(shard, self.shards[shard].handle(self.now_s, role, name, part, frames))
+
+    def _send_out(self, shard: int, outgoing: Sequence[Outgoing]) -> None:
+        """Post what a shard sends. The learner is sent what all shards have said together."""
+        for role, name, message, arrays in outgoing:
+            self.messages += 1
+            received: Received | None = Received(message, tuple(arrays))
+            if role == "learner":
+                received = self._merger.incoming(shard, received)
+                self.learner.look(self.now_s + WIRE_S, some_are_here=self._merger.waits_for_pieces)
+            if received is not None:
+                self._sent += 1
+                mail = self.now_s + WIRE_S, self._sent, name, received.message, received.arrays
+                heapq.heappush(self._mail, mail)
 
     def _publish(self, at_s: float, version: WeightVersion) -> None:
         self._swaps.append((at_s, version))

@@ -28,6 +28,8 @@ _ITEM_HEADER_BYTES: Final = 512
 _ENTRY_BYTES: Final = 32
 """Upper bound for a version span, a branch or a top-k piece."""
 _CHARACTER_BYTES: Final = 4
+MOST_ROLLOUTS: Final = HEADER_BYTES // (_ITEM_HEADER_BYTES + _ENTRY_BYTES)
+"""More rollouts than this do not fit into a batch, however short they are."""
 
 
 PartT = TypeVar("PartT", bound=msgspec.Struct)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta
 
 from protocol.addresses import is_local
@@ -25,6 +26,12 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     advertise: str = ""
     """Address at which other machines reach the buffer, tcp://HOST:PORT, where it differs from `bind` (port forwarding,
     NAT, or bind on all interfaces). Workers that join are given it. Empty: the same as `bind`."""
+    shards: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Processes that hold the buffer together, each with a core of its own: 1, unless one core is too little for all
+    segments (some 5,000 small ones/s; docs/scaling.md). Each owns every n-th task, its share of the actors and of each
+    pool's teachers, and batch_rollouts / shards of every batch, so deal fast and slow workers evenly. Shards listen on
+    consecutive ports, from that of `bind` on. batch_rollouts must be a multiple of shards, and with release = rollout
+    of shards * learner.tasks.group_size."""
     encrypt: Literal["auto", "on", "off"] = "auto"
     """Encrypt the links to the buffer and the weight control channel, and admit only holders of this run's keys
     (SECURITY.md). auto: on, unless only this machine can reach `bind` and `advertise`."""
@@ -38,7 +45,8 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     """Staleness bound: no token is trained more than this many optimizer steps after the version that sampled it.
     0: synchronous."""
     batch_rollouts: PositiveInt = 64
-    """Rollouts per optimizer step. A part of a rollout counts as a fraction."""
+    """Rollouts per optimizer step. A part of a rollout counts as a fraction. With max_staleness = 1 a batch also takes
+    along what would be too old for the next one, except with release = rollout."""
     release: Release = "deadline"
     """When scored tokens may be trained. `rollout`: in whole groups of whole rollouts. `segment`: as soon as they are
     scored. `deadline`: in whole rollouts, but a scored prefix is released early if waiting would make it stale or leave
@@ -95,8 +103,8 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     at the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last
     moments; this is detected, and the run resumes from its last checkpoint."""
     journal_log_mb: PositiveInt = 256
-    """Size of the journal, in MiB, at which it is replaced by an image of the present state (later if the image is
-    large)."""
+    """Size of what came since the last image of the state, in MiB, at which the next image is made (later if the image
+    is large). The disk needs room for as much, for all that is held, and for an image."""
     journal_reserve_mb: NonNegativeInt = 64
     """Disk space to reserve, in MiB, so that scores and trained batches can still be journaled when the disk is full.
     New work is then no longer accepted."""
@@ -109,6 +117,10 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     def _reachable(self) -> bool:
         """True if other machines can reach the buffer."""
         return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
+
+    def of_shard(self) -> BufferConfig:
+        """Settings of each shard: it paces and fills its own part of every batch."""
+        return msgspec.structs.replace(self, batch_rollouts=self.batch_rollouts // self.shards)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import islice
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from buffer.acks import acknowledged_together
+from buffer.blobs import Load, numbered
 from buffer.state import BufferState, Outgoing
 from protocol.codec import Received, decode, encode
 from protocol.flow import UNNUMBERED
@@ -71,10 +73,20 @@ class Turn:
         return self.now_s if self.tick_s is None else max(self.now_s, self.tick_s)
 
 
+class Encoded(NamedTuple):
+    """A turn as it is stored, and its blobs by number."""
+
+    body: bytes
+    blobs: tuple[tuple[int, bytes], ...] = ()
+
+
 class _Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
     role: Role
     name: str
     frames: list[bytes]
+    """Those of blobs are left out."""
+    blobs: tuple[int, ...] = ()
+    """How many arrays each blob has, and the numbers as in `buffer.blobs.Arrays`. Nothing if all are 0."""
 
 
 class _Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -88,26 +100,52 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(_Turn)
 
 
-def encode_turn(turn: Turn) -> bytes:
-    """Encode a turn as MessagePack. Messages of peers are kept as their frames on the wire."""
-    entries = [_said(entry) if isinstance(entry, FromPeer) else entry for entry in turn.entries]
-    return _encode(_Turn(turn.now_s, entries, turn.tick_s, turn.refused))
+def encode_turn(turn: Turn, blobs_total: int) -> Encoded:
+    """Encode a turn as MessagePack. Messages of peers are kept as their frames on the wire. `blobs_total`: blobs that
+    came before this turn."""
+    blobs: list[tuple[int, bytes]] = []
+    entries = [
+        _said(entry, blobs_total + len(blobs), blobs) if isinstance(entry, FromPeer) else entry
+        for entry in turn.entries
+    ]
+    return Encoded(_encode(_Turn(turn.now_s, entries, turn.tick_s, turn.refused)), tuple(blobs))
 
 
-def decode_turn(body: bytes) -> Turn:
-    """Raises msgspec.DecodeError or RemoteProtocolError if `body` is not a turn."""
+def decode_turn(body: bytes, load: Load) -> Turn:
+    """`load` reads the turn's blobs. Raises msgspec.DecodeError or RemoteProtocolError if `body` is not a turn."""
     turn = _decoder.decode(body)
     entries = [
-        FromPeer(entry.role, entry.name, Received(*decode(entry.frames))) if isinstance(entry, _Said) else entry
+        FromPeer(entry.role, entry.name, Received(*decode(_frames(entry, load)))) if isinstance(entry, _Said) else entry
         for entry in turn.entries
     ]
     return Turn(turn.now_s, tuple(entries), turn.tick_s, turn.refused)
 
 
-def _said(entry: FromPeer) -> _Said:
+def _said(entry: FromPeer, blobs_total: int, blobs: list[tuple[int, bytes]]) -> _Said:
+    """The message of a peer, without its blobs, which are added to `blobs`."""
     # Not `codec.encode`, which would validate again what the server has already validated.
     message, arrays = entry.received
-    return _Said(entry.role, entry.name, [_encode(message), *[array.tobytes() for array in arrays]])
+    header, frames = _encode(message), [array.tobytes() for array in arrays]
+    numbers = numbered(message, arrays, blobs_total).numbers
+    if not any(numbers):
+        return _Said(entry.role, entry.name, [header, *frames])
+    each = len(frames) // len(numbers)
+    groups = [frames[i * each : (i + 1) * each] for i in range(len(numbers))]
+    blobs += [(number, _encode(group)) for number, group in zip(numbers, groups, strict=True) if number]
+    inline = [frame for number, group in zip(numbers, groups, strict=True) if not number for frame in group]
+    return _Said(entry.role, entry.name, [header, *inline], (each, *numbers))
+
+
+def _frames(said: _Said, load: Load) -> list[bytes]:
+    """The frames of a peer's message, with those of its blobs."""
+    if not said.blobs:
+        return said.frames
+    inline = iter(said.frames)
+    frames = [next(inline)]
+    each, *numbers = said.blobs
+    for number in numbers:
+        frames += load(number) if number else islice(inline, each)
+    return frames
 
 
 class Core:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
+from buffer.items import make_item
 from buffer.ledger import TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.peers import Outbox, Peer
-from buffer.release import make_item
 from buffer.rollouts import Rollout
 from buffer.tokens import Array
 from protocol.messages import BatchItem, EvalResult, EvalWanted
 
-KEPT_EVALUATIONS = 4
-"""Number of evaluations to keep, in case a result was lost, of those whose results were all sent but not all
-confirmed."""
+KEPT_EVALUATIONS = 64
+"""Number of evaluations to keep, in case the learner asks again, of those whose results are all confirmed. They hold
+only counts."""
 
 
 class Result(NamedTuple):
@@ -146,7 +146,7 @@ class EvalDesk:
         self._outbox.send("learner", self._outbox.learner, message, arrays)
 
     def _forget_old(self) -> None:
-        """Forget all but the newest of the evaluations whose results were all sent."""
-        done = [e for e in self._evaluations.values() if e.outstanding == 0 and not e.unsent]
+        """Forget all but the newest of the evaluations whose results the learner has."""
+        done = [e for e in self._evaluations.values() if e.outstanding == 0 and not e.unsent and not e.results]
         for evaluation in done[:-KEPT_EVALUATIONS]:
             del self._evaluations[evaluation.eval_id]

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from buffer.arrivals import Arrivals
+from buffer.blobs import number_of
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.go_back import go_back
 from buffer.groups import GroupFilter
+from buffer.items import LeasedBatch
 from buffer.ledger import RejectReason
 from buffer.lifecycle import Lifecycle
 from buffer.peers import Outbox, Peer
-from buffer.release import BatchDesk, LeasedBatch
+from buffer.release import BatchDesk
 from buffer.tickets import TicketDesk
 from buffer.tokens import Array
 from buffer.validation import task_fault
@@ -39,8 +41,6 @@ class LearnerDesk:
         vocab_size: int | None,
         snapshot: Callable[[float], m.Snapshot],
     ) -> None:
-        self.published = life.versions.newest
-        """Newest version that the learner has published."""
         self.staleness_hist: dict[int, int] = {}
         """Trained tokens by staleness."""
         self._config = config
@@ -108,7 +108,7 @@ class LearnerDesk:
             return
         self._pacing.restart(version)
         self._batches.give_back_all()
-        self.published = version
+        self._versions.published = version
         go_back(message, self._life, self._arrivals, self._config, engines=before)
         self._batches.start_anew()
         self._acknowledge_tasks((), "train")
@@ -124,8 +124,9 @@ class LearnerDesk:
             if fault is not None:
                 self._refuse(peer, f"{task.kind} task {task.task_id} cannot be run", *fault)
                 return
-        for task, prompts_T in zip(message.tasks, arrays, strict=True):
-            if self._tasks.offer(task, prompts_T, self.published) is not None and task.kind == "eval":
+        for i, (task, prompts_T) in enumerate(zip(message.tasks, arrays, strict=True)):
+            record = self._tasks.offer(task, prompts_T, self._versions.published, number_of(arrays, i))
+            if record is not None and task.kind == "eval":
                 self._evals.task_added(task.eval_id, task.group_size)
         if message.last:
             self._tasks.stream_ended = True
@@ -159,6 +160,7 @@ class LearnerDesk:
             return
         leased = self._batches.leased_for(version)
         if leased is not None:
+            self._batches.awaited(leased)
             if leased.batch_id not in self._on_the_way:
                 self._send_batch(now_s, leased)
             return
@@ -176,7 +178,7 @@ class LearnerDesk:
         version = self._batches.wanted
         if version is None or self._out.learner is None:
             return
-        batch = self._batches.form(self._nothing_follows)
+        batch = self._batches.form(now_s, self._nothing_follows)
         if batch is not None:
             self._groups.batch_left()
             self._send_batch(now_s, batch)
@@ -206,7 +208,7 @@ class LearnerDesk:
                 return
             self._versions.reach(message.version)
             self._pacing.trained(message.version)
-            trained = self._batches.settle(batch, message.version, message.masked)
+            trained = self._batches.settle(now_s, batch, message.version, message.masked)
             self._on_the_way.discard(batch.batch_id)
             for distance, n in trained.items():
                 self.staleness_hist[distance] = self.staleness_hist.get(distance, 0) + n
@@ -234,7 +236,7 @@ class LearnerDesk:
         if not self._same_branch(peer, message.version):
             return
         self._versions.reach(message.version)
-        self.published = max(self.published, message.version)
+        self._versions.published = max(self._versions.published, message.version)
 
     def _same_branch(self, peer: Peer, version: WeightVersion) -> bool:
         """Return True if the version is on the surviving branch. Otherwise the sender is sent a Refused."""

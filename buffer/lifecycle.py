@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from buffer.blobs import KeptBytes, number_of
 from buffer.config import BufferConfig
 from buffer.history import EndedRollouts
 from buffer.holdings import HeldCounts, Holdings, recounted
@@ -45,9 +46,13 @@ class Lifecycle:
         self.versions = VersionTable(start)
         self.pacing = Pacing(batch_rollouts=config.batch_rollouts, max_staleness=config.max_staleness, start=start)
         self.tasks = TaskBook(
-            config.task_queue, config.max_attempts, whole_groups=self._whole_groups, epoch=start.epoch
+            config.task_queue,
+            config.max_attempts,
+            whole_groups=self._whole_groups,
+            epoch=start.epoch,
+            n_shards=config.shards,
         )
-        self._ended = EndedRollouts()
+        self._ended = EndedRollouts(config.shards)
         self._finished_rollouts = 0
         self._finished_tokens = 0
 
@@ -82,13 +87,14 @@ class Lifecycle:
         n_pools = len(rollout.affinity)
         segment = Segment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
         segment.other_tokens = other_tokens
-        segment.top_ids = b"".join(payload.tobytes() for payload in top_ids)
+        blob = number_of(arrays)
+        segment.top_ids = KeptBytes.of(top_ids[0].tobytes(), blob, 3) if top_ids else b""
         counts = self.book.of(rollout.kind)
         if not rollout.segments:
             counts.rollouts.accept()
         counts.segments.accept()
         counts.tokens.accept(n_sampled)
-        rollout.tokens.append(ids_N, logprobs_N, loss_mask_N)
+        rollout.tokens.append(ids_N, logprobs_N, loss_mask_N, blob)
         rollout.segments.append(segment)
         rollout.n_sampled += n_sampled
         rollout.n_turns = message.n_turns

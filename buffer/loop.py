@@ -185,6 +185,7 @@ class BufferLoop:
         if turn.empty:
             return
         began_s, began_ns = time.thread_time(), trace.now_ns()
+        blobs_total = self._core.state.blobs_total
         outgoing = self._core.apply(turn)
         self._applied_s += time.thread_time() - began_s
         for _, _, message, _ in outgoing if trace.tracing() else ():
@@ -192,7 +193,8 @@ class BufferLoop:
                 trace.done("buffer", "batch", began_ns, step=message.version.step + 1, rollouts=len(message.items))
         journal = self._journal
         if journal is not None:
-            journal.write(encode_turn(turn), time.monotonic())
+            encoded = encode_turn(turn, blobs_total)
+            journal.write(encoded.body, time.monotonic(), encoded.blobs)
         self._send(outgoing)
         if journal is not None:
             self._tend_image(journal, turn.newest_s)

@@ -22,6 +22,7 @@ from buffer.breaker import Breaker
 from buffer.config import BufferConfig
 from buffer.peers import Lease, TeacherPeer
 from buffer.rollouts import ScoreJob
+from buffer.rooms import Rooms
 
 WINDOW: Final = 256
 """Leases of a pool that count as recent."""
@@ -104,10 +105,20 @@ class Pool:
         self.name = name
         self.queue: list[tuple[int, int, int, int, ScoreJob]] = []
         self.teachers: dict[str, TeacherPeer] = {}
+        self.rooms = Rooms()
+        """The same teachers, by their room."""
         self.times = LeaseTimes()
         self.budget = HedgeBudget()
         self.unhedged: dict[int, Lease] = {}
         """Leases out for jobs that were not hedged, oldest first."""
+
+    def joined(self, teacher: TeacherPeer) -> None:
+        self.teachers[teacher.name] = teacher
+        self.rooms.enter(teacher)
+
+    def left(self, name: str) -> None:
+        self.teachers.pop(name, None)
+        self.rooms.remove(name)
 
     def granted(self, lease: Lease) -> None:
         self.budget.granted(hedge=lease.hedge)

@@ -22,42 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
-from typing import NamedTuple
-
-import numpy as np
+from math import inf
 
 from buffer.batch_size import Room, Size, fits_alone, size_of
 from buffer.candidates import PREFIX, WHOLE, Candidates, Key, Offer
 from buffer.config import BufferConfig
+from buffer.departure import Departure
 from buffer.history import Runs
+from buffer.items import LeasedBatch, Piece, make_item
 from buffer.ledger import NON_FINITE, TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
 from buffer.tokens import Array
-from protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
+from protocol.messages import BatchItem, Settled, WeightVersion
 
 _ROUNDING = 1e-9
 """Tolerance, as the weights of a rollout's pieces add up to 1 except for rounding."""
-
-
-class Piece(NamedTuple):
-    """Segments of one rollout that are leased together."""
-
-    rollout: Rollout
-    segments: tuple[Segment, ...]
-
-
-class LeasedBatch(NamedTuple):
-    """A batch that the learner holds, kept complete so that a repeated request gets the same answer."""
-
-    batch_id: int
-    version: WeightVersion
-    pieces: tuple[Piece, ...]
-    items: tuple[BatchItem, ...]
-    arrays: tuple[Array, ...]
-    staleness: dict[int, int]
-    settled: tuple[Settled, ...]
-    n_tokens: int
 
 
 class BatchDesk:
@@ -73,6 +53,7 @@ class BatchDesk:
         self.leased: dict[int, LeasedBatch] = {}
         self.trained: Runs[int] = Runs()
         """Epoch in which each trained batch was trained, by batch id."""
+        self._departure = Departure()
         self._idle_since_s: float | None = None
         """When the learner asked for this batch without holding another; None before that."""
         self._idle = False
@@ -83,13 +64,15 @@ class BatchDesk:
         self._next_batch_id = 1
 
     def __repr__(self) -> str:
-        return f"BatchDesk(wanted={self.wanted}, {self._candidates!r}, leased={list(self.leased)})"
+        return f"BatchDesk(wanted={self.wanted}, {self._candidates!r}, leased={list(self.leased)}, {self._departure!r})"
 
     # ------------------------------------------------------------------------------------------------- request
 
     def want(self, now_s: float, version: WeightVersion) -> None:
         """Note that the learner wants the batch of `version.step`: it waits, or still trains the one before it."""
         if self.wanted != version:
+            for batch in self.leased.values():
+                self._departure.step_began(now_s, batch.n_tokens)
             self.wanted = version
             self._idle_since_s = None
             self._idle = False
@@ -100,6 +83,11 @@ class BatchDesk:
 
     def forget_request(self) -> None:
         self.wanted = None
+
+    def awaited(self, batch: LeasedBatch) -> None:
+        """Note that the learner does nothing but wait for a batch that has left."""
+        if batch.batch_id == self._next_batch_id - 1:
+            self._departure.awaited()
 
     def leased_for(self, version: WeightVersion) -> LeasedBatch | None:
         return next((batch for batch in self.leased.values() if batch.version == version), None)
@@ -127,7 +115,7 @@ class BatchDesk:
 
     # ------------------------------------------------------------------------------------------------- forming
 
-    def form(self, nothing_follows: Callable[[], bool]) -> LeasedBatch | None:
+    def form(self, now_s: float, nothing_follows: Callable[[], bool]) -> LeasedBatch | None:
         """Lease a batch to the learner if one is due. `nothing_follows()`: nothing more can arrive, so that a smaller
         batch is enough. It is called again after the hard check, which may settle rollouts and make room for others."""
         version = self.wanted
@@ -139,17 +127,31 @@ class BatchDesk:
         enough = self._config.batch_rollouts - _ROUNDING
         if self._candidates.weight(self._mean_tokens) < enough and not nothing_follows():
             return None
-        chosen, weight = self._choose(version, enough)
+        runs_out = self._runs_out(version)
+        if runs_out and self.leased and self._life.unready and not self._departure.due(now_s):
+            return None  # more may come in time
+        chosen, weight = self._choose(version, inf if runs_out else enough)
         if not chosen or (weight < enough and not nothing_follows()):
             return None
         batch = self._lease(version, sorted(chosen, key=lambda rollout: rollout.slot.order))
         self.forget_request()
+        self._departure.batch_left(now_s, awaited=self._idle_since_s is not None)
         return batch
 
-    def settle(self, batch: LeasedBatch, version: WeightVersion, masked: Collection[str]) -> dict[int, int]:
+    def actors_to_ask(self, now_s: float, round_s: float) -> float:
+        """Share of the actors that are to be asked for what they hold, because a batch is about to leave without it.
+        `round_s`: shortest time in which all of them may be asked."""
+        if self.wanted is None or not self._runs_out(self.wanted):
+            return 0.0
+        return self._departure.turns(now_s, round_s)
+
+    def settle(
+        self, now_s: float, batch: LeasedBatch, version: WeightVersion, masked: Collection[str]
+    ) -> dict[int, int]:
         """Count a batch as trained into `version`, except for the rollouts `masked`. Returns trained tokens by
         staleness."""
         del self.leased[batch.batch_id]
+        self._departure.step_ended(now_s)
         self.trained.put(batch.batch_id, version.epoch)
         left_out: dict[int, int] = {}
         for rollout, segments in batch.pieces:
@@ -168,8 +170,16 @@ class BatchDesk:
                 self._life.give_back(piece.rollout, piece.segments)
         self.leased.clear()
         self.forget_request()
+        self._departure = Departure()
 
     # ----------------------------------------------------------------------------------------------- internals
+
+    def _runs_out(self, version: WeightVersion) -> bool:
+        """Return True if what is sampled now will be too old for the batch after that of `version` (`departure`)."""
+        if self._config.max_staleness != 1 or self._config.release == "rollout":
+            return False
+        after = WeightVersion(version.epoch, version.step + 1)
+        return self._versions.distance(self._versions.published, after) > 1
 
     def _look_again(self) -> None:
         """Enter what has changed of what samples could release."""
@@ -330,54 +340,6 @@ class BatchDesk:
                     settled[key] = Settled(*key, *fate)
         reported = {(one.task_id, one.sample_index) for batch in self.leased.values() for one in batch.settled}
         return tuple(sample for key, sample in settled.items() if key not in reported)
-
-
-def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
-    """The wire form of these segments of a rollout and everything before them: the item and its four or five arrays.
-
-    If nothing open follows them the item extends to the rollout's end, so that it carries reward and finish reason."""
-    last = segments[-1] if segments else None
-    n_segments = len(rollout.segments)
-    if last is not None and not (rollout.closed and all(s.state.settled for s in rollout.segments[last.index + 1 :])):
-        n_segments = last.index + 1
-    end = rollout.segments[n_segments - 1].end
-    train_mask_T = np.zeros(end, np.uint8)
-    for segment in segments:
-        train_mask_T[segment.start : segment.end] = rollout.tokens.open_mask(segment.start, segment.end)
-    pieces, payloads = _top_k(segments)
-    task = rollout.slot.task.task
-    final = rollout.final and n_segments == len(rollout.segments)
-    item = BatchItem(
-        rollout_id=rollout.rollout_id,
-        task_id=task.task_id,
-        sample_index=rollout.slot.sample_index,
-        group_size=task.group_size,
-        tag=task.tag,
-        teachers=task.teachers,
-        end=end,
-        spans=rollout.spans(n_segments),
-        final=final,
-        finish_reason=rollout.finish_reason if final else None,
-        reward=rollout.reward if final else None,
-        n_turns=rollout.n_turns,
-        branches=tuple(branch for branch in rollout.branches if branch.start < end),
-        top_k=pieces,
-        turn_rewards=rollout.turn_rewards if final else (),
-    )
-    tokens = rollout.tokens
-    arrays = (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))
-    return item, (*arrays, np.frombuffer(b"".join(payloads), np.uint8)) if pieces else arrays
-
-
-def _top_k(segments: Iterable[Segment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
-    """Top-k pieces of the segments, and their payloads."""
-    pieces: list[TopKPiece] = []
-    payloads: list[bytes] = []
-    for segment in segments:
-        for pool_index, payload in sorted(segment.top_k.items()):
-            pieces.append(TopKPiece(pool_index, segment.top_start, segment.top_end, len(payload)))
-            payloads.append(payload)
-    return tuple(pieces), payloads
 
 
 def _whole_group(task: TaskRecord) -> list[Rollout]:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
+from buffer.blobs import Kept
 from buffer.config import ATTEMPTS_PER_EPOCH
 from buffer.tokens import Array, Int32s, TokenStore
 from protocol.branches import path_to
@@ -326,15 +328,17 @@ class Slot:
 class TaskRecord:
     """A task that was offered and is not settled."""
 
-    __slots__ = ("_last_order", "min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T", "to_issue")
+    __slots__ = (
+        *("_blob", "_last_order", "min_version", "n_settled", "prompt_T", "slots", "task", "teacher_prompt_T"),
+        "to_issue",
+    )
 
-    def __init__(self, task: Task, prompts_T: Int32s, *, min_version: WeightVersion) -> None:
-        """`prompts_T`: the task's frame: the student's prompt, then the teachers' prompt if they have another."""
+    def __init__(self, task: Task, prompts_T: Int32s, *, min_version: WeightVersion, blob: int = 0) -> None:
+        """`prompts_T`: the task's frame: the student's prompt, then the teachers' prompt if they have another. `blob`:
+        number of the blob in which it came."""
         self.task = task
-        n_prompt = len(prompts_T) - task.teacher_prompt_tokens
-        self.prompt_T = prompts_T[:n_prompt]
-        self.teacher_prompt_T = prompts_T[n_prompt:] if task.teacher_prompt_tokens else None
-        """Prompt that teachers read instead of the student's; None if they read the same."""
+        self._blob = blob
+        self._set_prompts(prompts_T)
         self.min_version = min_version
         """Evaluation tasks only: the version that was published when the task was offered."""
         self.to_issue = deque(range(task.group_size))
@@ -344,6 +348,24 @@ class TaskRecord:
         self.n_settled = 0
         """Settled samples, including those that were settled before a restart and have no slot here."""
         self._last_order = -1
+
+    def _set_prompts(self, prompts_T: Int32s) -> None:
+        n_prompt = len(prompts_T) - self.task.teacher_prompt_tokens
+        self.prompt_T = prompts_T[:n_prompt]
+        self.teacher_prompt_T = prompts_T[n_prompt:] if self.task.teacher_prompt_tokens else None
+        """Prompt that teachers read instead of the student's; None if they read the same."""
+
+    def contents(self) -> tuple[Any, ...]:
+        """Contents for an image, which refers to the prompts' blob."""
+        own = () if self.teacher_prompt_T is None else (self.teacher_prompt_T,)
+        prompts = Kept(self._blob) if self._blob else np.concatenate([self.prompt_T, *own])
+        return prompts, self.task, self.min_version, self.to_issue, self.slots, self.n_settled, self._last_order
+
+    def fill(self, contents: Sequence[Any]) -> None:
+        """Fill a record that was made without `__init__` with what `contents` returned."""
+        prompts, self.task, self.min_version, self.to_issue, self.slots, self.n_settled, self._last_order = contents
+        self._blob = prompts.number if isinstance(prompts, Kept) else 0
+        self._set_prompts(np.frombuffer(prompts.arrays[0], np.int32) if isinstance(prompts, Kept) else prompts)
 
     @property
     def order(self) -> int:

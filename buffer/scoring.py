@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from buffer.batch_size import in_messages
+from buffer.blobs import KeptBytes, number_of
 from buffer.breaker import Breaker
 from buffer.config import BufferConfig
 from buffer.history import Runs
@@ -103,12 +104,12 @@ class ScoreDesk:
     # ------------------------------------------------------------------------------------------------ teachers
 
     def teacher_joined(self, teacher: TeacherPeer) -> None:
-        self._pool(teacher.pool).teachers[teacher.name] = teacher
+        self._pool(teacher.pool).joined(teacher)
         self._dirty[teacher.pool] = None
 
     def teacher_lost(self, now_s: float, teacher: TeacherPeer) -> list[ScoreJob]:
         """Queue the teacher's leases again. Returns the jobs given up."""
-        self._pool(teacher.pool).teachers.pop(teacher.name, None)
+        self._pool(teacher.pool).left(teacher.name)
         self._health.lost(teacher)
         return [job for lease in list(teacher.leases.values()) for job in self._fail(now_s, lease, blame=False)]
 
@@ -117,6 +118,7 @@ class ScoreDesk:
         self._health.forgotten(teacher.name)
 
     def credit_changed(self, teacher: TeacherPeer) -> None:
+        self._pool(teacher.pool).rooms.changed(teacher)
         self._dirty[teacher.pool] = None
 
     # ---------------------------------------------------------------------------------------------------- jobs
@@ -140,7 +142,7 @@ class ScoreDesk:
         """Grant all leases that are possible."""
         for pool_name in self._dirty:
             pool = self._pools[pool_name]
-            if any(teacher.free_tokens > 0 for teacher in pool.teachers.values()):
+            if pool.rooms.any_free:
                 self._dispatch_pool(now_s, pool)
         self._dirty.clear()
 
@@ -160,7 +162,7 @@ class ScoreDesk:
                 self._health.answered_late(teacher, lease_id)
                 answers.append(self._answers.get(lease_id) or Answer("expired"))
                 continue
-            refusal = self._keep_scores(lease, arrays[n_each * i : n_each * (i + 1)], n_each)
+            refusal = self._keep_scores(lease, arrays[n_each * i : n_each * (i + 1)], n_each, number_of(arrays, i))
             if refusal is not None:
                 self._book.reject(refusal)
                 answers.append(self._answered(lease_id, Answer("rejected", refusal.value)))
@@ -262,19 +264,19 @@ class ScoreDesk:
         forgiven = not job.failed_by or now_s - job.failed_at_s > self._config.lease_s
         if not forgiven and all(name in job.failed_by for name in teachers):
             forgiven = True
-        favourite = job.rollout.affinity[job.pool_index]
-        best: TeacherPeer | None = None
-        for name, teacher in teachers.items():
-            known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, name)
-            if (not forgiven and name in job.failed_by) or not teacher.has_room(context_tokens - known_tokens):
-                continue
-            if teacher is holder or not teacher.breaker.allows(now_s):
-                continue
-            if name == favourite:
-                return teacher
-            if best is None or teacher.free_tokens > best.free_tokens:
-                best = teacher
-        return best
+
+        def may_take(teacher: TeacherPeer) -> bool:
+            if teacher is holder or (not forgiven and teacher.name in job.failed_by):
+                return False
+            return teacher.breaker.allows(now_s)
+
+        favourite_name = job.rollout.affinity[job.pool_index]
+        favourite = None if favourite_name is None else teachers.get(favourite_name)
+        if favourite is not None:
+            known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, favourite.name)
+            if favourite.has_room(context_tokens - known_tokens) and may_take(favourite):
+                return favourite
+        return pool.rooms.choose(context_tokens, lambda teacher: teacher is not favourite and may_take(teacher))
 
     def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> Lease:
         known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, teacher.name)
@@ -295,25 +297,26 @@ class ScoreDesk:
         pool.granted(lease)
         self._health.sent(lease)
         teacher.item_sent(lease, job.rollout.context_tokens(job.segment) - known_tokens)
+        pool.rooms.changed(teacher)
         return lease
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.teacher is teacher else None
 
-    def _keep_scores(self, lease: Lease, arrays: tuple[Array, ...], n_expected: int) -> RejectReason | None:
+    def _keep_scores(self, lease: Lease, arrays: tuple[Array, ...], n_expected: int, blob: int) -> RejectReason | None:
         """Store scores, or return why they are refused. `arrays`: the log-probs, then the top-k payload if there is
-        one."""
+        one. `blob`: the number of the blob in which they came."""
         if len(arrays) != n_expected:
             return RejectReason.SCORE_LENGTH
         segment, tokens, pool_index = lease.job.segment, lease.job.rollout.tokens, lease.job.pool_index
         refusal = score_refusal(segment, tokens.sampled_mask(segment.start, segment.end), arrays[0])
-        payloads = [array.tobytes() for array in arrays[1:]]
+        payloads = [KeptBytes.of(array.tobytes(), blob, 1) for array in arrays[1:]]
         for payload in payloads:
             refusal = refusal or top_k_refusal(segment, payload, self._config.max_top_k_bytes)
         if refusal is None:
             scores_N = arrays[0].astype(np.float32, copy=False)
-            tokens.set_scores(pool_index, segment.start, segment.end, scores_N)
+            tokens.set_scores(pool_index, segment.start, segment.end, scores_N, blob)
             if segment.top_start < segment.top_end:
                 segment.top_k.update((pool_index, payload) for payload in payloads)
         return refusal  # the payloads are counted when the lease ends
@@ -370,6 +373,7 @@ class ScoreDesk:
         self._held.segment_changed(job.rollout, job.segment)
         pool = self._pools[lease.teacher.pool]
         pool.unhedged.pop(lease.lease_id, None)
+        pool.rooms.changed(lease.teacher)
         self._dirty[pool.name] = None
         if waste is not None:
             self._hedges.wasted[waste] += 1

@@ -10,8 +10,10 @@ It has three phases:
 A process that dies in the first two phases is started again with the same arguments. It then continues from RUN/journal
 at the address where its peers look for it.
 
-Files in the run folder: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final Snapshot) at
-the end, both written atomically, and `journal/` until ledger.json is there."""
+Files in the folder of the process: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final
+Snapshot) at the end, both written atomically, and `journal/` until ledger.json is there. That folder is the run's, or
+RUN/shards/N for shard N of a buffer of several processes: each is a whole buffer for its own tasks
+(docs/decisions/buffer-shards.md)."""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from protocol.server import Server
 from protocol.sigterm import SigtermCount
 
 JOURNAL: Final = "journal"
-"""Name of the journal's folder in the run folder."""
+"""Name of the journal's folder in the folder of the process."""
+SHARDS: Final = "shards"
+"""Name of the folder, in the run folder, of all shards but the first."""
 REBIND_S: Final = 10.0
 """Time for which a restored buffer tries to get its former address back."""
 
@@ -59,11 +63,17 @@ class BufferAddress(msgspec.Struct, frozen=True):
     """Process that listens. A launcher waits for the one that it started last."""
 
 
+def shard_folder(run_dir: Path, shard: int) -> Path:
+    """Folder of a shard's files. The first one's is the run's own, as in a run with one process."""
+    return run_dir if shard == 0 else run_dir / SHARDS / str(shard)
+
+
 def main(
     *,
     config: BufferConfig,
     run_id: str,
     run_dir: Path,
+    shard: int = 0,
     incarnation: str = "",
     bind: str | None = None,
     version: WeightVersion = WeightVersion(0, 0),  # noqa: B008 - frozen
@@ -71,42 +81,46 @@ def main(
     vocab_fingerprint: str | None = None,
     vocab_size: int | None = None,
 ) -> int:
-    """Run the buffer until its run is over. Returns an ExitCode: OK after RunFinished(ok=True) with a ledger that
-    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises any error of the core, after notifying all peers, and
-    `buffer.journal.recovery.JournalError` if there is a journal of this run from which it cannot continue.
+    """Run the buffer, or one shard of it, until its run is over. Returns an ExitCode: OK after RunFinished(ok=True)
+    with a ledger that balances, TERMINATED after SIGTERM, FAILED otherwise. Raises any error of the core, after
+    notifying all peers, and `buffer.journal.recovery.JournalError` if there is a journal of this run from which it
+    cannot continue.
 
-    `incarnation`: id of this process, for buffer.json. `bind`: used in place of config.bind. `version`: the weights
+    `config`: of the whole buffer. `incarnation`: id of this process, for buffer.json. `bind`: used in place of
+    config.bind. `version`: the weights
     that the run (re)starts from; `carried`: the ledger of the checkpoint that it restarts from; both are ignored if
     there is a journal of this run. `vocab_fingerprint`: of the run's tokenizer; None: the learner's. `vocab_size`:
     token ids at or above it are rejected; None: only negative ones are."""
     beginning = Beginning(
         release=release_hash(),
         run_id=run_id,
-        config=config,
+        config=config.of_shard(),
         version=version,
         carried=carried,
         vocab_fingerprint=vocab_fingerprint,
         vocab_size=vocab_size,
     )
-    ended = _ended_before(run_dir, run_id)
+    folder = shard_folder(run_dir, shard)
+    folder.mkdir(parents=True, exist_ok=True)
+    ended = _ended_before(folder, run_id)
     if ended is not None:
         return exit_code(ended, terminated=False)
-    started = start(run_dir / JOURNAL, beginning, goes_on=_former_address(run_dir, run_id) is not None)
+    started = start(folder / JOURNAL, beginning, goes_on=_former_address(folder, run_id) is not None)
     server = None
     try:
-        server = _listen(bind, run_dir, beginning, started)
+        server = _listen(bind, folder, run_dir / KEYS, beginning, started)
         with SigtermCount() as sigterms:
             loop = BufferLoop(server, started, sigterms)
-            _write_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
+            _write_address(folder, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
             log.info("listening at %s", server.address)
             try:
                 loop.run()
             except BaseException as error:
                 loop.shut_down_peers(Shutdown(False, f"the buffer broke: {type(error).__name__}: {error}"[:500]))
-                _write_ledger(run_dir, loop.snapshot(), broken=True)
+                _write_ledger(folder, loop.snapshot(), broken=True)
                 raise
             final = loop.snapshot()
-            _write_ledger(run_dir, final)
+            _write_ledger(folder, final)
             if started.journal is not None:
                 started.journal.remove()
             return exit_code(final, terminated=loop.terminated)
@@ -117,7 +131,7 @@ def main(
             started.journal.close()
 
 
-def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Started) -> Server:
+def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, started: Started) -> Server:
     """Start the server. A restored buffer listens where it did before, or its peers would not find it."""
     config = beginning.config
 
@@ -128,19 +142,24 @@ def _listen(bind: str | None, run_dir: Path, beginning: Beginning, started: Star
             vocab_fingerprint=beginning.vocab_fingerprint,
             heartbeat_s=config.heartbeat_s,
             peer_timeout_s=config.peer_timeout_s,
-            keys=load_server_keys(run_dir / KEYS) if config.encrypted else None,
+            keys=load_server_keys(keys) if config.encrypted else None,
             restored=started.book,
         )
 
-    former = _former_address(run_dir, beginning.run_id) if started.book is not None else None
-    return _listen_anew(listen, bind or config.bind) if former is None else _listen_again(listen, former)
+    former = _former_address(folder, beginning.run_id) if started.book is not None else None
+    if former is not None:
+        return _listen_again(listen, former)
+    return _listen_anew(listen, bind or config.bind, config.shards)
 
 
-def _listen_anew(listen: Callable[[str], Server], bind: str) -> Server:
-    """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart."""
+def _listen_anew(listen: Callable[[str], Server], bind: str, n_shards: int) -> Server:
+    """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart, and that the
+    ports of the other shards can follow."""
     host, _, port = bind.rpartition(":")
     for chosen in lasting_ports() if port in ("0", "*") else ():
         with contextlib.suppress(AddressUnusable):
+            for other in range(chosen + 1, chosen + n_shards):
+                listen(f"{host}:{other}").close(linger_s=0.0)
             return listen(f"{host}:{chosen}")
     return listen(bind)
 
@@ -159,34 +178,34 @@ def _listen_again(listen: Callable[[str], Server], former: str) -> Server:
             time.sleep(0.1)
 
 
-def _ended_before(run_dir: Path, run_id: str) -> Snapshot | None:
+def _ended_before(folder: Path, run_id: str) -> Snapshot | None:
     """The final snapshot of a process of this run that died after it had written it and removed its journal."""
-    ledger = run_dir / "ledger.json"
-    if (run_dir / JOURNAL).exists() or not ledger.exists() or _former_address(run_dir, run_id) is None:
+    ledger = folder / "ledger.json"
+    if (folder / JOURNAL).exists() or not ledger.exists() or _former_address(folder, run_id) is None:
         return None
     return msgspec.json.decode(ledger.read_bytes(), type=Snapshot)
 
 
-def _write_ledger(run_dir: Path, final: Snapshot, *, broken: bool = False) -> None:
+def _write_ledger(folder: Path, final: Snapshot, *, broken: bool = False) -> None:
     try:
-        write_atomic(run_dir / "ledger.json", as_json(without_infinities(final)))
+        write_atomic(folder / "ledger.json", as_json(without_infinities(final)))
     except OSError:
         if not broken:
             raise
         log.exception("ledger.json was not written")  # the error that broke the loop is raised
 
 
-def _write_address(run_dir: Path, address: BufferAddress, started: Started) -> None:
+def _write_address(folder: Path, address: BufferAddress, started: Started) -> None:
     try:
-        write_atomic(run_dir / "buffer.json", as_json(address))
+        write_atomic(folder / "buffer.json", as_json(address))
     except OSError as error:
-        if started.book is None or _former_address(run_dir, address.run_id) != address.address:
+        if started.book is None or _former_address(folder, address.run_id) != address.address:
             raise
         log.warning("buffer.json keeps a former process id: %s", error)  # e.g. a full disk; the address is right
 
 
-def _former_address(run_dir: Path, run_id: str) -> str | None:
-    file = run_dir / "buffer.json"
+def _former_address(folder: Path, run_id: str) -> str | None:
+    file = folder / "buffer.json"
     if not file.exists():
         return None
     former = msgspec.json.decode(file.read_bytes(), type=BufferAddress)

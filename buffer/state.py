@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from buffer.arrivals import Arrivals
+from buffer.blobs import numbered
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
 from buffer.groups import GroupFilter
@@ -66,6 +67,8 @@ class BufferState:
         self._peers = PeerTable()
         self._teacher_weights: dict[str, m.WeightsRef] = {}
         """Newest weights for the teachers of a pool, which start with their own."""
+        self.blobs_total = 0
+        """Blobs that came in messages so far."""
         out = self._out = Outbox()
         life = self._life = Lifecycle(config, version, carried)
         tickets = self._tickets = TicketDesk(config, life, out)
@@ -87,7 +90,7 @@ class BufferState:
     @property
     def published(self) -> WeightVersion:
         """Newest version that the learner has published (for Welcome)."""
-        return self._learner.published
+        return self._life.versions.published
 
     @property
     def held_back(self) -> dict[str, str]:
@@ -151,6 +154,8 @@ class BufferState:
         self, now_s: float, role: Role, name: str, message: Message, arrays: Sequence[Array] = ()
     ) -> list[Outgoing]:
         """Handle any message but Hello. Messages that a peer of this role cannot send are answered with Refused."""
+        arrays = numbered(message, arrays, self.blobs_total)
+        self.blobs_total = max((self.blobs_total, *arrays.numbers))
         peer = self._peers.find(role, name)
         if peer is None or not peer.alive:
             got = f"{type(message).__name__} from {role} {name}"
@@ -164,7 +169,7 @@ class BufferState:
                 role, name, m.Refused("role", f"a {role} does not send this", type(message).__name__, expected)
             )
         elif self._phase == "running" or isinstance(message, _ANSWERED_ALWAYS):
-            handler(now_s, peer, message, tuple(arrays))
+            handler(now_s, peer, message, arrays)
             self._pump(now_s)
         else:
             self._handle_late(peer, message)
@@ -177,6 +182,8 @@ class BufferState:
             while not self.intake_trouble and (rollout := self._tickets.overdue(now_s)) is not None:
                 self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
             self._batches.tick(now_s)
+            if not self.intake_trouble:
+                self._tickets.ask_for_segments(self._batches.actors_to_ask(now_s, self._tickets.round_s))
             self._pump(now_s)
         return self._out.take()
 

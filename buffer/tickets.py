@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
 import msgspec
 
@@ -12,7 +13,10 @@ from buffer.lifecycle import Lifecycle
 from buffer.peers import ActorPeer, Outbox
 from buffer.rollouts import Rollout, make_ticket
 from buffer.tokens import Array
-from protocol.messages import Ticket, Tickets
+from protocol.messages import SegmentsWanted, Ticket, Tickets
+
+ASKED_PER_S: Final = 4000
+"""Rollouts per second of which actors may be asked to send what they hold. Each may be a segment more to take in."""
 
 
 class TicketDesk:
@@ -25,6 +29,9 @@ class TicketDesk:
         self._pacing = life.pacing
         self._outbox = outbox
         self._actors: dict[str, ActorPeer] = {}
+        """The next one to be asked for segments first."""
+        self._to_ask = 0.0
+        """Number of actors that are to be asked for segments, and were not yet."""
         self._ready: OrderedDict[str, ActorPeer] = OrderedDict()
         """Actors that may have credit left, the next in turn first."""
         self._running: OrderedDict[str, Rollout] = OrderedDict()
@@ -86,6 +93,21 @@ class TicketDesk:
         for name, pairs in tickets.items():
             for part, prompts in in_messages(pairs):
                 self._outbox.send("actor", name, Tickets(part), prompts)
+
+    @property
+    def round_s(self) -> float:
+        """Shortest time in which all actors may be asked for segments."""
+        return len(self._running) / ASKED_PER_S
+
+    def ask_for_segments(self, share: float) -> None:
+        """Ask this share of the actors, in turn, to send what they hold of unfinished segments."""
+        self._to_ask += min(1.0, share) * len(self._actors)
+        while self._to_ask >= 1.0:
+            self._to_ask -= 1.0
+            name = next(iter(self._actors))
+            actor = self._actors[name] = self._actors.pop(name)
+            if actor.rollouts:
+                self._outbox.send("actor", name, SegmentsWanted())
 
     def heard(self, now_s: float, rollout: Rollout) -> None:
         """Restart the timeout of a rollout: its ticket left, or a segment arrived."""

@@ -22,7 +22,7 @@ from protocol.messages import MAX_ROW_BYTES, Task
 from protocol.messages import Segment as SegmentMessage
 from protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
 from protocol.top_ids import check_top_ids
-from protocol.topk_codec import HEADER_BYTES, check_payload
+from protocol.topk_layout import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may exceed 0 by this much (rounding of a near-certain token). A larger number is not a log-prob."""

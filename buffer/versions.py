@@ -22,6 +22,8 @@ class VersionTable:
     def __init__(self, start: WeightVersion) -> None:
         self._first_epoch = start.epoch
         self._newest = start
+        self.published = start
+        """Newest version that the learner has published."""
         self._parents: dict[int, WeightVersion] = {start.epoch: start}
         """Parent by epoch. For the first epoch it is the version that the buffer began with."""
         self._highest: dict[int, int] = {start.epoch: start.step + 1}

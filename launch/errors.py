@@ -27,7 +27,7 @@ class ConfigError(LaunchError):
         self.mistakes = mistakes
 
 
-def unwritten(file: Path, error: OSError) -> None:
+def unwritten(file: Path | str, error: OSError) -> None:
     """Report that this file of a finished run could not be written; nothing else is lost."""
     message = f"{file} could not be written: {error}"
     log.error("%s", message)

@@ -13,20 +13,22 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 from launch.checks import preflight
-from launch.checks.preflight import check_recorded
+from launch.checks.preflight import Checked, check_recorded
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text
-from launch.config.pools import needs_no_teacher
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, interrupted, refuse
 from launch.machine.machine import pretended_machine
 from launch.processes.local import LocalProcesses
 from launch.processes.slots import worker_name
+from launch.render.apply import apply, check_apply
+from launch.render.submit import check_submission, submit
 from launch.report.figures import plural
 from launch.report.prometheus import PublishedStatus
 from launch.report.status import make_status
@@ -35,13 +37,18 @@ from launch.report.summary_table import print_summary
 from launch.report.teacher_accuracy import longest_s, measured_teachers
 from launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from launch.runfolder import RunFolder, choose_path, unwritable
+from launch.store_guard import StoreGuard, held_store
 from launch.stored_run import bring_run, check_store, put_end, put_run
 from launch.terminal import lasting_output
+from launch.topology import beside_the_learner, workers_text
 from launch.trace.command import print_trace
 from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from launch.workers.roles import entries_of
 from launch.workers.supervisor import Supervisor
 from learner.checkpoints.files import NOTHING_FOUND, Found
+
+SCHEDULERS: Final = {"slurm": (submit, check_submission), "k8s": (apply, check_apply)}
+"""Backends to which a whole run is given: what does that, and what checks it."""
 
 
 @lasting_output()
@@ -56,11 +63,18 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         if line.version:
             print(f"stillhouse {_version()}")
             return 0
-        if brought := bring_run(line):
+        line, brought = bring_run(line)
+        if brought:
             print(f"stillhouse: {brought}", file=sys.stderr)
         with ExitStack() as stack:
             config = resolve_config(line)
-            if config.launch.backend == "ray":
+            if config.launch.backend in SCHEDULERS:
+                start, check = SCHEDULERS[config.launch.backend]
+                if not line.check:
+                    return start(line, config)
+                print(*check(config), sep="\n")
+                config = beside_the_learner(config)
+            elif config.launch.backend == "ray":
                 config, make_backend = _on_ray(line, config, stack)
             return _start(line, config, make_backend, began_s)
     except LaunchError as error:
@@ -70,11 +84,13 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
 
 
 def _on_ray(line: CommandLine, config: RunConfig, stack: ExitStack) -> tuple[RunConfig, MakeBackend]:
-    from launch.ray.run import beside_the_learner, on_ray  # the package ray is an extra
+    from launch.ray.run import check_on_ray, on_ray  # the package ray is an extra
 
-    if line.check:
-        return beside_the_learner(config), LocalProcesses
     former = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else None
+    if line.check:
+        pretended = len(pretended_machine(line.gpus).gpus) if line.gpus else None
+        print(*check_on_ray(config, former, pretended), sep="\n")
+        return beside_the_learner(config), LocalProcesses
     return stack.enter_context(on_ray(config, former))
 
 
@@ -85,11 +101,8 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
     check_recorded(checked.config, resume=line.resume)
     check_store(checked.config, resume=line.resume)
-    found = NOTHING_FOUND
-    if line.resume:
-        folder = choose_path(line.run_dir, resume=True, name=line.name)
-        found = check_resumed(checked.config, folder, read_prompts=line.check)
     if line.check:
+        found = _found(line, checked.config)
         from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
 
         print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
@@ -98,6 +111,22 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
             print(text)
         print("configuration, models and prompts are fine; nothing was started")
         return 0
+    path = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else line.run_dir
+    with held_store(checked.config, path, resume=line.resume) as store:
+        return _launch(line, checked, make_backend, began_s, store)
+
+
+def _found(line: CommandLine, config: RunConfig) -> Found:
+    if not line.resume:
+        return NOTHING_FOUND
+    folder = choose_path(line.run_dir, resume=True, name=line.name)
+    return check_resumed(config, folder, read_prompts=line.check)
+
+
+def _launch(
+    line: CommandLine, checked: Checked, make_backend: MakeBackend, began_s: float, store: StoreGuard | None
+) -> int:
+    found = _found(line, checked.config)
     plan = LaunchPlan(
         config=checked.config,
         began_s=began_s,
@@ -108,7 +137,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
         placement=checked.servers.placement,
     )
     with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
-        return run(plan, folder, found=found, make_backend=make_backend)
+        return run(plan, folder, found=found, make_backend=make_backend, store=store)
 
 
 def run(
@@ -117,31 +146,35 @@ def run(
     *,
     found: Found = NOTHING_FOUND,
     make_backend: MakeBackend = LocalProcesses,
+    store: StoreGuard | None = None,
 ) -> int:
     """Run in an open folder and write summary.json there, whatever happens. `found`: the checkpoint that a resumed run
-    continues from. Returns the exit code."""
+    continues from. `store`: held by this launch, if the run has one. Returns the exit code."""
     config = plan.config
     try:
         write_config(config, folder.config_path)
         folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
         folder.log_launcher()
+        if store is not None:
+            store.owner.keep(folder.path)
     except OSError as error:
         raise unwritable(folder.path, error) from error
-    if config.store:
-        put_run(config, folder)
+    if store is not None:
+        put_run(store.owner, folder)
     status = make_status(config.launch.status, config.launch.status_every_s)
     if config.launch.prometheus:
         status = PublishedStatus(status, folder.record.name, config.launch.prometheus)
-    status.say(_headline(config, folder, resume=plan.resume))
+    backend = make_backend(plan, folder)
+    status.say(_headline(config, folder, backend.elsewhere, resume=plan.resume))
     for line in (*describe_resumed(found), *set_damaged_aside(found)) if plan.resume else ():
         status.say(line)
     if plan.placement.text:
         status.say(plan.placement.text)
-    supervisor = Supervisor(plan, folder, status, make_backend(plan, folder))
+    supervisor = Supervisor(plan, folder, status, backend, store=store)
     summary = write_summary(config, folder, supervisor.run())
     folder.finish(summary.exit_code)
-    if config.store:
-        put_end(config, folder)
+    if store is not None:
+        put_end(store.owner, folder)
     if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):
         try:
             measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)
@@ -168,10 +201,9 @@ def own_workers(config: RunConfig) -> list[str]:
     return [worker_name(role, index) for role, n in counts.items() for index in range(n)]
 
 
-def _headline(config: RunConfig, folder: RunFolder, *, resume: bool) -> str:
+def _headline(config: RunConfig, folder: RunFolder, elsewhere: str, *, resume: bool) -> str:
     what = "resuming run" if resume else "run"
-    teachers = "no teacher" if needs_no_teacher(config) else plural(config.teachers, "teacher")
     return (
-        f"{what} {folder.record.name}: {plural(config.steps, 'step')}, {plural(config.actors, 'actor')}, {teachers}, "
+        f"{what} {folder.record.name}: {plural(config.steps, 'step')}, {workers_text(config, elsewhere)}, "
         f"max staleness {config.buffer.max_staleness}; files in {folder.path}"
     )

@@ -3,10 +3,12 @@
 runs/<name>/   config.yaml    the resolved configuration; another run can be started from it
                run.json       RunRecord: run id, state, exit code
                lock           held by the launcher as long as it lives
+               store.json     in a run with a store: by which token this launch holds it (protocol.store_owner)
                keys/          for the encrypted links (protocol.keys); missing when links are not encrypted
                logs/          <role>-<i>.log, forkserver.log, launcher.log
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
+               shards/        a folder for each further shard of the buffer: its buffer.json, ledger.json and journal
                summary.json   written at the end of every run
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
                servers/       <worker>.json: what its inference server can do
@@ -23,6 +25,7 @@ import logging
 import os
 import platform
 import secrets
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +33,7 @@ from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 
+from buffer.server import JOURNAL, SHARDS
 from engines.provider import SERVERS
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
 from launch.workers.start_role import WorkFolder
@@ -40,6 +44,8 @@ EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 """stopped: ended by the user or the system (Ctrl-C, SIGTERM)."""
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
+SCRIPT: Final = "job.sbatch"
+"""In the folder of a run that is a job of Slurm."""
 log = logging.getLogger(__name__)
 
 
@@ -101,8 +107,11 @@ class RunFolder(WorkFolder):
                     "or give another --run-dir"
                 )
             (path / "logs").mkdir(exist_ok=True)
-            for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json", "replay.json"):
-                _set_aside(path / stale, former)
+            for part in (path, *(path / SHARDS).glob("*")):
+                for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json", "replay.json"):
+                    _set_aside(part / stale, former)
+            for journal in (path / SHARDS).glob(f"*/{JOURNAL}"):  # this launch may have fewer shards
+                shutil.rmtree(journal)
             for stale in (path / SERVERS).glob("*.json"):
                 stale.unlink()
             name = former.name if former is not None else path.name
@@ -231,9 +240,22 @@ def _lock(path: Path) -> int:
     return lock_fd
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a launcher has this run folder open."""
+    try:
+        with (path / "lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _expect_empty(path: Path) -> None:
-    """Keys may be there before the run is, where a scheduler hands them out (launch.render)."""
-    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS))
+    """Keys may be there before the run is, where a scheduler hands them out, and the script of its job
+    (launch.render)."""
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS, SCRIPT))
     if others:
         (path / "lock").unlink()
         raise LaunchError(

@@ -1,31 +1,59 @@
 """What the run's store (`store`) has of the run, so that it goes on in an empty folder, on any machine.
 
-    <store>/config.yaml     the resolved configuration, as in the run's folder; there are no secrets in it
+    <store>/owner.json      which launch may write, and which checkpoints count (protocol.store_owner)
+            config.yaml     the resolved configuration, as in the run's folder; there are no secrets in it
             run.json        RunRecord of the newest launch
-            checkpoints/    learner.checkpoints.stored          weights/, teacher_weights/    weights.snapshot
+            hosts.json      of a run on Ray: numbers of workers (launch.ray.hosts)
+            launches/<n>/   summary.json and metrics.jsonl of each launch that has ended
+            checkpoints/, export/    learner.checkpoints.stored          weights/, teacher_weights/    weights.snapshot
 
-Keys, logs, metrics and recorded batches are not in the store. New keys are made in the new folder.
+Keys, logs and recorded batches are not in the store. New keys are made in the new folder.
 """
 
 from __future__ import annotations
 
-import platform
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
 
 import msgspec
 
+from engines.provider import EngineRole
 from launch.config.command_line import CommandLine
 from launch.config.files import read_plain
 from launch.config.run import RunConfig
 from launch.config.tree import get
 from launch.errors import ConfigError, unwritten
+from launch.ray.wanted import HOSTS_FILE
 from launch.runfolder import RUNS, RunFolder, RunRecord, unwritable
-from learner.checkpoints.stored import StoredCheckpoints
+from launch.topology import GroupName, HostGroup
+from learner.checkpoints.files import CHECKPOINTS
 from protocol.atomic_file import write_atomic
 from protocol.object_store import Store, StoreError
+from protocol.store_owner import OWNER, StoreOwner, expect_unused, read_owner
 
-CONFIG = "config.yaml"
-RECORD = "run.json"
+CONFIG: Final = "config.yaml"
+RECORD: Final = "run.json"
+LAUNCHES: Final = "launches"
+RESULTS: Final = ("summary.json", "metrics.jsonl")
+
+
+def reads_store(config: RunConfig, role: EngineRole) -> bool:
+    """Whether workers of this role fetch files from the run's store."""
+    if not config.store:
+        return False
+    if role == "actor":
+        return config.weights.transport == "folder"
+    ema = config.learner.ema
+    return ema.decay > 0 and ema.pool in (config.teacher.pool, *config.pools)
+
+
+def groups_with_store(config: RunConfig, groups: Iterable[HostGroup]) -> frozenset[GroupName]:
+    """Groups whose hosts read or write the run's store, and need its credentials."""
+    if not config.store:
+        return frozenset()
+    readers: dict[GroupName, EngineRole] = {"actors": "actor", "teachers": "teacher"}
+    return frozenset(g.name for g in groups if g.name not in readers or reads_store(config, readers[g.name]))
 
 
 def check_store(config: RunConfig, *, resume: bool) -> None:
@@ -35,56 +63,75 @@ def check_store(config: RunConfig, *, resume: bool) -> None:
     try:
         store = Store(config.store)
         store.check()
-        taken = not resume and StoredCheckpoints(store).complete()
+        owner = read_owner(store)
+        if owner is not None and not resume:
+            expect_unused(store, owner)
+        lost = owner is None and list(store.sizes(CHECKPOINTS))
     except StoreError as error:
         raise ConfigError(f"store: {error}") from error
-    if taken:
+    if lost:
         raise ConfigError(
-            f"store: {config.store} has checkpoints of a run ({len(taken)}, the newest of step "
-            f"{taken[-1].version.step}); go on from them with --resume, or name another prefix"
+            f"store: {config.store} has checkpoints, but no {OWNER}, which says which of them are complete; expected "
+            "a whole copy of a run's store, or an empty prefix"
         )
 
 
-def bring_run(line: CommandLine) -> str:
-    """With --resume and a store: make the run's folder if it is not here. Returns a line for the user, or nothing.
-    Raises ConfigError."""
-    url, path = _named_store(line), line.run_dir or (RUNS / line.name if line.name else None)
-    if not line.resume or not url or path is None or (path / RECORD).exists() or (path / CONFIG).exists():
-        return ""
+def bring_run(line: CommandLine) -> tuple[CommandLine, str]:
+    """With --resume and a store: make the run's folder if it is not here. Returns the command line, which says --resume
+    or not where it left that open, and a line for the user, or nothing. Raises ConfigError."""
+    path = line.run_dir or (RUNS / line.name if line.name else None)
+    if line.resume_or_start and path is None:
+        raise ConfigError("--resume-or-start: which run? expected --run-dir DIR or --name NAME, too")
+    if not (line.resume or line.resume_or_start) or path is None:
+        return line, ""
+    if (path / RECORD).exists():  # written last
+        return replace(line, resume=True), ""
+    url = _named_store(line)
+    if not url:
+        return line, ""
     try:
         store = Store(url)
-        if RECORD not in store.sizes():
+        there = store.sizes()
+        if RECORD not in there:
+            if line.resume_or_start:
+                return line, ""
             raise ConfigError(f"--resume: {path} holds no run, and neither does {url}; leave --resume out to start one")
-        config, text = store.read(CONFIG), store.read(RECORD)
+        files = {name: store.read(name) for name in (CONFIG, HOSTS_FILE, RECORD) if name in there}
+        record = msgspec.json.decode(files[RECORD], type=RunRecord)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"store: {url.rstrip('/')}/{RECORD} is not a run record of this version: {error}") from error
     except (StoreError, ValueError) as error:
         raise ConfigError(f"store: {error}") from error
-    record = msgspec.json.decode(text, type=RunRecord)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_atomic(path / CONFIG, config)
-        write_atomic(path / RECORD, text)
+        for name, content in files.items():
+            write_atomic(path / name, content)
     except OSError as error:
         raise unwritable(path, error) from error
-    if record.state == "running" and record.host not in ("", platform.node()):
-        still = f"; it did not end in order on {record.host}: see to it that it runs there no more"
-    else:
-        still = ""
-    return f"the run {record.name} of {url} goes on in {path}{still}"
+    return replace(line, resume=True), f"the run {record.name} of {url} goes on in {path}"
 
 
-def put_run(config: RunConfig, folder: RunFolder) -> None:
-    """Put configuration and record into the store. Raises StoreError."""
-    store = Store(config.store)
-    store.put(folder.config_path, CONFIG)
-    store.put(folder.path / RECORD, RECORD)
-
-
-def put_end(config: RunConfig, folder: RunFolder) -> None:
-    """Put the record of a run that has ended into the store. Reports when that fails."""
+def put_run(owner: StoreOwner, folder: RunFolder) -> None:
+    """Put configuration and record into the store. Raises ConfigError."""
     try:
-        Store(config.store).put(folder.path / RECORD, RECORD)
+        owner.confirm()
+        owner.store.put(folder.config_path, CONFIG)
+        owner.store.put(folder.path / RECORD, RECORD)
     except StoreError as error:
-        unwritten(Path(config.store) / RECORD, error)
+        raise ConfigError(f"store: {error}") from error
+
+
+def put_end(owner: StoreOwner, folder: RunFolder) -> None:
+    """Put the record and the results of a launch that has ended into the store. Reports when that fails."""
+    there = f"{LAUNCHES}/{folder.record.launches}"
+    try:
+        owner.confirm()
+        owner.store.put(folder.path / RECORD, RECORD)
+        for name in RESULTS:
+            if (folder.path / name).is_file():
+                owner.store.put(folder.path / name, f"{there}/{name}")
+    except StoreError as error:
+        unwritten(owner.store.url_of(there), error)
 
 
 def _named_store(line: CommandLine) -> str:

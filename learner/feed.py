@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from learner.batch import TrainItem, train_items
 from learner.inbox import Delivered, Inbox, StopRequest, describe_queues
 from learner.reports.wait_clock import WaitCause, WaitClock
-from protocol.client import Client
 from protocol.errors import LinkError
 from protocol.messages import Batch, BatchWanted, Message, SnapshotWanted, WeightVersion
+from protocol.shards.client import AnyClient
 from tracing import events
 
 PUMP_S: Final = 0.1
@@ -47,7 +47,7 @@ class BatchFeed:
 
     def __init__(
         self,
-        client: Client,
+        client: AnyClient,
         inbox: Inbox,
         *,
         pack: Callable[[Sequence[TrainItem], int], None],
@@ -153,7 +153,10 @@ class BatchFeed:
         return None
 
     def _cause_of_wait(self) -> WaitCause:
-        """Weights still being sent; else scores, if everything generated so far waits for them; else data."""
+        """The slowest shard's share of the batch; else weights still being sent; else scores, if everything generated
+        so far waits for them; else data."""
+        if self._client.waits_for_shards:
+            return "shards"
         snapshot = self._inbox.snapshot
         if self._publishing():
             return "weights"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.client import Client
 from protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
+from protocol.shards.client import AnyClient
 from protocol.sigterm import SigtermCount
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Inbox:
 
     def __init__(
         self,
-        client: Client,
+        client: AnyClient,
         *,
         on_membership: Callable[[Membership], None],
         on_eval: Callable[[EvalResult, tuple[np.ndarray, ...]], None],
@@ -52,6 +52,7 @@ class Inbox:
         self.last_trained_ack = -1
         """Highest batch id that the buffer acknowledged as trained. Batches are trained in the order of their ids."""
         self.snapshot: Snapshot | None = None
+        """The newest answer to a request. That of a batch is no newer than the batch's oldest piece."""
         self.unexpected: Counter[str] = Counter()
         self.shutdown: Shutdown | None = None
 
@@ -73,7 +74,6 @@ class Inbox:
             case Batch():
                 if self.batch is None or self.batch.batch.version <= message.version:  # not a late repeat
                     self.batch = Delivered(message, arrays)
-                self.snapshot = message.snapshot
             case BatchTrainedAck():
                 self.last_trained_ack = max(self.last_trained_ack, message.batch_id)
             case EvalResult():

@@ -43,7 +43,6 @@ from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
 from learner.step.train_step import Trainer
 from models.logprobs import lm_head
-from protocol.client import Client
 from protocol.errors import LinkError
 from protocol.messages import (
     Batch,
@@ -54,6 +53,7 @@ from protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
+from protocol.shards.client import AnyClient
 from recording.writer import BatchRecorder
 from tracing import events
 from weights.publisher import Publisher
@@ -76,7 +76,7 @@ class LearnerLoop:
     def __init__(
         self,
         *,
-        client: Client,
+        client: AnyClient,
         trainer: Trainer,
         stream: TaskStream,
         publisher: Publisher,
@@ -135,6 +135,11 @@ class LearnerLoop:
             meanwhile=self._meanwhile,
             stall_timeout_s=config.stall_timeout_s,
         )
+
+    @property
+    def average_error(self) -> str:
+        """Why the newest average that its teachers did not get is not there; empty: all are."""
+        return self._ema.error if self._ema is not None else ""
 
     @property
     def versions_published(self) -> int:
@@ -330,8 +335,15 @@ class LearnerLoop:
             return
         try:
             self._checkpoint(self._last_batch_id, last=True)
+            self._wait_for_average()
         except (LearnerStalled, LinkError) as error:
             log.error("no checkpoint of step %d: %s", self.version.step, error)
+
+    def _wait_for_average(self) -> None:
+        """Until the one that is on its way to the teachers is there, or has failed."""
+        if self._ema is not None:
+            with self.clock.waiting("weights"):
+                self._ema.wait()
 
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         """A snapshot in which the batch counts as trained."""
@@ -355,10 +367,14 @@ class LearnerLoop:
         if self._config.eval_every:
             self._evaluate_and_wait()
         lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
+        self._wait_for_average()
         self._heartbeat()
         reason = f"{self.version.step} step{'s' if self.version.step != 1 else ''} done"
         if lost is not None:
-            reason += f", but the last checkpoint could not be written: {lost}; free some space and use --resume"
+            reason += (
+                f", but the last checkpoint could not be written: {lost}; free some space, or mend the store, and use "
+                "--resume"
+            )
         self._finish(ok=lost is None, reason=reason)
 
     def _finish(self, *, ok: bool, reason: str) -> None:
@@ -366,7 +382,7 @@ class LearnerLoop:
         self._metrics.ended(ok=ok)
         self._client.send(RunFinished(ok=ok, reason=reason))
         self._heartbeat(at_once=True)  # the last figures, for the buffer's final report
-        deadline_s = time.monotonic() + GOODBYE_S
+        deadline_s, sigterms = time.monotonic() + GOODBYE_S, self._stop.count
         while time.monotonic() < deadline_s:
             try:
                 self._inbox.pump(PUMP_S)
@@ -374,6 +390,8 @@ class LearnerLoop:
                 if stopped.shutdown.ok:
                     return
                 raise
+            if ok and self._stop.count > sigterms:
+                return  # the launcher has heard of the end, and the buffer is gone for good
         raise LearnerStalled(f"the buffer did not end the run within {GOODBYE_S:.0f} s of RunFinished")
 
     def _report(self, delivered: Delivered, outcome: Outcome, account: Account) -> None:
@@ -416,4 +434,6 @@ class LearnerLoop:
             **self.clock.total().gauges(),
             **self.progress.gauges(),
         }
+        if self._ema is not None:
+            gauges["ema_failures_total"] = float(self._ema.failed_total)
         self._client.set_heartbeat(self.version, gauges, at_once=at_once)

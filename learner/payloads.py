@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import MalformedMessage
-from protocol.hidden_codec import Bits, decode_hidden, is_hidden
+from protocol.hidden_codec import Bits, check_hidden, decode_hidden, is_hidden
 from protocol.messages import BatchItem
-from protocol.topk_codec import TopK, decode_top_k
+from protocol.topk_codec import TopK, decode_joined
+from protocol.topk_layout import n_positions
 
 
 class PayloadError(ValueError):
@@ -126,22 +127,19 @@ def read_payloads(
     payloads are read; default: all of the item. Raises PayloadError if one is missing, or does not fit its tokens or
     the vocabulary."""
     read = [name for name in item.teachers if teachers is None or name in teachers]
-    found: dict[str, list[Rows]] = {name: [] for name in read}
-    covered: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in read}
+    pieces: dict[str, list[_Piece]] = {name: [] for name in read}
     at = 0
     for piece in item.top_k:
-        body = payloads[at : at + piece.n_bytes].tobytes()
+        body = payloads[at : at + piece.n_bytes].data
         at += piece.n_bytes
         if not 0 <= piece.teacher < len(item.teachers):
             raise PayloadError(f"a top-k set of teacher {piece.teacher}; it has {len(item.teachers)}")
-        name = item.teachers[piece.teacher]
-        if name not in found:
-            continue
-        inside = trained[(trained >= piece.start) & (trained < piece.end)]
-        found[name].append(_rows(name, body, piece.end - piece.start, inside - piece.start, vocab_tokens))
-        covered[name].append(inside)
-    for name, offsets in covered.items():
-        sent = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
+        if (name := item.teachers[piece.teacher]) in pieces:
+            inside = trained[(trained >= piece.start) & (trained < piece.end)]
+            pieces[name].append(_Piece(body, piece.end - piece.start, inside, inside - piece.start))
+    found = {name: _rows(name, own, vocab_tokens) for name, own in pieces.items()}
+    for name, own in pieces.items():
+        sent = np.concatenate([one.trained for one in own]) if own else np.zeros(0, np.int64)
         if not np.array_equal(sent, trained):
             missing = np.setdiff1d(trained, sent)
             raise PayloadError(
@@ -151,25 +149,47 @@ def read_payloads(
                 if len(missing)
                 else f"the payloads of teacher {name!r} overlap or are not in order"
             )
-    return {name: join_rows(parts) for name, parts in found.items()}
+    return found
 
 
-def _rows(name: str, body: bytes, n_expected: int, rows: npt.NDArray[np.int64], vocab_tokens: int) -> Rows:
-    """The rows of some positions of a payload for `n_expected` tokens."""
+class _Piece(NamedTuple):
+    """One payload of a teacher."""
+
+    body: memoryview
+    n_tokens: int
+    """Tokens that it should have rows for."""
+    trained: npt.NDArray[np.int64]
+    """Offsets in the rollout of those that are trained."""
+    rows: npt.NDArray[np.int64]
+    """Their rows in the payload."""
+
+
+def _rows(name: str, pieces: Sequence[_Piece], vocab_tokens: int) -> Rows:
+    """The rows of the trained tokens of all payloads of a teacher: top-k sets are decoded together."""
+    if not pieces:
+        return TopRows.joined([])
+    hidden = [is_hidden(one.body) for one in pieces]
+    if any(hidden) and not all(hidden):
+        raise PayloadError(f"teacher {name!r} sent hidden states and top-k sets; expected one of them")
+    what, rows = "hidden states" if any(hidden) else "top-k sets", list[npt.NDArray[np.int64]]()
+    before = 0
     try:
-        if not is_hidden(body):
-            return TopRows.of(_fitting(name, decode_top_k(body), n_expected, vocab_tokens), rows)
-        states_TH = decode_hidden(body)
+        for one in pieces:
+            n_tokens = (check_hidden if any(hidden) else n_positions)(one.body)
+            if n_tokens != one.n_tokens:
+                raise PayloadError(f"teacher {name!r}: {what} of {n_tokens} tokens, expected {one.n_tokens}")
+            rows.append(one.rows + before)
+            before += n_tokens
+        if any(hidden):
+            states = [decode_hidden(one.body)[one.rows] for one in pieces]
+            return HiddenRows.joined([HiddenRows(name, one) for one in states])
+        top = _fitting(name, decode_joined([one.body for one in pieces]), vocab_tokens)
     except MalformedMessage as error:
         raise PayloadError(f"teacher {name!r}: {error}") from error
-    if len(states_TH) != n_expected:
-        raise PayloadError(f"teacher {name!r}: hidden states of {len(states_TH)} tokens, expected {n_expected}")
-    return HiddenRows(name, states_TH[rows])
+    return TopRows.of(top, np.concatenate(rows))
 
 
-def _fitting(name: str, top: TopK, n_expected: int, vocab_tokens: int) -> TopK:
-    if len(top.counts_T) != n_expected:
-        raise PayloadError(f"teacher {name!r}: top-k sets of {len(top.counts_T)} tokens, expected {n_expected}")
+def _fitting(name: str, top: TopK, vocab_tokens: int) -> TopK:
     if len(top.ids_S) and int(top.ids_S.max()) >= vocab_tokens:
         raise PayloadError(
             f"teacher {name!r}: token id {int(top.ids_S.max())}, the student's vocabulary has {vocab_tokens} tokens; "

@@ -18,7 +18,7 @@ from engines.registry import find_engine
 from learner.checkpoints.checkpoint import load_checkpoint, restore_rng
 from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
 from learner.checkpoints.staging import stage_checkpoint
-from learner.checkpoints.stored import StoredCheckpoints
+from learner.checkpoints.stored import EXPORT, OwnedCheckpoints
 from learner.checkpoints.writer import CheckpointWriter, Write
 from learner.evaluation.desk import EvalDesk
 from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
@@ -32,7 +32,7 @@ from learner.prompts.tasks import TaskStream, load_prompts
 from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
 from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
-from learner.reports.progress import AccountFile
+from learner.reports.progress import AccountFile, Progress
 from learner.reports.settings import all_settings, compared_settings
 from learner.reports.trackers.feed import Trackers
 from learner.run_config import LearnerRunConfig
@@ -43,7 +43,6 @@ from learner.step.teacher_heads import teacher_heads
 from learner.step.train_step import Trainer
 from learner.written import WrittenStream
 from models.tokenizer import load_tokenizer, token_map_fingerprint
-from protocol.client import Client, worker_client
 from protocol.context import ExitCode, RoleContext
 from protocol.handshake import vocab_tokens
 from protocol.keys import run_server_keys
@@ -57,6 +56,8 @@ from protocol.messages import (
     WeightVersion,
 )
 from protocol.object_store import Store
+from protocol.shards.client import AnyClient, learner_client
+from protocol.store_owner import StoreOwner
 from recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from recording.writer import BatchRecorder
 from weights.checkpoint_names import NamesError, checkpoint_pieces
@@ -70,8 +71,6 @@ log = logging.getLogger(__name__)
 SNAPSHOTS: Final = "weights"
 TEACHER_SNAPSHOTS: Final = "teacher_weights"
 """Folder of the snapshots of the student's moving average (learner.ema)."""
-EXPORT: Final = "export"
-"""Folder of the merged weights and the adapters of a run with LoRA (`learner.export`)."""
 FLUSH_TIMEOUT_S: Final = 5.0
 
 
@@ -112,13 +111,18 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
     with ExitStack() as stack:
         if start.mixer is not None:
             stack.callback(start.mixer.close)
-        client = stack.enter_context(worker_client(ctx, start.fingerprint))
+        client = stack.enter_context(learner_client(ctx, start.fingerprint))
         welcome = client.connect()
         noted = newest_epoch(ctx.run_dir) if ctx.resume else None
         version = first_version(start.version, welcome.version, noted, resume=ctx.resume)
+        stored = None
+        if ctx.config.store:
+            owner = StoreOwner.of_folder(ctx.run_dir, ctx.config.store)
+            version = WeightVersion(owner.begin_epoch(version.epoch), version.step)
+            stored = OwnedCheckpoints(owner)
         stop = stack.enter_context(StopRequest())
         try:
-            loop, write_account = _make_loop(ctx, start, client, version, stack, stop)
+            loop, write_account = _make_loop(ctx, start, client, version, stack, stop, stored)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
@@ -144,8 +148,8 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     for skipped in found.damaged if found else ():
         log.error("%s; it was renamed to %s", skipped, set_aside(skipped.path))
     checkpoint = found.path if found else None
-    if checkpoint is not None and config.store and learner.hosts > 1:  # the last launch may have failed to put it there
-        StoredCheckpoints(Store(config.store)).add(checkpoint, keep=learner.keep_checkpoints)
+    if checkpoint is not None and config.store:
+        _put_former(ctx, checkpoint)
     if ctx.resume:
         log.info("resuming from %s", checkpoint or "step 0: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks, config.environments)
@@ -191,6 +195,18 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     return Start(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 
+def _put_former(ctx: RoleContext[LearnerRunConfig], checkpoint: Path) -> None:
+    """Put the checkpoint that the run goes on from into the store, if the last launch died before it had. Ranks on
+    other hosts need it there; otherwise a failure is only logged."""
+    try:
+        owned = OwnedCheckpoints(StoreOwner.of_folder(ctx.run_dir, ctx.config.store))
+        owned.add(checkpoint, keep=ctx.config.learner.keep_checkpoints, former=True)
+    except OSError as error:
+        if ctx.config.learner.hosts > 1:
+            raise
+        log.error("%s could not be put into the store: %s", checkpoint, error)
+
+
 def first_version(
     checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None, *, resume: bool
 ) -> WeightVersion:
@@ -206,15 +222,14 @@ def first_version(
 def _make_loop(
     ctx: RoleContext[LearnerRunConfig],
     start: Start,
-    client: Client,
+    client: AnyClient,
     version: WeightVersion,
     stack: ExitStack,
     stop: StopRequest,
+    stored: OwnedCheckpoints | None,
 ) -> tuple[LearnerLoop, Callable[[], None]]:
     """The loop, and a function that writes its account: after each checkpoint and evaluation, and at the end."""
     config, learner = ctx.config, ctx.config.learner
-
-    stored = StoredCheckpoints(Store(config.store)) if config.store else None
 
     def stage(version: WeightVersion, snapshot: Snapshot) -> Write:
         return stage_checkpoint(
@@ -234,7 +249,7 @@ def _make_loop(
     def saved(version: WeightVersion) -> None:
         write_account()
         if start.trainer.adapters is not None and version.step == config.steps:
-            _export(ctx, start, loop.progress.checkpoint)
+            _export(ctx, start, loop.progress, version, stored)
 
     def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
         def make(version: WeightVersion, name: str) -> Evaluation:
@@ -266,8 +281,9 @@ def _make_loop(
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    ema = _student_ema(ctx, start, client)
-    checkpoints = CheckpointWriter(stage, saved=saved, keep_waiting=start.trainer.ranks.size == 1)
+    ema = _student_ema(ctx, start, client, write_account)
+    alone = start.trainer.ranks.size == 1
+    checkpoints = CheckpointWriter(stage, saved=saved, failed=write_account, keep_waiting=alone)
     loop = LearnerLoop(
         client=client,
         trainer=start.trainer,
@@ -291,19 +307,31 @@ def _make_loop(
     return loop, write_account
 
 
-def _export(ctx: RoleContext[LearnerRunConfig], start: Start, checkpoint: Path | None) -> None:
+def _export(
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    progress: Progress,
+    version: WeightVersion,
+    stored: OwnedCheckpoints | None,
+) -> None:
+    """Write what the run leaves. If the store cannot take it, that is counted as a failed checkpoint."""
     from learner.export import export, from_checkpoint  # load peft
 
     trainer, out = start.trainer, ctx.run_dir / EXPORT
-    assert trainer.adapters is not None and checkpoint is not None
+    assert trainer.adapters is not None and progress.checkpoint is not None
     if trainer.ranks.size > 1:  # no process has the student in full
-        exported = from_checkpoint(checkpoint, out, ctx.config.models.student)
+        exported = from_checkpoint(progress.checkpoint, out, ctx.config.models.student)
     else:
         exported = export(trainer.adapters, start.tokenizer, out)
     log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
+    if stored is not None:
+        try:
+            stored.add_export(out, version)
+        except OSError as error:
+            progress.checkpoint_failed(f"{out} could not be put into the store: {error}")
 
 
-def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> Publisher:
+def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
     def post_plan(plan: WeightPlan) -> None:
@@ -324,11 +352,10 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: Cl
             sent=sent_dtype(publish.dtype, members.dtype),
             logprobs=start.trainer.logprobs,
         )
-    shared = config.store and members.kind != "adapters"  # a server finds those by their path
     return Publisher(
         publish,
         snapshot_dir=ctx.run_dir / SNAPSHOTS,
-        store=Store(config.store) if shared else None,
+        store=Store(config.store) if config.store else None,
         post_plan=post_plan,
         published=published,
         expected_actors=config.actors,
@@ -351,7 +378,9 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRew
     return GroupRewards(path, start.stream.row, decode)
 
 
-def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Client) -> StudentEma | None:
+def _student_ema(
+    ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient, failed: Callable[[], None]
+) -> StudentEma | None:
     """The student's moving average, if learner.ema is on."""
     config = ctx.config.learner.ema
     if not config.decay:
@@ -360,7 +389,11 @@ def _student_ema(ctx: RoleContext[LearnerRunConfig], start: Start, client: Clien
     def send(ref: WeightsRef) -> None:
         client.send(TeacherWeights(pool=config.pool, weights=ref))
 
-    ema = StudentEma(config, start.trainer.weights(), folder=ctx.run_dir / TEACHER_SNAPSHOTS, send=send)
+    store = Store(ctx.config.store) if ctx.config.store else None
+    folder = ctx.run_dir / TEACHER_SNAPSHOTS
+    in_step = ctx.config.buffer.max_staleness == 0
+    weights = start.trainer.weights()
+    ema = StudentEma(config, weights, folder=folder, send=send, store=store, in_step=in_step, failed=failed)
     if start.version is not None:
         ema.load_state_dict(start.average)
     return ema
@@ -406,6 +439,7 @@ def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str,
     times = loop.clock.total()
     return {
         **loop.progress.account(),
+        "average_error": loop.average_error,
         "steps": loop.version.step,
         "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,

@@ -1,52 +1,104 @@
-"""Words of any number of bits, packed without gaps, lowest bit first. Little-endian. NumPy only."""
+"""Words of a few bits in whole bytes, as planes. A width is split by its binary digits: words of 13 bits make a plane
+of their lowest 8 bits, then one of the next 4, then one of the last. A plane's bits stand without gaps, the first word
+in the lowest ones; each plane begins at a byte. Little-endian. NumPy only.
+
+So the larger part of every word is read as it is, and what remains is spread out two words at a time, in operations on
+neighbouring bytes. Words without gaps, as one stream of bits, would be read one by one.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Final, TypeAlias
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Words: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
-_LANES: Final = 8
-"""Words of w bits that fill w bytes."""
-
-
-def pack_words(words_S: npt.NDArray[np.uint64], width: int) -> Bytes:
-    """Words of `width` <= 48 bits, concatenated without gaps, lowest bit first."""
-    n_words = len(words_S)
-    padded = np.zeros(-(-n_words // _LANES) * _LANES, np.uint64)
-    padded[:n_words] = words_S
-    lanes = padded.reshape(-1, _LANES)
-    packed = np.zeros((len(lanes), width), np.uint8)
-    for lane in range(_LANES):
-        first_byte, shift = divmod(lane * width, 8)
-        value = lanes[:, lane] << np.uint64(shift)
-        for byte in range(-(-(shift + width) // 8)):
-            packed[:, first_byte + byte] |= (value >> np.uint64(8 * byte)).astype(np.uint8)
-    return packed.reshape(-1)[: n_bytes(n_words, width)]
+MOST_BITS: Final = 31
+_PLANES: Final = (16, 8, 4, 2, 1)
 
 
-def unpack_words(packed: Bytes, n_words: int, width: int) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint64]:
-    """`n_words` words of `width` <= 48 bits, each read with the bytes around it as one integer that need not
-    be aligned: of 32 bits if each word fits into one with the bits before it in its first byte."""
-    lanes = _LANES // math.gcd(width, _LANES)  # after as many words a word begins at a byte again
-    step = lanes * width // 8
-    places = [divmod(lane * width, 8) for lane in range(lanes)]
-    dtype = np.dtype("<u4" if max(shift for _, shift in places) + width <= 32 else "<u8")
-    n_blocks = -(-n_words // lanes)
-    padded = np.empty((n_blocks + 1) * step + dtype.itemsize, np.uint8)
-    padded[: len(packed)], padded[len(packed) :] = packed, 0
-    words = np.empty((n_blocks, lanes), dtype)
-    for lane, (first_byte, shift) in enumerate(places):
-        around = np.ndarray((n_blocks,), dtype, padded.data, first_byte, (step,))
-        np.right_shift(around, dtype.type(shift), out=words[:, lane])
-    words &= dtype.type((1 << width) - 1)
-    return words.reshape(-1)[:n_words]
+def pack_words(words: npt.NDArray[np.unsignedinteger[Any]], width: int) -> Bytes:
+    """Words of `width` <= MOST_BITS bits. A width of 0 takes no bytes."""
+    packed, shift = list[Bytes](), 0
+    for bits in _planes(width):
+        plane = (words >> words.dtype.type(shift)) & words.dtype.type((1 << bits) - 1)
+        packed.append(plane.astype("<u2").view(np.uint8) if bits == 16 else _squeezed(plane.astype(np.uint8), bits))
+        shift += bits
+    return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
+
+
+def unpack_words(packed: Sequence[Bytes], sizes: Sequence[int], width: int) -> Words:
+    """All words of several packed arrays of `sizes` words, one after the other, in the smallest type that holds them;
+    perhaps a view of `packed`. Each array has `n_bytes(size, width)` bytes."""
+    words: Words | None = None
+    starts, shift = [0] * len(sizes), 0
+    for bits in _planes(width):
+        ends = [start + -(-size * bits // 8) for start, size in zip(starts, sizes, strict=True)]
+        plane = _plane([one[start:end] for one, start, end in zip(packed, starts, ends, strict=True)], sizes, bits)
+        if words is None:
+            words = plane if bits == width else plane.astype(_dtype(width))
+        else:
+            upper = plane.astype(words.dtype)
+            upper *= words.dtype.type(1 << shift)  # NumPy's shifts take twice as long
+            words |= upper
+        starts, shift = ends, shift + bits
+    return words if words is not None else np.zeros(sum(sizes), np.uint8)
 
 
 def n_bytes(n_words: int, width: int) -> int:
     """Bytes of packed words."""
-    return -(-n_words * width // 8)
+    return sum([-(-n_words * bits // 8) for bits in _planes(width)])
+
+
+@functools.cache
+def _planes(width: int) -> tuple[int, ...]:
+    """Bits of each plane, the lowest first."""
+    return tuple(bits for bits in _PLANES if width & bits)
+
+
+@functools.cache
+def _dtype(width: int) -> np.dtype[Any]:
+    return np.dtype("u1" if width <= 8 else "<u2" if width <= 16 else "<u4")
+
+
+def _plane(parts: Sequence[Bytes], sizes: Sequence[int], bits: int) -> Words:
+    """The words of one plane of several arrays."""
+    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    if bits >= 8:
+        return whole if bits == 8 else (whole if whole.ctypes.data % 2 == 0 else whole.copy()).view("<u2")
+    spread = _spread(whole, bits)
+    if len(parts) == 1:
+        return spread[: sizes[0]]
+    at, words = 0, list[Bytes]()
+    for part, size in zip(parts, sizes, strict=True):
+        words.append(spread[at : at + size])
+        at += len(part) * 8 // bits
+    return np.concatenate(words)
+
+
+def _spread(packed: Bytes, bits: int) -> Bytes:
+    """Words of 4, 2 or 1 bits, one in each byte: every byte becomes two with half of its bits, as often as needed."""
+    if bits == 1:
+        return np.unpackbits(packed, bitorder="little")
+    words, half = packed, 4
+    while half >= bits:
+        pairs = words.astype("<u2")
+        pairs |= pairs * np.uint16(1 << 8 - half)
+        pairs &= np.uint16(0x0101 * ((1 << half) - 1))
+        words, half = pairs.view(np.uint8), half // 2
+    return words
+
+
+def _squeezed(words: Bytes, bits: int) -> Bytes:
+    """The opposite of `_spread`, for 8 bits too."""
+    while bits < 8:
+        if len(words) % 2:
+            words = np.append(words, np.uint8(0))
+        words = words[::2] | words[1::2] << np.uint8(bits)
+        bits *= 2
+    return words

@@ -11,6 +11,7 @@ fork and connected after it.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
@@ -49,7 +50,9 @@ class Client:
         send_timeout_s: float = 60.0,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         max_inbox_bytes: int = MAX_MESSAGE_BYTES,
+        changed: threading.Condition | None = None,
     ) -> None:
+        """`changed`: shared with other clients, so that one wait is for all of them; None: its own."""
         self._address = address
         self._hello = hello
         self._keys = keys
@@ -57,7 +60,9 @@ class Client:
         self._reconnect_timeout_s = connect_timeout_s if reconnect_timeout_s is None else reconnect_timeout_s
         self._send_timeout_s = send_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
-        self._state = LinkState(Outbox(resend_s=resend_s), max_inbox_bytes=max_inbox_bytes)
+        self._state = LinkState(
+            Outbox(resend_s=resend_s), changed or threading.Condition(), max_inbox_bytes=max_inbox_bytes
+        )
         self._link: Link | None = None
         self._woken = False
 
@@ -89,6 +94,11 @@ class Client:
         """Welcomes received: 1 plus the number of reconnects."""
         with self._state.changed:
             return self._state.connects_total
+
+    @property
+    def waits_for_shards(self) -> bool:
+        """As `ShardedClient.waits_for_shards`. False: the other end is one process."""
+        return False
 
     def connect(self) -> Welcome:
         """Start the link and wait for the handshake. Raises HandshakeRefused or ConnectTimeout; close the client
@@ -233,9 +243,16 @@ class Client:
 
 def worker_client(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str = "") -> Client:
     """A client for this worker process, with its own keys, that is not connected yet. Raises KeysUnusable."""
+    hello = worker_hello(ctx, vocab_fingerprint, pool=pool)
+    keys = run_client_keys(ctx.run_dir, hello.role, hello.name)
+    return Client(ctx.buffer_address, hello, keys=keys, reconnect_timeout_s=ctx.buffer_away_s)
+
+
+def worker_hello(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str = "") -> Hello:
+    """What this worker process says first."""
     if ctx.role == "buffer":
         raise LocalProtocolError("the buffer is what workers connect to; it has no client")
-    hello = Hello(
+    return Hello(
         role=ctx.role,
         name=ctx.name,
         incarnation=ctx.incarnation,
@@ -243,4 +260,3 @@ def worker_client(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str
         vocab_fingerprint=vocab_fingerprint,
         pool=pool,
     )
-    return Client(ctx.buffer_address, hello, keys=run_client_keys(ctx.run_dir, ctx.role, ctx.name))

@@ -50,10 +50,14 @@ class RoleContext(Generic[ConfigT_co]):
     run_id: str
     run_dir: Path
     buffer_address: str
-    """ZeroMQ endpoint of the buffer; empty for the buffer itself, which chooses it."""
+    """ZeroMQ endpoint of the buffer; empty for the buffer itself, which chooses it and writes it into the run folder.
+    With `buffer.shards` above 1: for an actor or teacher that of its shard, for the learner those of all
+    (`protocol.shards.division`), and for each further shard that of the first."""
     resume: bool
     """Continue from the newest checkpoint and ledger in the run folder, if there are any."""
     config: ConfigT_co
+    buffer_away_s: float = 30.0
+    """How long it waits for a buffer that was there and is away: the launcher may be starting it again."""
     server_url: str = ""
     """URL of this worker's own inference server; empty for an embedded engine. If the server needs a bearer key, it is
     in the environment variable named by `engines.provider.API_KEY_VARIABLE`, or by the configuration."""

@@ -50,6 +50,44 @@ class Monitor:
             self.socket.close()
 
 
+class Reconnects:
+    """Notices that ZeroMQ has replaced a client's connection: what was under way in the former one is lost, in both
+    directions. Make it before the socket connects."""
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        _keep_alive(watched)
+        self._monitor = Monitor(watched, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self.socket: Final = self._monitor.socket
+        """Readable when there may be news: add it to a poller."""
+        self._connections = 0
+
+    @property
+    def total(self) -> int:
+        return max(0, self._connections - 1)
+
+    def news(self) -> bool:
+        """Whether it happened since the last call."""
+        before = self.total
+        self._connections += sum(1 for _ in self._monitor.events())
+        return self.total > before
+
+    def close(self) -> None:
+        """Call it before the watched socket is closed. Idempotent."""
+        self._monitor.close()
+
+
+def _keep_alive(watched: zmq.Socket[bytes]) -> None:
+    """Have the kernel ask now and then whether the other end is there: a router may forget a silent connection, and a
+    host that is gone says nothing. After about 20 s the connection then counts as broken."""
+    for option, value in (
+        (zmq.TCP_KEEPALIVE, 1),
+        (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 3),
+        (zmq.TCP_KEEPALIVE_CNT, 3),
+    ):
+        watched.set(option, value)
+
+
 class DoorReport:
     """A client's view of its connection: does the other end refuse the handshake, and do bytes arrive?"""
 

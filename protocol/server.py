@@ -126,6 +126,10 @@ class Server:
         self._log = RateLimitedLog(log)
         self._peer_log = RateLimitedLog(log, lines=200)  # all peers of a large run come and go at once
         self._polled_at_s = clock()
+        self._all_alive_until_s = -math.inf
+        """Before this no peer can have been silent for too long."""
+        self._someone_behind = False
+        """A peer has too many unconfirmed bytes."""
         self.hellos: Final[list[Hello]] = []
         """Hellos of the peers that came up in the last poll, one for each PeerUp."""
         self.overtaken = 0
@@ -184,6 +188,7 @@ class Server:
             return
         if not isinstance(message, UNNUMBERED):
             session.keep(frames)
+            self._someone_behind |= session.unconfirmed_bytes > self._max_unconfirmed_bytes
         self._put(session, frames)
 
     def _put(self, session: Session, frames: list[Frame]) -> None:
@@ -207,17 +212,23 @@ class Server:
         return events
 
     def _drop_lost_peers(self, events: list[Event]) -> None:
+        """Looks at the peers only when one may be lost: a poll costs the same however many there are."""
         now_s = self._clock()
         away_s = now_s - self._polled_at_s
         if away_s > self._heartbeat_s:  # the owner did not poll: that is not the peers' silence
             for session in self.book.sessions.values():
                 session.last_heard_s += away_s
+        if now_s <= self._all_alive_until_s and not self._someone_behind:
+            return
+        self._someone_behind = False
         for session in list(self.book.sessions.values()):
             silent_s = now_s - session.last_heard_s
             if silent_s > self._peer_timeout_s:
                 self._drop(session, f"silent for {silent_s:.1f} s", events)
             elif session.unconfirmed_bytes > self._max_unconfirmed_bytes:
                 self._drop(session, f"{session.unconfirmed_bytes} bytes behind", events)
+        oldest_s = min((session.last_heard_s for session in self.book.sessions.values()), default=now_s)
+        self._all_alive_until_s = oldest_s + self._peer_timeout_s
 
     def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
         self.book.close(session.peer)

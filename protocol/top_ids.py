@@ -1,6 +1,6 @@
 """The ids of a student's likeliest tokens in few bytes: per position the set that its engine reported. NumPy only.
 
-    payload   header | counts uint16 [T] | ids, w bits each, without gaps [S]      little-endian
+    payload   header | counts uint16 [T] | ids, w bits each (protocol.bit_words) [S]      little-endian
     header    "TI", version uint8, w uint8, T uint32
 
 They go from the actor to the teachers, which send the log-probs of these tokens (`protocol.topk_codec`).
@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from protocol.bit_words import n_bytes, pack_words, unpack_words
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_codec import MAX_TOKENS_KEPT
+from protocol.topk_layout import MAX_TOKENS_KEPT
 
 _HEADER: Final = struct.Struct("<2sBBI")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"TI"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _WHAT: Final = "payload of the student's likeliest ids"
 
 
@@ -59,7 +59,7 @@ def decode_top_ids(payload: bytes | memoryview) -> TopIds:
     body = np.frombuffer(payload, np.uint8, offset=_HEADER.size + 2 * len(counts_T))
     columns_TK = np.arange(int(counts_T.max(initial=1))) < counts_T[:, None]
     ids_TK = np.zeros(columns_TK.shape, np.int32)
-    ids_TK[columns_TK] = unpack_words(body, int(counts_T.sum()), width).astype(np.int32)
+    ids_TK[columns_TK] = unpack_words([body], [int(counts_T.sum())], width)
     return TopIds(ids_TK, counts_T)
 
 

@@ -12,7 +12,8 @@ from engines.registry import EngineOptions, check_engine
 from engines.sglang.config import ServerLinkConfig
 from models.description import LoadDtype
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
-from protocol.topk_codec import MAX_TOKENS_KEPT, REST_BITS, SMALL_VOCABULARY
+from protocol.topk_codec import REST_BITS, SMALL_VOCABULARY
+from protocol.topk_layout import MAX_TOKENS_KEPT
 
 FLUSH_TIMEOUT_S: Final = 5.0
 """Longest wait of a leaving teacher for the acknowledgement of its last scores."""
@@ -102,8 +103,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
 
     model: str = ""
     """Model of these teachers; empty: models.teacher."""
-    count: PositiveInt = 1
-    """Number of teachers. With urls: one per url."""
+    count: NonNegativeInt = 1
+    """Number of teachers. With urls: one per url. 0: what is sent to the pool waits for teachers to join."""
     engine: str | None = None
     """Overrides teacher.engine."""
     urls: tuple[str, ...] = ()

@@ -105,7 +105,11 @@ class TeacherWorker:
         self._version: WeightVersion | None = None
         """Version of the weights that score; None: the ones loaded at the start."""
         self._received_total = 0
+        self._received_tokens = 0
+        """New tokens of all items received, as the buffer counts them."""
         self._credit_seq = 0
+        self._credit_reach = -1
+        """How many tokens the buffer may have sent in all, by the last credit."""
         self._totals = {
             "scored_tokens_total": 0.0,
             "scored_items_total": 0.0,
@@ -176,6 +180,7 @@ class TeacherWorker:
                         token_ids, top_ids = next(frames), next(frames).tobytes() if item.top_ids else b""
                         self._held.append(Held(item, token_ids, time.monotonic(), top_ids))
                         self._held_tokens += self._new_tokens(item)
+                        self._received_tokens += item.new_tokens
                     self._received_total += len(message.items)
                     got_work = True
                 case TeacherWeights():
@@ -188,8 +193,8 @@ class TeacherWorker:
                 case _:
                     log.warning("a teacher does not expect %s", type(message).__name__)
             received = self._client.recv(0.0)
-        if got_work:
-            self._send_credit()
+        if got_work and self._received_tokens + self._free_tokens != self._credit_reach:
+            self._send_credit()  # otherwise the buffer knows: it subtracts what it sends
 
     def _take_weights(self) -> None:
         """Switch to the newest announced weights. If they cannot be read, count it and keep the old ones."""
@@ -337,10 +342,16 @@ class TeacherWorker:
         self._totals["failed_items_total"] += 1
         self._client.send(ScoreFailed(leases=(held.item.lease_id,), reason=reason))
 
+    @property
+    def _free_tokens(self) -> int:
+        """Tokens that it will take beside those that it holds."""
+        return 0 if self.leaving else max(0, self._config.credit_tokens - self._held_tokens)
+
     def _send_credit(self) -> None:
         self._credit_seq += 1
         self._credit_sent_s = time.monotonic()
-        tokens = 0 if self.leaving else max(0, self._config.credit_tokens - self._held_tokens)
+        tokens = self._free_tokens
+        self._credit_reach = self._received_tokens + tokens
         self._client.send(ScoreCredit(tokens=tokens, seq=self._credit_seq, items_received_total=self._received_total))
 
     def _report(self) -> None:

@@ -1,14 +1,23 @@
-"""For all tests: which of them are slow, how long one may take on this machine, and a line on each failure at once."""
+"""For all tests: which of them are slow, how long one may take on this machine, a line on each failure at once, and
+what keeps the cost of many processes low."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+import os
+import sys
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.patience import SLOWNESS
+
+# Tests start some thousand processes of Python. Without byte code, each would compile the sources again: containers
+# often set this variable.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 HERE: Final = Path(__file__).parent
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
@@ -20,7 +29,11 @@ SLOW_FILES: Final = (
         "weights/test_group_faults.py",
         "launch/test_recovery.py",
     ),
-    *("bench/test_evaluate_checkpoints.py", "bench/test_evaluate_context.py", "launch/doctor/test_scoring.py"),
+    *(
+        "bench/race/test_evaluate_checkpoints.py",
+        "bench/race/test_evaluate_context.py",
+        "launch/doctor/test_scoring.py",
+    ),
     "learner/reports/test_tracker_packages.py",
 )
 """Soaks, campaigns, what kills and stops whole launchers, and what writes or scores with models for many seconds."""
@@ -31,6 +44,18 @@ TEST_S: Final = 300.0
 SLOW_TEST_S: Final = 1200.0
 """After which a test is ended on a quiet machine: the last resort, as waits have limits of their own (patience.py)."""
 SAID_CHARS: Final = 2000
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without looking for garbage, and never look for it again in what was imported and collected: a million
+    objects that stay. Tests that look at garbage see only their own."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:

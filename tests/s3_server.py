@@ -72,14 +72,27 @@ def environment_of(url: str) -> Mapping[str, str]:
 
 
 def objects(server: Server) -> dict[str, bytes]:
-    """All that is in the bucket, by name: boto3's view."""
+    """All that is in the bucket, by name: boto3's view. What is deleted meanwhile is left out."""
     import boto3
 
     client = boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
     found = client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
-    read = {one["Key"]: client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read() for one in found}
+    read: dict[str, bytes] = {}
+    for one in found:
+        with suppress(client.exceptions.NoSuchKey):
+            read[one["Key"]] = client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
     client.close()
     return read
+
+
+def object_named(server: Server, name: str) -> bytes:
+    """One object, while others come and go."""
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
+    content = client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+    client.close()
+    return content
 
 
 def overwrite(server: Server, name: str, content: bytes | None) -> None:
@@ -107,6 +120,11 @@ class Gate:
         """How many bytes of requests still pass. Then all connections end, and no other is taken. None: no limit."""
         self.when_shut: Callable[[], None] = lambda: None
         """Called then, once."""
+        self.hides: tuple[bytes, ...] = ()
+        """Headers of requests that the server does not get to see."""
+        self.loses_answers_to: list[bytes] = []
+        """Beginnings of requests. The connection ends in place of the answer to the next one of each."""
+        self._losing = set[socket.socket]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._over = False
 
@@ -157,10 +175,24 @@ class Gate:
             for one in list(clients):
                 end(one)
 
+    def _changed(self, data: bytes, to: socket.socket) -> bytes:
+        """A piece of a request."""
+        for header in self.hides:
+            data = data.replace(header, b"X" + header[1:])
+        for beginning in [one for one in self.loses_answers_to if data.startswith(one)]:
+            self.loses_answers_to.remove(beginning)
+            self._losing.add(to)
+        return data
+
     def _pass_on(self, source: socket.socket, to: socket.socket, is_request: bool) -> bool:
         """False: this connection is over."""
         with suppress(OSError):
             data = source.recv(1 << 16)
+            if is_request:
+                data = self._changed(data, to)
+            elif source in self._losing and data:
+                self._losing.discard(source)
+                return False
             if is_request and self.shut_after_bytes is not None:
                 data = data[: self.shut_after_bytes]
                 self.shut_after_bytes -= len(data)

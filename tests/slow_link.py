@@ -62,6 +62,7 @@ class SlowLink:
                 buffer.connect(self._upstream)
             except OSError:
                 worker.close()
+                buffer.close()
                 continue
             self.accepted += 1
             self._open |= {worker, buffer}
@@ -79,7 +80,7 @@ class SlowLink:
             while data := buffer.recv(max(1, int(self.bytes_per_s * PIECE_S))):
                 worker.sendall(data)
                 self.passed_bytes += len(data)
-                time.sleep(PIECE_S)
+                time.sleep(len(data) / self.bytes_per_s)
         self._end(buffer, worker)
         for end in (buffer, worker):
             self._open.discard(end)

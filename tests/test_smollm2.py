@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,22 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples" / "smollm2"
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_git_sees_nothing_of_the_model_whether_it_is_a_folder_or_a_link_to_one(tmp_path: Path, linked: bool) -> None:
+    place = tmp_path / "clone" / "examples" / "smollm2"
+    place.mkdir(parents=True)
+    (tmp_path / "clone" / ".gitignore").write_text((FOLDER.parents[1] / ".gitignore").read_text())
+    model = tmp_path / "elsewhere" if linked else place / "model"
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    if linked:
+        (place / "model").symlink_to(model)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path / "clone", check=True)
+    words = ["git", "status", "--porcelain", "--untracked-files=all"]
+    seen = subprocess.run(words, cwd=tmp_path / "clone", check=True, capture_output=True, text=True).stdout
+    assert seen == "?? .gitignore\n"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from msgspec import Meta
 
 from protocol.addresses import is_local
+from protocol.plugins import installed
 from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, Settings
 
 SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
@@ -48,11 +49,11 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     can read there. auto: collective on one machine or with allow_plain_network, else wire. A transport from another
     package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
-    """With learner.lora.rank: send the adapters alone, as files in the run folder that SGLang servers load, a few
-    megabytes per version. off: every version is the merged student. on: the servers that the launcher starts get
-    --enable-lora, and whatever stands in the way is an error. auto: on for servers on a CPU, and for those that already
-    have --enable-lora, if nothing stands in the way; else off. The launcher decides before the start and prints its
-    choice and the reason."""
+    """With learner.lora.rank: send the adapters alone, a few megabytes per version, which SGLang servers load as files:
+    by `transport` folder, or wire between machines. off: every version is the merged student. on: the servers that the
+    launcher starts get --enable-lora, and whatever stands in the way is an error. auto: on for servers on a CPU, and
+    for those that already have --enable-lora, if nothing stands in the way; else off. The launcher decides before the
+    start and prints its choice and the reason."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Library that carries the broadcast. auto: nccl if the learner and all actors (or their servers) have a GPU each
     and the same NCCL version, else gloo. The launcher decides before the start and prints its choice and the reason. If
@@ -156,6 +157,18 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     def makes_groups(self) -> bool:
         """Whether a process group carries the weights."""
         return self.way not in ("folder", "wire")
+
+
+def find_transport(way: str) -> str:
+    """`module:attribute` of a transport (`WeightsConfig.way`). Raises ValueError for a name that nothing has."""
+    target = BUILT_IN.get(way, way)
+    if ":" in target:
+        return target
+    found = installed(ENTRY_POINTS)
+    if way not in found:
+        known = ", ".join(["auto", *BUILT_IN, *found])
+        raise ValueError(f"weights.transport: got {way!r}, expected one of {known}, or module:attribute of your own")
+    return found[way]
 
 
 def sent_dtype(asked: PublishDtype, held: SentDtype) -> SentDtype:

@@ -4,7 +4,8 @@
 With it an idle member waits on a socket instead of in a collective: it can leave at once, and on a GPU no kernel spins.
 Rank 0 also learns which member is missing; a collective only shows that some member is. Every message carries the
 group's epoch. Both sides ignore messages of another group, and damaged ones (`protocol.sockets`): the silence that
-follows breaks the group, and the next plan makes another.
+follows breaks the group, and the next plan makes another. When a connection breaks, ZeroMQ makes another one. Then each
+side says again what it said last, because the other may not have heard it, and ignores what it has heard before.
 
 The WeightPlan carries the address of this channel and, in a run without keys, a pair of keys for it, so that only
 members can connect. torch's TCP store would not do instead: its clients cannot wait for two things, cannot be woken,
@@ -15,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, Self
 
 import msgspec
@@ -28,6 +31,7 @@ from protocol.codec import Frame
 from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
 from protocol.messages import WeightPlan
+from protocol.monitor import Reconnects
 from protocol.printable import in_one_line, printable_texts
 from protocol.ratelimit import RateLimitedLog
 from protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
@@ -94,6 +98,8 @@ class ControlHost:
         self._group_epoch = 0
         self._members: tuple[str, ...] = ()
         self._routes: dict[int, bytes] = {}
+        self._said: Frame | None = None
+        """What all members of the group were told last."""
         self._heard: list[FromMember] = []
         self._wanted: list[Request] = []
         self._to_send: list[tuple[bytes, list[Frame]]] = []
@@ -115,7 +121,7 @@ class ControlHost:
         """From now on only messages of this group count. `members`: their names, by rank from 1 on."""
         with self._changed:
             self._group_epoch, self._members = group_epoch, tuple(members)
-            self._routes, self._heard, self._wanted = {}, [], []
+            self._routes, self._heard, self._wanted, self._said = {}, [], [], None
 
     def poll(self, timeout_s: float) -> list[FromMember]:
         """Messages of the present group; waits up to `timeout_s` for the first. Raises the error that ended the
@@ -132,6 +138,7 @@ class ControlHost:
         """Send to every member that has joined."""
         frame = _encode(message)
         with self._changed:
+            self._said = frame
             self._to_send.extend((route, [frame]) for route in self._routes.values())
         self._waker.wake()
 
@@ -201,10 +208,17 @@ class ControlHost:
                     self._changed.notify_all()
                 else:
                     if isinstance(message, Joined):
-                        self._routes[message.rank] = received.identity
+                        self._join(message.rank, received.identity)
                     self._router.let_in(received.source)
                     self._heard.append(message)
                     self._changed.notify_all()
+
+    def _join(self, rank: int, route: bytes) -> None:
+        """With `changed` held. A member that joins again may not have heard what was said last."""
+        if rank in self._routes and self._said is not None:
+            self._to_send.append((route, [self._said]))
+            self._waker.wake()
+        self._routes[rank] = route
 
     @property
     def _most_waiting(self) -> int:
@@ -247,16 +261,20 @@ def member_keys(plan: WeightPlan, own: ClientKeys | None) -> ClientKeys | None:
 class ControlMember:
     """A member's end, for one group. Used by one thread."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None, on_reconnect: Callable[[], None] = lambda: None) -> None:
         """`endpoint`: WeightPlan.control; `keys`: from `member_keys`. Connects in the background."""
+        self._on_reconnect = on_reconnect
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.set(zmq.IPV6, "[" in endpoint)
         self._socket.set(zmq.LINGER, _LINGER_MS)
         if keys is not None:
             encrypt_client(self._socket, keys)
+        self._reconnects = Reconnects(self._socket)
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromRankZero)
+        self._joined: Joined | None = None
+        self._said: Ready | Answer | None = None
         self._held: deque[FromRankZero] = deque()
 
     def __enter__(self) -> Self:
@@ -274,6 +292,10 @@ class ControlMember:
                 message = msgspec.structs.replace(message, error=words[:LONGEST_WORDS])
             case _:
                 pass
+        if isinstance(message, Joined):
+            self._joined = message
+        else:
+            self._said = message
         send_frames(self._socket, [_encode(message)])
 
     def recv(self, timeout_s: float | None, waker: Waker) -> FromRankZero | None:
@@ -284,16 +306,32 @@ class ControlMember:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(waker.fileno(), zmq.POLLIN)
-        ready = dict(poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000))))
-        if self._socket not in ready or waker.fileno() in ready:
-            return None
-        return self._take()
+        poller.register(self._reconnects.socket, zmq.POLLIN)
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            ready = dict(poller.poll(None if left_s == math.inf else max(0, round(left_s * 1000))))
+            self._mend()
+            if waker.fileno() in ready or not ready:
+                return None
+            if self._socket in ready:
+                return self._take()
 
     def must_leave(self) -> bool:
         """True if a Leave has arrived; `recv` will still return it. For use inside a collective."""
+        self._mend()
         while (message := self._take()) is not None:
             self._held.append(message)
         return any(isinstance(message, Leave) for message in self._held)
+
+    def _mend(self) -> None:
+        """On a new connection, say again what rank 0 may not have heard, and be known by this connection from now
+        on."""
+        if self._reconnects.news() and self._joined is not None:
+            self._on_reconnect()
+            for message in (self._joined, self._said):
+                if message is not None:
+                    send_frames(self._socket, [_encode(message)])
 
     def _take(self) -> FromRankZero | None:
         """A message that has arrived; None if there is none, or the link has damaged it."""
@@ -305,6 +343,7 @@ class ControlMember:
         return None if frames is None else self._decoder.decode(b"".join(frames))
 
     def close(self) -> None:
+        self._reconnects.close()
         self._socket.close()
         self._context.term()
 

@@ -59,6 +59,8 @@ class Agreed(msgspec.Struct, frozen=True):
 
     manifest: Manifest
     bucket_bytes: int
+    adapter_config: bytes = b""
+    """Where versions are adapters: adapter_config.json of peft, without which they cannot be loaded from a file."""
 
 
 class Check(msgspec.Struct, frozen=True):

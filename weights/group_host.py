@@ -279,7 +279,7 @@ class GroupHost(ABC):
         manifest = weights.manifest
         agreed: Agreed | None = None
         if self._layout is None:
-            agreed = Agreed(manifest, self._config.bucket_bytes)
+            agreed = Agreed(manifest, self._config.bucket_bytes, self._members.adapter_config)
             self._layout = self._layout_of(manifest)
         elif self._layout.manifest != manifest:
             raise ValueError(

@@ -93,9 +93,7 @@ class Publisher:
         self._post_plan, self._published, self._staging = post_plan, published, staging
         self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(
-            snapshot_dir, keep=SNAPSHOTS_KEPT, adapter_config=members.adapter_config, store=store
-        )
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
         self._transport = make_transport(
             Setup(
                 config,

@@ -60,6 +60,8 @@ class _Figures:
     weight_groups_broken_total: float = 0.0
     snapshots_refused_total: float = 0.0
     weight_deltas_refused_total: float = 0.0
+    weight_reconnects_total: float = 0.0
+    """Connections to the learner that took the place of a broken one."""
 
 
 class WeightReceiver:
@@ -172,7 +174,7 @@ class WeightReceiver:
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.members}; this actor is {self._name}")
         self._sink.check(plan)
         index = plan.members.index(self._name)
-        with ControlMember(plan.control, member_keys(plan, self._keys)) as control:
+        with ControlMember(plan.control, member_keys(plan, self._keys), self._count_reconnect) as control:
             control.send(Joined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
             if go is not None:
@@ -199,7 +201,13 @@ class WeightReceiver:
             try:
                 if plan.backend == "wire":
                     keys = member_keys(plan, self._keys)
-                    wire = WireMember(plan.control, keys, group_epoch=plan.group_epoch, rank=index + 1)
+                    wire = WireMember(
+                        plan.control,
+                        keys,
+                        group_epoch=plan.group_epoch,
+                        rank=index + 1,
+                        on_reconnect=self._count_reconnect,
+                    )
                 elif plan.backend != "folder":
                     self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
@@ -212,17 +220,22 @@ class WeightReceiver:
             self._figures.weight_groups_joined_total += 1
             control.send(Ready(plan.group_epoch, index + 1))
             agreed: Agreed | None = None
+            taken = 0
             while True:
                 message = self._recv(control, None)
                 if isinstance(message, Leave):
                     return
-                if isinstance(message, Round):
+                if isinstance(message, Round) and message.number > taken:  # else it was said again
+                    taken = message.number
                     agreed = message.agreed or agreed
                     self._take_round(control, index, message, agreed, interrupted, wire)
         finally:
             if wire is not None:
                 wire.close()
             self._sink.leave()
+
+    def _count_reconnect(self) -> None:
+        self._figures.weight_reconnects_total += 1
 
     def _recv(self, control: ControlMember, deadline_s: float | None) -> Go | Round | Leave | None:
         """The next message; None at the deadline or when woken. Raises GroupInterrupted."""

@@ -35,14 +35,14 @@ class Members:
     pieces: Pieces = field(default_factory=dict[str, tuple[Piece, ...]])
     """Which weights they know as several tensors, or by another name; empty for engines (weights.checkpoint_names)."""
     adapter_config: bytes = b""
-    """adapter_config.json of peft, without which adapters cannot be loaded from a file."""
+    """For adapters: what members are sent first (weights.control_messages.Agreed)."""
 
     def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
         """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between
         buckets are made later, so only the places of the tensors matter."""
         from weights.buckets import ALIGN_BYTES, Layout, PackedLayout  # here, because it imports torch
 
-        if self.kind == "servers":
+        if self.kind != "engines":
             return PackedLayout(manifest, bucket_bytes)
         return Layout(manifest, ALIGN_BYTES)
 

@@ -10,15 +10,14 @@ here: the check of a snapshot file before it is loaded. No torch.
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from models.safetensors_header import Header, read_header
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from protocol.object_store import Store
 from weights.control_messages import Agreed, Round
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 Interrupted: TypeAlias = Callable[[], str | None]
 """Called about every 0.1 s during a wait; a reason ends the wait with GroupInterrupted."""
-
-_HEADER_MAX_BYTES: Final = 100_000_000
-"""The limit of the safetensors format."""
 
 
 class GroupBroken(Exception):
@@ -136,18 +132,20 @@ def check_snapshot(ref: WeightsRef) -> Path:
     try:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            if sha256 != ref.sha256:
-                raise SnapshotRefused(
-                    f"{path}: sha256 {sha256}, expected {ref.sha256}; the file was damaged or replaced"
-                )
-            file.seek(0)
-            (n_header,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(n_header, _HEADER_MAX_BYTES)))
     except OSError as error:
         raise SnapshotRefused(f"{path}: {error}") from error
-    except (ValueError, struct.error) as error:
-        raise SnapshotRefused(f"{path}: no safetensors header: {error}") from error
-    found = header.get("__metadata__", {}).get("version")
+    if sha256 != ref.sha256:
+        raise SnapshotRefused(f"{path}: sha256 {sha256}, expected {ref.sha256}; the file was damaged or replaced")
+    found = whole_file(path).metadata.get("version")
     if found != str(ref.version):
         raise SnapshotRefused(f"{path}: holds version {found}, expected {ref.version}")
     return path
+
+
+def whole_file(path: Path) -> Header:
+    """The header of a safetensors file that may be loaded. Raises SnapshotRefused: a server that loads a malformed one
+    ends."""
+    try:
+        return read_header(path)
+    except (OSError, ValueError) as error:
+        raise SnapshotRefused(f"{path}: {error}; it is not loaded") from error

@@ -3,7 +3,6 @@ and for teachers that follow the student (`learner.ema`).
 
     <weights folder>/<epoch>.<step>/model.safetensors       named like a Hugging Face checkpoint, so engines that load
                                                             from a folder can be pointed at it
-                                    adapter_config.json     where they are adapters
 
 A file appears under its name when it is whole (written under another name, synced, renamed) and never changes
 afterwards. The WeightsRef carries its sha256 over the wire, so a reader can check that the shared folder returns what
@@ -27,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from protocol.atomic_file import replacing, sync, write_atomic
+from protocol.atomic_file import replacing, sync
 from protocol.messages import WeightsRef, WeightVersion
 from protocol.object_store import Store
 from weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
@@ -38,7 +37,6 @@ from weights.staged_weights import Staged
 
 log = logging.getLogger(__name__)
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
 PIECE_BYTES: Final = 64 << 20
 """Memory that writing takes."""
 _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
@@ -47,13 +45,11 @@ _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 class SnapshotKeeper:
     """The snapshots of one publisher's versions. Each is written once, when it is first needed. Used by one thread."""
 
-    def __init__(self, folder: Path, *, keep: int, adapter_config: bytes = b"", store: Store | None = None) -> None:
-        """`keep`: number of snapshots to keep. `adapter_config`: peft's description of adapters; empty: the snapshots
-        are of whole weights. `store`: where members fetch them."""
+    def __init__(self, folder: Path, *, keep: int, store: Store | None = None) -> None:
+        """`keep`: number of snapshots to keep. `store`: where members fetch them."""
         self._folder = folder
         self._store = store
         self._keep = keep
-        self._adapter_config = adapter_config
         self.ref: WeightsRef | None = None
         """The newest snapshot."""
         self.written_total = 0
@@ -68,10 +64,6 @@ class SnapshotKeeper:
         weights.wait()
         began_s = time.monotonic()
         try:
-            if self._adapter_config:
-                beside = self._folder / str(weights.version) / ADAPTER_CONFIG
-                beside.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(beside, self._adapter_config)
             ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
             self.ref = ref if self._store is None else put_snapshot(self._store, ref, keep=self._keep)
         except OSError as error:

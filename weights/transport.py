@@ -22,8 +22,8 @@ import torch
 
 from protocol.keys import ServerKeys
 from protocol.messages import WeightPlan, WeightVersion
-from protocol.plugins import installed, load
-from weights.config import BUILT_IN, ENTRY_POINTS, WeightsConfig
+from protocol.plugins import load
+from weights.config import WeightsConfig, find_transport
 from weights.control_messages import Check
 from weights.deadlines import Limits
 from weights.delta import DeltaSent, FullReason
@@ -161,13 +161,7 @@ class Setup:
 def make_transport(setup: Setup) -> Transport:
     """The transport that `weights.transport` names. Raises ValueError when there is none."""
     name = setup.config.way
-    target = BUILT_IN.get(name, name)
-    if ":" not in target:
-        found = installed(ENTRY_POINTS)
-        if name not in found:
-            known = ", ".join(["auto", *BUILT_IN, *found])
-            raise ValueError(f"weights.transport = {name}; expected one of {known}, or module:attribute of your own")
-        target = found[name]
+    target = find_transport(name)
     try:
         make = load(target)
     except (ImportError, AttributeError, ValueError) as error:

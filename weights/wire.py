@@ -7,6 +7,7 @@
 
 The member asks, so nobody is sent more than it can take, and rank 0 holds at most WINDOW pieces per member. The
 connection is encrypted and admits only holders of the member's key, like the control channel, to whose port it goes.
+When it breaks, ZeroMQ makes another one, and the member asks again for what has not arrived.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import zmq
 
 from protocol.errors import DamagedMessage
 from protocol.keys import ClientKeys, encrypt_client
+from protocol.monitor import Reconnects
 from protocol.sockets import new_socket, receive_frames, send_frames
 from weights.control_messages import Piece, Want
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted
@@ -39,14 +41,23 @@ def n_pieces(total_bytes: int) -> int:
 class WireMember:
     """For one group, and one thread."""
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None, *, group_epoch: int, rank: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        keys: ClientKeys | None,
+        *,
+        group_epoch: int,
+        rank: int,
+        on_reconnect: Callable[[], None] = lambda: None,
+    ) -> None:
         """`endpoint`: WeightPlan.control; `keys`: from `weights.control.member_keys`. Connects in the background."""
-        self._group_epoch, self._rank = group_epoch, rank
+        self._group_epoch, self._rank, self._on_reconnect = group_epoch, rank, on_reconnect
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER)
         self._socket.set(zmq.IPV6, "[" in endpoint)
         if keys is not None:
             encrypt_client(self._socket, keys)
+        self._reconnects = Reconnects(self._socket)
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(Piece)
 
@@ -62,10 +73,19 @@ class WireMember:
         GroupInterrupted, and GroupBroken at the deadline or when rank 0 sends what was not asked for."""
         total = n_pieces(total_bytes)
         owed: set[int] = set(range(min(WINDOW, total)))
-        asked = len(owed)
-        self._want(number, 0, asked)
+        had: set[int] = set()
+        self._want(number, 0, len(owed))
+        self._reconnects.news()  # of a former round
         while owed:
-            piece, content = self._next(number, deadline_s, interrupted)
+            received = self._next(number, deadline_s, interrupted)
+            if received is None:
+                self._on_reconnect()
+                for index in sorted(owed):
+                    self._want(number, index, 1)
+                continue
+            piece, content = received
+            if piece.index in had and self._reconnects.total:
+                continue  # it had come by the former connection, too
             at = piece.index * PIECE_BYTES
             expected_bytes = min(PIECE_BYTES, total_bytes - at)
             if piece.index not in owed or len(content) != expected_bytes:
@@ -75,12 +95,13 @@ class WireMember:
                 )
             take(at, content)
             owed.remove(piece.index)
-            if asked < total:
+            had.add(piece.index)
+            if (asked := len(had) + len(owed)) < total:
                 owed.add(asked)
                 self._want(number, asked, 1)
-                asked += 1
 
     def close(self) -> None:
+        self._reconnects.close()
         self._socket.close()
         self._context.term()
 
@@ -91,15 +112,23 @@ class WireMember:
         except zmq.Again:
             raise GroupBroken("the connection for weights takes no more requests") from None
 
-    def _next(self, number: int, deadline_s: float, interrupted: Interrupted) -> tuple[Piece, bytes | memoryview]:
-        """The next piece of this round."""
+    def _next(
+        self, number: int, deadline_s: float, interrupted: Interrupted
+    ) -> tuple[Piece, bytes | memoryview] | None:
+        """The next piece of this round; None when the connection was replaced."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._reconnects.socket, zmq.POLLIN)
         while True:
             if (reason := interrupted()) is not None:
                 raise GroupInterrupted(reason)
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise GroupBroken("the bytes of a version did not come before the deadline")
-            if not self._socket.poll(max(1, round(1000 * min(left_s, WAIT_SLICE_S)))):
+            ready = dict(poller.poll(max(1, round(1000 * min(left_s, WAIT_SLICE_S)))))
+            if self._reconnects.socket in ready and self._reconnects.news():
+                return None
+            if self._socket not in ready:
                 continue
             try:
                 frames = receive_frames(self._socket)

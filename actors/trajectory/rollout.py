@@ -70,6 +70,8 @@ class Rollout:
         """All calls, by the caller's number."""
         self._grown: dict[Node, None] = {}
         """Responses with tokens that no `take_segments` has seen."""
+        self._held: dict[Node, None] = {}
+        """Responses with tokens that may be in no segment."""
         self._sample_offset = 0
         """The next call's first random number. Calls that run at the same time must not draw the same ones."""
         self._drawn = 0
@@ -138,7 +140,7 @@ class Rollout:
             )
         self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids)
         if running.call.response is not None:
-            self._grown[running.call.response] = None
+            self._grown[running.call.response] = self._held[running.call.response] = None
         self.n_sampled += int(delta.token_ids.size)
         running.n += int(delta.token_ids.size)
         if delta.finish_reason is None:
@@ -177,6 +179,13 @@ class Rollout:
             return [self._segment(cut, final=cut is rest[-1]) for cut in rest]
         grown, self._grown = self._grown, {}
         return [self._segment(cut, final=False) for node in grown for cut in self._cutter.take(node)]
+
+    def take_early(self) -> list[CutSegment]:
+        """All that the student wrote before this moment, but for the newest token of each response. Not after
+        `finish`."""
+        held, self._held = self._held, {}
+        self._grown.clear()
+        return [self._segment(cut, final=False) for node in held for cut in self._cutter.take_early(node)]
 
     def _segment(self, cut: Cut, *, final: bool) -> CutSegment:
         index, self._segments_cut = self._segments_cut, self._segments_cut + 1

@@ -70,7 +70,8 @@ class SegmentCutter:
     """Takes each token of a graph out of it at most once.
 
     A segment holds at most `segment_tokens` tokens; the first one of a root also holds the tokens before its first
-    response. Raises ValueError for `segment_tokens` below 1."""
+    response. What was taken of a segment before it was complete makes the next one shorter: rollouts that were asked
+    for it at the same moment do not go on in step. Raises ValueError for `segment_tokens` below 1."""
 
     def __init__(self, graph: TokenGraph, segment_tokens: int) -> None:
         if segment_tokens < 1:
@@ -78,6 +79,8 @@ class SegmentCutter:
         self._graph = graph
         self._segment_tokens = segment_tokens
         self._placed: dict[Node, _Placed] = {}
+        self._n_early = 0
+        """Tokens taken of the segment that is not complete."""
         self.n_cut = 0
         """Length of the line so far."""
 
@@ -85,6 +88,18 @@ class SegmentCutter:
         """Complete segments of the path that ends with this response. Its newest token stays, so that the end of the
         episode always has a segment."""
         return self._take(node, rest=False)
+
+    def take_early(self, node: Node) -> list[Cut]:
+        """All that is there of the path that ends with this response, but for its newest token. No segment without a
+        response."""
+        cuts = self.take(node)
+        parts, follows = self._uncut(node)
+        parts, _ = _split(parts, sum(part.end - part.start for part in parts) - 1)
+        n, n_context = sum(part.end - part.start for part in parts), _n_leading_context(parts)
+        if n > n_context:
+            cuts.append(self._cut(parts, follows))
+            self._n_early += n - n_context if follows == 0 else n
+        return cuts
 
     def take_rest(self) -> list[Cut]:
         """At the end of the episode: all that is left of the responses that are trained. Never empty if there is a
@@ -114,14 +129,14 @@ class SegmentCutter:
     def _take(self, node: Node, *, rest: bool) -> list[Cut]:
         parts, follows = self._uncut(node)
         n_left = sum(part.end - part.start for part in parts)
-        limit = self._segment_tokens + (_n_leading_context(parts) if follows == 0 else 0)
+        limit = self._segment_tokens - self._n_early + (_n_leading_context(parts) if follows == 0 else 0)
         cuts: list[Cut] = []
         while n_left > limit or (rest and n_left):
             n = min(n_left, limit)
             now, parts = _split(parts, n)
             cuts.append(self._cut(now, follows))
             n_left -= n
-            follows, limit = self.n_cut, self._segment_tokens
+            follows, limit, self._n_early = self.n_cut, self._segment_tokens, 0
         return cuts
 
     def _uncut(self, node: Node) -> tuple[list[Part], int]:

@@ -9,6 +9,10 @@ a list that begins with a letter:
     o object    l list    t tuple    q deque    d dict    D OrderedDict    s set (sorted)    n named tuple
     S message struct    e enum    a array    b bytes    m bound method of a listed object
 
+What came in a blob (`buffer.blobs`) is not in the bytes. They refer to it by number, and `Frozen` lists these numbers:
+
+    k blob    f bytes of one of its arrays    A arrays of a message, of which some are in blobs
+
 Equal graphs give equal bytes. A mutable container must have one owner: meeting it twice is an error, and so is any
 class that is not listed."""
 
@@ -25,6 +29,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from buffer.blobs import Arrays, Kept, KeptBytes, Load, number_of
+
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
 
@@ -36,11 +42,20 @@ class ThawError(Exception):
     """The bytes are not an object graph of the expected classes."""
 
 
+class Frozen(NamedTuple):
+    """A graph as bytes, and the numbers of all blobs to which they refer, ascending."""
+
+    body: bytes
+    blobs: tuple[int, ...] = ()
+
+
 class Custom(NamedTuple):
     """Conversion of a class that defines its own: `get` returns its contents, `fill` puts them into a new instance."""
 
     get: Callable[[Any], Sequence[Any]]
     fill: Callable[[Any, Sequence[Any]], None]
+    late: bool = False
+    """Its `fill` looks at what other objects contain, so it comes last."""
 
 
 class Freezer:
@@ -55,33 +70,38 @@ class Freezer:
         self._structs = {k for k in self._values.values() if issubclass(k, msgspec.Struct)}
         self._enums = {k for k in self._values.values() if issubclass(k, enum.Enum)}
 
-    def freeze(self, root: object) -> bytes:
-        """Convert a graph to bytes. Raises FreezeError."""
+    def freeze(self, root: object) -> Frozen:
+        """Convert a graph. Raises FreezeError."""
         with no_garbage_collection():
             return _Writing(self).write(root)
 
-    def thaw(self, body: bytes) -> Any:
-        """Rebuild a graph and return its root. Raises ThawError."""
+    def thaw(self, body: bytes, load: Load) -> Any:
+        """Rebuild a graph and return its root. `load` reads blobs. Raises ThawError."""
         try:
             with no_garbage_collection():
-                return self._thawed(body)
+                return self._thawed(body, load)
         except (msgspec.DecodeError, msgspec.ValidationError, LookupError, TypeError, ValueError) as error:
             raise ThawError(f"{type(error).__name__}: {error}") from error
 
-    def _thawed(self, body: bytes) -> Any:
+    def _thawed(self, body: bytes, load: Load) -> Any:
         classes, objects = msgspec.msgpack.decode(body)
         kinds = [(self._classes[name], fields) for name, fields in classes]
         made = [kinds[one[0]][0].__new__(kinds[one[0]][0]) for one in objects]
-        reader = _Reading(self, made)
+        reader = _Reading(self, made, load)
+        late: list[tuple[Custom, Any, list[Any]]] = []
         for new, one in zip(made, objects, strict=True):
             kind, fields = kinds[one[0]]
             contents = [reader.value(v) for v in one[1:]]
             custom = self._custom[kind]
-            if custom is not None:
+            if custom is None:
+                for field, value in zip(fields, contents, strict=True):
+                    setattr(new, field, value)
+            elif custom.late:
+                late.append((custom, new, contents))
+            else:
                 custom.fill(new, contents)
-                continue
-            for field, value in zip(fields, contents, strict=True):
-                setattr(new, field, value)
+        for custom, new, contents in late:
+            custom.fill(new, contents)
         return made[0]
 
     def of(self, kind: type[Any]) -> Custom | None:
@@ -106,8 +126,9 @@ class _Writing:
         self._kinds: dict[type[Any], int] = {}
         self._fields: list[tuple[str, ...]] = []
         self._owned: set[int] = set()
+        self._blobs: set[int] = set()
 
-    def write(self, root: object) -> bytes:
+    def write(self, root: object) -> Frozen:
         bodies: list[msgspec.Raw] = []
         encode = msgspec.msgpack.Encoder().encode
         self._number(root)
@@ -116,7 +137,7 @@ class _Writing:
             bodies.append(msgspec.Raw(encode(self._body(self._objects[done]))))  # at once: a tenth of the memory
             done += 1
         classes = [[kind.__name__, self._fields[i]] for kind, i in self._kinds.items()]
-        return msgspec.msgpack.encode([classes, bodies])
+        return Frozen(msgspec.msgpack.encode([classes, bodies]), tuple(sorted(self._blobs)))
 
     def _body(self, obj: object) -> list[Any]:
         kind = type(obj)
@@ -144,6 +165,12 @@ class _Writing:
             return ["o", self._number(v)]
         if kind is tuple:
             return ["t", *map(self.value, v)]
+        if kind is Kept:
+            return ["k", self._refer(v.number)]
+        if kind is KeptBytes:
+            return ["f", self._refer(v.number), v.place]
+        if kind is Arrays:
+            return self._arrays(v)
         letter = self._freezer.letter(kind)
         if letter == "S":
             return [letter, kind.__name__, v]
@@ -158,6 +185,20 @@ class _Writing:
         if kind is MethodType:
             return ["m", self._method_owner(v), v.__name__]
         return self._container(kind, v)
+
+    def _refer(self, blob: int) -> int:
+        self._blobs.add(blob)
+        return blob
+
+    def _arrays(self, v: Arrays) -> list[Any]:
+        """Write the dtype and shape of each array, and its bytes or the number of its blob."""
+        each = len(v) // max(1, len(v.numbers))
+        numbers = [number_of(v, i // each) for i in range(len(v))]
+        found = [
+            [array.dtype.str, array.shape, self._refer(number) if number else array.tobytes()]
+            for array, number in zip(v, numbers, strict=True)
+        ]
+        return ["A", v.numbers, found]
 
     def _container(self, kind: type[Any], v: Any) -> list[Any]:
         if id(v) in self._owned:
@@ -182,9 +223,10 @@ class _Writing:
 
 
 class _Reading:
-    def __init__(self, freezer: Freezer, made: list[Any]) -> None:
+    def __init__(self, freezer: Freezer, made: list[Any], load: Load) -> None:
         self._freezer = freezer
         self._made = made
+        self._load = load
 
     def value(self, v: Any) -> Any:
         if type(v) is not list:
@@ -196,6 +238,12 @@ class _Reading:
             return msgspec.convert(rest[1], self._freezer.value_kind(rest[0]))
         if letter == "a":
             return _array(*rest)
+        if letter == "k":
+            return Kept(rest[0], self._load(rest[0]))
+        if letter == "f":
+            return KeptBytes.of(self._load(rest[0])[rest[1]], *rest)
+        if letter == "A":
+            return self._arrays(*rest)
         if letter == "b":
             return rest[0]
         if letter == "e":
@@ -220,6 +268,12 @@ class _Reading:
             pairs = zip(values[::2], values[1::2], strict=True)
             return dict(pairs) if letter == "d" else OrderedDict(pairs)
         raise ThawError(f"unknown letter {letter!r}")
+
+    def _arrays(self, numbers: list[int], found: list[Any]) -> Arrays:
+        each = len(found) // max(1, len(numbers))
+        contents = [c if type(c) is bytes else self._load(c)[i % each] for i, (_, _, c) in enumerate(found)]
+        arrays = [_array(dtype, shape, c) for (dtype, shape, _), c in zip(found, contents, strict=True)]
+        return Arrays.of(arrays, tuple(numbers))
 
     def _method(self, number: int, name: str) -> Any:
         owner = self._made[number]

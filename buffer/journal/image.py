@@ -24,10 +24,12 @@ from buffer import (
     candidates,
     config,
     core,
+    departure,
     evals,
     groups,
     history,
     holdings,
+    items,
     learner_desk,
     ledger,
     lifecycle,
@@ -36,6 +38,7 @@ from buffer import (
     pools,
     release,
     rollouts,
+    rooms,
     scoring,
     state,
     task_book,
@@ -44,20 +47,23 @@ from buffer import (
     validation,
     versions,
 )
-from buffer.journal.freezer import Custom, Freezer
+from buffer.blobs import Load
+from buffer.journal.freezer import Custom, Freezer, Frozen
 from protocol.messages import learner as learner_messages
 from protocol.messages import shared, workers
 from protocol.session import BookImage, SessionBook
 
 _NO_STATE: Final = ("loop.py", "server.py")
 """Files of this package that neither the core's state nor its reaction to a turn depends on."""
-_PROTOCOL: Final = ("bit_words", "codec", "flow", "handshake", "session", "top_ids", "topk_codec")
+_PROTOCOL: Final = (
+    *("bit_words", "branches", "codec", "flow", "handshake", "hidden_codec", "session", "top_ids", "topk_layout"),
+)
 """Modules of `protocol` that they do depend on, besides `protocol.messages`."""
 
 _STATE: Final = (
-    arrivals, batch_size, breaker, candidates, config, core, evals, groups, history, holdings, learner_desk, ledger,
-    lifecycle, pacing, peers, pools, release, rollouts, scoring, state, task_book, tickets, tokens, validation,
-    versions,
+    arrivals, batch_size, breaker, candidates, config, core, departure, evals, groups, history, holdings, items,
+    learner_desk, ledger, lifecycle, pacing, peers, pools, release, rollouts, rooms, scoring, state, task_book, tickets,
+    tokens, validation, versions,
 )  # fmt: skip
 _WIRE: Final = (learner_messages, shared, workers)
 
@@ -75,6 +81,8 @@ def _defined_in(modules: Iterable[ModuleType], *, values: bool) -> list[type[Any
 
 _CLASSES: dict[type[Any], Custom | None] = dict.fromkeys(_defined_in(_STATE, values=False))
 _CLASSES[tokens.TokenStore] = Custom(tokens.TokenStore.contents, tokens.TokenStore.fill)
+_CLASSES[items.LeasedBatch] = Custom(items.LeasedBatch.contents, items.LeasedBatch.fill, late=True)
+_CLASSES[rollouts.TaskRecord] = Custom(rollouts.TaskRecord.contents, rollouts.TaskRecord.fill)
 _freezer = Freezer(_CLASSES, _defined_in((*_STATE, *_WIRE), values=True))
 
 
@@ -86,21 +94,23 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     book: BookImage
 
 
-def make_image(core_: core.Core, book: SessionBook, newest_s: float) -> bytes:
+def make_image(core_: core.Core, book: SessionBook, newest_s: float) -> Frozen:
     """Encode the core and the sessions. Raises FreezeError for an object of a class that is not listed above."""
-    return msgspec.msgpack.encode(Image(newest_s, _freezer.freeze(core_), book.image()))
+    frozen = _freezer.freeze(core_)
+    return Frozen(msgspec.msgpack.encode(Image(newest_s, frozen.body, book.image())), frozen.blobs)
 
 
-def make_checked_image(core_: core.Core, book: SessionBook, newest_s: float) -> bytes | None:
+def make_checked_image(core_: core.Core, book: SessionBook, newest_s: float) -> Frozen | None:
     """The same; None if a recount of everything that is held differs from the counts that are kept of it."""
     return make_image(core_, book, newest_s) if core_.state.counts_are_right else None
 
 
-def restore_image(body: bytes, book: SessionBook) -> tuple[core.Core, float]:
-    """Decode the core and its clock; the sessions go into `book`. Raises ThawError or msgspec.DecodeError."""
+def restore_image(body: bytes, book: SessionBook, load: Load) -> tuple[core.Core, float]:
+    """Decode the core and its clock; the sessions go into `book`. `load` reads the blobs to which the image refers.
+    Raises ThawError or msgspec.DecodeError."""
     image = msgspec.msgpack.decode(body, type=Image)
     book.restore(image.book)
-    return _freezer.thaw(image.core), image.newest_s
+    return _freezer.thaw(image.core, load), image.newest_s
 
 
 @functools.cache

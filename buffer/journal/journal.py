@@ -22,13 +22,15 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from buffer.config import Sync
-from buffer.journal.imaging import Finished, ImageFork, Outcome
-from buffer.journal.store import Store, StoreUnwritable
+from buffer.journal.database import StoreUnwritable
+from buffer.journal.freezer import Frozen
+from buffer.journal.imaging import Finished, ImageFork, Outcome, discard
+from buffer.journal.store import Blob, Position, Store
 
 RETRY_S: Final = 0.5
 IMAGE_SHARE: Final = 2
@@ -47,13 +49,14 @@ class Journal:
         self._reserve_bytes = reserve_bytes
         self._memory_bytes = memory_bytes
         self._waiting: list[bytes] = []
+        self._waiting_blobs: list[Blob] = []
         self._waiting_bytes = 0
         self._next_image_at = log_bytes
         self._trouble = ""
         self._retry_at_s = 0.0
         self._flush = sync == "disk"
         self._fork: ImageFork | None = None
-        self._fork_position = (0, 0)
+        self._fork_position = Position(0, 0, 0)
         """Where the log was when the image was started."""
         self.store = Store(folder, sync=sync)
         self._reserve = folder / "reserve"
@@ -91,11 +94,13 @@ class Journal:
         """Note the size of the present image."""
         self._next_image_at = max(self._log_bytes, IMAGE_SHARE * n_bytes)
 
-    def write(self, body: bytes, now_s: float) -> None:
+    def write(self, body: bytes, now_s: float, blobs: Sequence[Blob] = ()) -> None:
         """Commit a turn, or keep it in memory if that is impossible now. `now_s`: any clock."""
+        waited = bool(self._waiting)
         self._waiting.append(body)
-        self._waiting_bytes += len(body)
-        if self._waiting_bytes == len(body) or now_s >= self._retry_at_s:
+        self._waiting_blobs += blobs
+        self._waiting_bytes += len(body) + sum([len(content) for _, content in blobs])
+        if not waited or now_s >= self._retry_at_s:
             self._commit(now_s)
 
     def mend(self, now_s: float) -> None:
@@ -106,7 +111,7 @@ class Journal:
                 log.warning("the journal can be written again; new work is accepted")
                 self._trouble = ""
 
-    def start_image(self, make: Callable[[], bytes | None]) -> None:
+    def start_image(self, make: Callable[[], Frozen | None]) -> None:
         """Begin an image of the state after all turns so far. `make` as in `ImageFork`: it runs in a fork."""
         try:
             self._fork = ImageFork(self.store.next_image, make, flush=self._flush)
@@ -121,14 +126,13 @@ class Journal:
             return None
         path, self._fork = self._fork.path, None
         if finished.outcome is not Outcome.WRITTEN:
-            path.unlink(missing_ok=True)
+            discard(path)
             self._no_image(f"its process ended: {finished.outcome.name}")
             return finished
         try:
             self.store.adopt(self._fork_position)
             self.image_read(finished.n_bytes)
         except StoreUnwritable as error:
-            path.unlink(missing_ok=True)
             self._no_image(str(error))
         return finished
 
@@ -158,18 +162,20 @@ class Journal:
         """Commit the waiting turns, in the space of the reserve if necessary. Returns False if that fails too."""
         while True:
             try:
-                self.store.append(self._waiting)
+                self.store.append(self._waiting, self._waiting_blobs)
             except StoreUnwritable as error:
                 if not self._trouble:
                     log.error("the journal cannot be written: %s; no new work is accepted until it can", error)
                 self._trouble = str(error)
-                self._stop_image()  # its room is needed
+                if self._fork is not None:
+                    self._stop_image()
+                    self._no_image("its room is needed")  # not at once again, or it would take that room again
                 self._retry_at_s = now_s + RETRY_S
-                if not self._reserve.exists():
+                if not self._reserve.exists() or not discard(self._reserve):
                     return False
-                self._reserve.unlink(missing_ok=True)
             else:
                 self._waiting.clear()
+                self._waiting_blobs.clear()
                 self._waiting_bytes = 0
                 return True
 
@@ -181,6 +187,6 @@ class Journal:
                     os.posix_fallocate(file.fileno(), 0, self._reserve_bytes)
         except OSError as error:
             log.debug("no disk space could be reserved: %s", error)
-            self._reserve.unlink(missing_ok=True)
+            discard(self._reserve)
             return False
         return True

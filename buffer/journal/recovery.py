@@ -13,10 +13,10 @@ import msgspec
 
 from buffer.config import BufferConfig
 from buffer.core import Core, decode_turn, replay
+from buffer.journal.database import StoreCorrupt, StoreUnwritable
 from buffer.journal.freezer import ThawError
 from buffer.journal.image import restore_image
 from buffer.journal.journal import Journal
-from buffer.journal.store import StoreCorrupt, StoreUnwritable
 from buffer.state import BufferState
 from protocol.errors import RemoteProtocolError
 from protocol.handshake import Doorkeeper
@@ -170,9 +170,10 @@ def _restored(journal: Journal, former: Beginning, beginning: Beginning, folder:
     try:
         image = journal.store.image()
         if image is not None:
-            core, newest_s = restore_image(image, book)
+            core, newest_s = restore_image(image, book, journal.store.blob)
             journal.image_read(len(image))
-        newest_s = replay(core, book, map(decode_turn, journal.store.turns())) or newest_s
+        turns = (decode_turn(body, journal.store.blob) for body in journal.store.turns())
+        newest_s = replay(core, book, turns) or newest_s
     except (ThawError, msgspec.DecodeError, RemoteProtocolError) as error:
         raise StoreCorrupt(f"{journal.store.path}: {type(error).__name__}: {error}") from error
     log.info(

@@ -1,12 +1,16 @@
 """LoRA adapters for an SGLang server: each version is a file of a few megabytes, with a name RUN/EPOCH.STEP of its own.
 
-    take     check the file (sha256) | POST /load_lora_adapter | canary under the new name | new requests name it
+    take     copy the file (sha256), or fetch it by wire | POST /load_lora_adapter | canary under the new name | new
+             requests name it
     after    POST /unload_lora_adapter for older ones that no request has used for a version; nobody waits for it
+
+    <folder>/<epoch>.<step>/model.safetensors, adapter_config.json      until it is unloaded
 
 The server computes on all the while, and its own weights stay those of the student that the run started from. Nothing
 that a request uses changes, so a version that cannot be loaded, or fails its check, leaves everything as it was. A name
-that was used is never given to another file, because a server may read its file again at any time. An unload waits for
-the requests of its adapter and, while it does, the server loads no other one; hence only unused ones are unloaded.
+that was used is never given to another file, because a server may read its file again at any time; so each server has
+copies of its own, which outlive the learner's. An unload waits for the requests of its adapter and, while it does, the
+server loads no other one; hence only unused ones are unloaded.
 
 No torch.
 """
@@ -14,7 +18,9 @@ No torch.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -22,14 +28,16 @@ import msgspec
 from engines.sglang.engine import SGLangEngine
 from engines.sglang.features import ListedModels
 from engines.sglang.http import RequestRefused, ServerUnavailable
-from engines.sglang.weights import STUDENT, ServerWeights
+from engines.sglang.weights import STUDENT, ServerWeights, fetch_file
 from protocol.messages import WeightPlan, WeightVersion
 from weights.control_messages import Agreed, Round
 from weights.sink import Interrupted, Taken, WeightsRefused
+from weights.snapshot_format import FILE_NAME
 from weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
 _UNLOAD_TIMEOUT_S: Final = 60.0
 """After it nobody looks for the answer any more; the server goes on."""
 
@@ -37,8 +45,11 @@ _UNLOAD_TIMEOUT_S: Final = 60.0
 class ServerAdapters(ServerWeights):
     """A WeightSink (weights.sink) that gives its server adapters instead of whole weights."""
 
-    def __init__(self, engine: SGLangEngine, *, student: str) -> None:
+    def __init__(self, engine: SGLangEngine, *, student: str, folder: Path) -> None:
+        """`folder`: for the copies, of this server alone, which sees it under the same path; the same one when the
+        actor is started again."""
         super().__init__(engine, student=student)
+        self._folder = folder.resolve()
         self._loaded: list[str] = []
         self._counts = {
             "adapters_loaded_total": 0.0,
@@ -52,7 +63,7 @@ class ServerAdapters(ServerWeights):
 
     def prepare(self) -> None:
         """Adapters belong to the student that the run started from. Also drops what a former actor of this server
-        loaded. Raises SnapshotRefused."""
+        loaded, and copies that the server has not loaded. Raises SnapshotRefused."""
         if self._engine.version != STUDENT:
             self._known = False
         super().prepare()
@@ -62,6 +73,9 @@ class ServerAdapters(ServerWeights):
             log.warning("%s: its adapters are not known: %s", self._server.url, error)
             return
         self._loaded += left
+        for copy in self._folder.glob("*"):
+            if str(copy) not in map(self._copy_of, left):
+                shutil.rmtree(copy, ignore_errors=True)
 
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "adapters":
@@ -70,13 +84,11 @@ class ServerAdapters(ServerWeights):
             )
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
-        if header.weights is None:
-            raise WeightsRefused(f"version {header.version} came without a file; adapters are loaded from files")
         deadline_s = time.monotonic() + header.timeout_s
         name, began_s = self._engine.labels.of(header.version), time.monotonic()
         with self._faults():
-            path = self._checked(header.weights, deadline_s, interrupted)
-            self._load(name, str(path.parent), deadline_s, interrupted)
+            copy = self._copy(header, agreed, deadline_s, interrupted, wire)
+            self._load(name, str(copy), deadline_s, interrupted)
             loaded_s = time.monotonic()
             if header.check is not None and header.check.canary is not None:
 
@@ -87,6 +99,32 @@ class ServerAdapters(ServerWeights):
             self._switch(header.version, name)
         n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
         return Taken(n_bytes=n_bytes, receive_s=loaded_s - began_s, stage_s=time.monotonic() - loaded_s)
+
+    def _copy(
+        self, header: Round, agreed: Agreed, deadline_s: float, interrupted: Interrupted, wire: WireMember | None
+    ) -> Path:
+        """The folder of this version, whole. Raises WeightsRefused, SnapshotRefused, GroupBroken, GroupInterrupted."""
+        copy = self._folder / str(header.version)
+        draft = copy.with_name(f".tmp-{copy.name}")
+        if copy.is_dir():
+            return copy
+        if header.weights is None and wire is None:
+            raise WeightsRefused(f"version {header.version} came as a broadcast; adapters are loaded from files")
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            (draft / ADAPTER_CONFIG).write_bytes(agreed.adapter_config)
+            if header.weights is not None:
+                shutil.copyfile(self._checked(header.weights, deadline_s, interrupted), draft / FILE_NAME)
+                self._file.close()
+            elif wire is not None:
+                fetch_file(draft / FILE_NAME, header, agreed, interrupted, wire)
+            return draft.rename(copy)
+        except OSError as error:
+            raise WeightsRefused(f"{copy}: {error}") from error
+
+    def _copy_of(self, name: str) -> str:
+        return str(self._folder / str(self._engine.labels.parse(name)))
 
     def _load(self, name: str, folder: str, deadline_s: float, interrupted: Interrupted) -> None:
         """A former actor of this server may have loaded it."""
@@ -110,6 +148,7 @@ class ServerAdapters(ServerWeights):
         try:
             await self._server.post("/unload_lora_adapter", {"lora_name": name}, timeout_s=_UNLOAD_TIMEOUT_S)
             self._counts["adapters_unloaded_total"] += 1
+            shutil.rmtree(self._copy_of(name), ignore_errors=True)
         except (RequestRefused, ServerUnavailable) as error:
             self._counts["adapter_unloads_failed_total"] += 1
             log.warning("adapter %s was not unloaded: %s", name, error)

@@ -30,6 +30,8 @@ from weights.config import WeightsConfig, checkpoint_dtype, server_dtype
 from weights.roster import CheckBy, Members
 
 SERVERS: Final = SGLangServers()
+ADAPTERS: Final = "adapters"
+"""Folder of the copies that each actor's server loads, in the folder of the run or of the join."""
 LinkT = TypeVar("LinkT", bound=ServerLinkConfig)
 
 
@@ -84,8 +86,11 @@ class SGLangProvider(EngineProvider):
                 engine.close()
                 raise
             record_server(ctx.run_dir, ctx.name, ctx.server_url, engine.features.facts)
-            sink = ServerAdapters if ctx.config.weights.adapters == "on" else ServerWeights
-            return Student(engine, sink(engine, student=path), engine.max_context)
+            if ctx.config.weights.adapters == "on":
+                sink = ServerAdapters(engine, student=path, folder=ctx.run_dir / ADAPTERS / ctx.name)
+            else:
+                sink = ServerWeights(engine, student=path)
+            return Student(engine, sink, engine.max_context)
 
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
 

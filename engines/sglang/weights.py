@@ -51,6 +51,7 @@ from weights.sink import (
     WeightsDiffer,
     WeightsRefused,
     snapshot_file,
+    whole_file,
 )
 from weights.snapshot_format import FILE_NAME, snapshot_head
 from weights.wire import WireMember
@@ -108,11 +109,13 @@ class ServerWeights:
 
     def prepare(self) -> None:
         """Reset a server with weights of another run, or of an unfinished update, to the student. Raises
-        SnapshotRefused when it cannot read the student."""
+        SnapshotRefused when it cannot read the student, or must not: a server that loads a malformed file ends."""
         if not self._known:
             log.info("%s: its weights are not this run's; loading %s", self._server.url, self._student)
-            n_bytes = sum(file.stat().st_size for file in Path(self._student).glob("*.safetensors"))
-            self._load_student(n_bytes)  # 0 bytes where only the server can see the folder
+            files = sorted(Path(self._student).glob("*.safetensors"))  # none where only the server can see the folder
+            for file in files:
+                whole_file(file)
+            self._load_student(sum(file.stat().st_size for file in files))
 
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "servers":
@@ -152,17 +155,8 @@ class ServerWeights:
         began_s = time.monotonic()
         with TemporaryDirectory(prefix="stillhouse-weights-") as folder:
             path = Path(folder) / FILE_NAME
-            head = snapshot_head(agreed.manifest, header.version)
-            n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
             try:
-                with path.open("wb") as file:
-                    file.write(head)
-
-                    def take(at: int, piece: bytes | memoryview) -> None:
-                        file.seek(len(head) + at)
-                        file.write(piece)
-
-                    wire.fetch(header.number, n_bytes, take, began_s + header.timeout_s, interrupted)
+                fetch_file(path, header, agreed, interrupted, wire)
             except OSError as error:
                 raise WeightsRefused(f"{path}: {error}") from error
             fetched_s = time.monotonic() - began_s
@@ -179,6 +173,8 @@ class ServerWeights:
         with self._faults():
             if header.weights is not None:
                 path = self._checked(header.weights, deadline_s, interrupted)
+            elif path is not None:
+                whole_file(path)
             self._pause(deadline_s, cut=check is not None and check.canary is not None)
             paused_s = time.monotonic()
             if path is not None:
@@ -411,3 +407,18 @@ class ServerWeights:
         except (ServerUnavailable, RequestRefused, ValueError):
             return False
         return True
+
+
+def fetch_file(path: Path, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> None:
+    """Write the version of this round into a file, as a snapshot has it. Raises OSError, GroupBroken and
+    GroupInterrupted."""
+    deadline_s = time.monotonic() + header.timeout_s
+    head = snapshot_head(agreed.manifest, header.version)
+    with path.open("wb") as file:
+        file.write(head)
+
+        def take(at: int, piece: bytes | memoryview) -> None:
+            file.seek(len(head) + at)
+            file.write(piece)
+
+        wire.fetch(header.number, sum(spec.n_bytes for spec in agreed.manifest.tensors), take, deadline_s, interrupted)

@@ -66,7 +66,7 @@ class TorchEngine:
         model.to(device=self._device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False)  # pyright: ignore
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
         self._n_ids = vocabulary_rows(model)
-        self._decoder = build_decoder(model, config.max_context, fused=config.fused)
+        self._decoder = build_decoder(model, config.max_context, fused=config.fused, kernels=config.kernels)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the fused decoder joined weights; torch would keep the room of the single ones
         self._cache = SlotCache(config.max_concurrent, config.max_context, self._device)

@@ -73,13 +73,17 @@ class SlotCache:
         if step.n_cells > self.cells:
             self._grow(step.n_cells)
 
-    def write(self, layer: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
-        """Put the step's keys and values in their cells. A value narrower than its key (MLA) is padded."""
+    def store(self, layer: int, n_groups: int, size: int, like: Tensor) -> Tensor:
+        """Keys and values of a layer, [2, S, G, C, D]; valid until the next `begin`."""
         store = self._layers.get(layer)
         if store is None:
-            n_groups, size = key_TGD.shape[1:]
-            shape = (2, self.n_slots, n_groups, self.cells, size)
-            store = self._layers[layer] = key_TGD.new_zeros(shape)
+            store = self._layers[layer] = like.new_zeros((2, self.n_slots, n_groups, self.cells, size))
+        return store
+
+    def write(self, layer: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
+        """Put the step's keys and values in their cells. A value narrower than its key (MLA) is padded."""
+        n_groups, size = key_TGD.shape[1:]
+        store = self.store(layer, n_groups, size, key_TGD)
         if value_TGD.shape[2] != key_TGD.shape[2]:
             value_TGD = torch.nn.functional.pad(value_TGD, (0, key_TGD.shape[2] - value_TGD.shape[2]))
         both = torch.cat((key_TGD, value_TGD), dim=1)

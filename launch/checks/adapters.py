@@ -15,14 +15,15 @@ from launch.config.pools import engine_of
 from launch.config.run import RunConfig
 from launch.servers.plan import with_server
 from protocol.addresses import is_local
+from weights.config import WeightsConfig
 
 replace = msgspec.structs.replace
 
 
 class AdaptersChosen(NamedTuple):
     config: RunConfig
-    """`weights.adapters` is on or off. on: with `weights.transport` folder, and servers' arguments with which they load
-    adapters."""
+    """`weights.adapters` is on or off. on: with `weights.transport` folder or wire, and servers' arguments with which
+    they load adapters."""
     text: str = ""
     """One line to print; empty: the run has no adapters."""
     mistakes: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ def choose_adapters(config: RunConfig, facts: Sequence[ServerFacts]) -> Adapters
     server = _server(config, facts) if asked != "off" else "as configured"
     if not isinstance(server, str):
         config = with_server(config, "actor", server)
-        weights = replace(config.weights, adapters="on", transport="folder")
+        weights = replace(config.weights, adapters="on", transport=_way(config.weights))
         return AdaptersChosen(replace(config, weights=weights), "each version is its adapters, which servers load")
     mistakes: list[str] = []
     if asked == "on":
@@ -46,21 +47,26 @@ def choose_adapters(config: RunConfig, facts: Sequence[ServerFacts]) -> Adapters
     return AdaptersChosen(replace(config, weights=replace(config.weights, adapters="off")), text, tuple(mistakes))
 
 
+def _way(weights: WeightsConfig) -> str:
+    """`weights.transport`; auto: as for whole weights, but no broadcast."""
+    if weights.transport != "auto":
+        return weights.transport
+    return "folder" if is_local(weights.host) else "wire"
+
+
 def _server(config: RunConfig, facts: Sequence[ServerFacts]) -> ServerConfig | str:
     """The settings of the actors' servers, or the reason for merged weights."""
     weights, lora = config.weights, config.learner.lora
     if not lora.rank:
         return "learner.lora.rank is 0"
-    if weights.transport not in ("auto", "folder"):
-        return f"weights.transport is {weights.transport}, and adapters are files in the run folder"
+    if weights.transport not in ("auto", "folder", "wire"):
+        return f"weights.transport is {weights.transport}, and adapters are files; expected folder or wire"
     if weights.backend == "nccl":
         return "weights.backend is nccl, and adapters are files"
     if weights.verify == "reload":
         return "weights.verify is reload, which compares whole weights"
     if config.learner.ranks > 1:
         return f"each of learner.ranks = {config.learner.ranks} has a part of the adapters"
-    if not is_local(weights.host):
-        return f"actors on other machines may join (weights.host {weights.host}), which do not see the run folder"
     student = Path(config.models.student)
     wish = AdapterWish(
         rank=lora.rank,

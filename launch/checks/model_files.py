@@ -1,7 +1,6 @@
 """Checks of model folders: the files are there and whole, and teachers have the student's vocabulary. No torch.
 
-A safetensors file begins with 8 bytes (the length of its header), the header (JSON: name -> dtype, shape, offsets) and
-then the weights, so the header says how long the file must be. A copy or download that was cut short is shorter.
+The header of a safetensors file says how long it must be; a copy or download that was cut short is shorter.
 
 Token-to-id maps of student and teacher must be equal. Sizes prove nothing: models pad their embedding rows past the
 vocabulary, and two vocabularies of one size may order their tokens differently. tokenizer.json is read here; where a
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, cast
@@ -21,11 +19,9 @@ import builtin
 from launch.config.run import BUILTIN
 from launch.errors import ConfigError
 from models.description import known_vocabulary_size
+from models.safetensors_header import read_header
 from protocol.handshake import vocab_fingerprint, vocab_tokens
 
-LENGTH_BYTES: Final = 8
-MAX_HEADER_BYTES: Final = 100_000_000
-"""The limit of the safetensors library."""
 INDEX_FILE: Final = "model.safetensors.index.json"
 NAMED: Final = 3
 """Number of differing tokens that a message names."""
@@ -119,7 +115,7 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     parameters = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            parameters += _parameters(file)
+            parameters += read_header(file).parameters
         except (OSError, ValueError) as error:
             mistakes.append(f"{key}: {file}: {error}; copy or download it again")
     return WeightFiles(mistakes, parameters)
@@ -138,30 +134,6 @@ def _missing_files(key: str, folder: Path) -> Iterator[str]:
         return
     if lacking := [name for name in names if not (folder / name).is_file()]:
         yield f"{key}: {folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
-
-
-def _parameters(file: Path) -> int:
-    """Number of parameters in a safetensors file. Raises ValueError if the file is incomplete."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-        if size < LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
-            raise ValueError(f"got {size:,} bytes without a safetensors header")
-        header = stream.read(length)
-    if len(header) < length:
-        raise ValueError(f"got {size:,} bytes, expected at least {LENGTH_BYTES + length:,}: it is cut short")
-    try:
-        tensors = cast(dict[str, Mapping[str, list[int]]], json.loads(header))
-        tensors.pop("__metadata__", None)
-        ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
-        parameters = sum(math.prod(tensor["shape"]) for tensor in tensors.values())
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"its safetensors header cannot be read: {error!r}") from error
-    expected = LENGTH_BYTES + length + max(ends, default=0)
-    if size != expected:
-        why = "it is cut short" if size < expected else "there is more data after the weights"
-        raise ValueError(f"got {size:,} bytes, expected {expected:,} by its header: {why}")
-    return parameters
 
 
 def check_teachers(student: Path, teachers: Mapping[str, Path]) -> list[str]:

@@ -25,10 +25,11 @@ from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, Machine, find_machine, host_gib, usable_cores
+from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
 from learner.objectives.config import check_given
 from learner.reports.trackers.registry import UnknownTracker, check_tracker
 from protocol.handshake import vocab_fingerprint
+from protocol.processors import usable_cores
 from recording.format import RecordError
 from recording.reader import read_header
 from recording.writer import record_path

@@ -24,7 +24,7 @@ from launch.checks.model_files import check_weights
 from launch.config.pools import worker_groups
 from launch.config.run import AUTO_THREADS, RunConfig
 from launch.machine.gpus import LEARNER, RANK
-from launch.machine.machine import usable_cores
+from protocol.processors import usable_cores
 
 LEARNER_PASSES: Final = 3.0
 """Forwards that a training step costs; measured with SmolLM2-135M: 2.8."""

@@ -1,4 +1,4 @@
-"""The machines that a run is rendered for (`cluster.py render`). No torch."""
+"""The machines of a run on several hosts: --backend ray, slurm and k8s, and `cluster.py render`. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
 
 
 class ClusterConfig(Settings, frozen=True, kw_only=True):
-    """Machines by role, for a scheduler (launch/cluster.py render) and for --backend ray. Other runs use the machine
+    """Machines by role, for --backend ray, slurm and k8s and for launch/cluster.py render. Other runs use the machine
     that they are on."""
 
     learner: HostConfig = msgspec.field(default_factory=HostConfig)
@@ -41,3 +41,11 @@ class ClusterConfig(Settings, frozen=True, kw_only=True):
     teachers: RoleHostsConfig = msgspec.field(default_factory=RoleHostsConfig)
     port: Annotated[int, Meta(ge=1, le=65535)] = 5555
     """Port of the buffer on the learner's first host, where other hosts join the run."""
+    sbatch: str = ""
+    """Further options of Slurm's sbatch, for every group of hosts: --partition=gpu --time=24:00:00"""
+    image: str = ""
+    """Kubernetes: the container image of all pods, in which `stillhouse` can be called."""
+    volume_gib: PositiveInt = 200
+    """Kubernetes: size of the volume for the run's folder. A run with a `store` has none."""
+    kubectl: str = ""
+    """Options of kubectl, for every call: --context=training --namespace=research"""

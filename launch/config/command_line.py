@@ -1,6 +1,6 @@
 """Parses the command line and builds the RunConfig from flags, `--config FILE` and dotted overrides; later ones win.
 
-    cluster.py [--config FILE] [--run-dir DIR | --name NAME] [--resume] [--KEY VALUE | --KEY=VALUE]...
+    cluster.py [--config FILE] [--run-dir DIR | --name NAME] [--resume | --resume-or-start] [--KEY VALUE]...
 
 Every key of the tree is a flag, in which `-` and `_` mean the same. With --resume, the configuration in the run folder
 is the base, and everything else is laid over it."""
@@ -21,7 +21,7 @@ from launch.runfolder import choose_path
 from learner.checkpoints.files import CHECKPOINTS
 
 OWN_FLAGS: Final = ("config", "run_dir", "name", "gpus")
-SWITCHES: Final = ("resume", "check", "help", "version")
+SWITCHES: Final = ("resume", "resume_or_start", "check", "help", "version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class CommandLine:
     run_dir: Path | None = None
     name: str = ""
     resume: bool = False
+    resume_or_start: bool = False
+    """`resume` if the run is there; launch.stored_run decides."""
     check: bool = False
     gpus: str = ""
     """GPUs to pretend, with --check; empty: those of this machine."""
@@ -64,6 +66,7 @@ def parse_arguments(arguments: Sequence[str]) -> CommandLine:
         run_dir=Path(own["run_dir"]) if "run_dir" in own else None,
         name=own.get("name", ""),
         resume="resume" in switches,
+        resume_or_start="resume_or_start" in switches,
         check="check" in switches,
         gpus=own.get("gpus", ""),
         help="help" in switches,
@@ -100,8 +103,10 @@ def split_words(
             continue
         name, equals, text = word[2:].partition("=")
         name = name.replace("-", "_")
-        if name in switches and not equals:
+        if name in switches:
             switched.add(name)
+            if equals:
+                mistakes.append(f"--{name.replace('_', '-')}: takes no value, got {text!r}")
             continue
         key = find_key(RunConfig, aliases.get(name, name)) if name not in own else None
         if key is None and name not in own:

@@ -19,11 +19,13 @@ from launch.config.hidden_states import hidden_states
 from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
 from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from launch.config.run import BUILTIN, RunConfig
+from launch.config.shards import shards
 from learner.objectives.config import compares_distributions
 from models.description import known_vocabulary_size
 from protocol.addresses import is_local
 from protocol.plugins import load
-from protocol.topk_codec import MAX_TOKENS_KEPT
+from protocol.topk_layout import MAX_TOKENS_KEPT
+from weights.config import find_transport
 
 BUILTIN_RATE_LIMIT: Final = 6e-4
 """Learning rate * (1 + max_staleness) up to which the built-in student learned steadily from sampled tokens."""
@@ -51,8 +53,10 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_adapters(config),
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
+            *shards(config),
             *_top_k_sets(config, student),
             *_sets_of_the_student(config),
+            *_transport(config),
             *_delta_of_servers(config),
             *_ranks_in_plain_text(config),
             *hidden_states(config),
@@ -69,7 +73,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_little_room_for_teachers(config),
             *_sets_in_vain(config, student),
             *_sets_of_the_other(config),
-            *_open_ports(config),
+            *open_ports(config),
             *batches_that_will_be_cut(config, rows, window),
         ],
     )
@@ -79,7 +83,8 @@ def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
     """Warn where the built-in student is known to collapse (docs/decisions/staleness-in-practice.md). The bias of stale
     tokens grows with staleness times rate (arXiv 2607.01083), so a higher bound needs a lower rate."""
     rate, bound, objective = config.learner.lr, config.buffer.max_staleness, config.learner.objective
-    used = [objective.divergence_of(pool) for pool in config.learner.tasks.routes] if objective.reads_teachers else []
+    pools = [pool for pool in config.learner.tasks.routes if objective.reads_teachers and objective.coef_of(pool)]
+    used = [objective.divergence_of(pool) for pool in pools]
     sampled = next((one for one in used if not compares_distributions(one)), None)
     if (
         config.models.student == BUILTIN
@@ -139,6 +144,12 @@ def _left_to_others(config: RunConfig) -> Iterator[str]:
     if not config.teachers and not config.cluster.teachers.each and config.learner.tasks.routes:
         pools = " or ".join(config.learner.tasks.routes)
         yield f"teachers: 0; nothing is scored until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
+    for name, pool in config.pools.items() if config.teachers else ():
+        if not pool.count:
+            yield (
+                f"pools.{name}.count: 0; what is sent to it is not scored until teachers join (launch/cluster.py join "
+                f"RUN --teachers N --pool {name})"
+            )
 
 
 def _environments(config: RunConfig) -> Iterator[str]:
@@ -225,6 +236,14 @@ def _sets_of_the_student(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _transport(config: RunConfig) -> Iterator[str]:
+    """Check that there is one of this name. It is not imported, because it loads torch."""
+    try:
+        find_transport(config.weights.way)
+    except ValueError as error:
+        yield str(error)
+
+
 def _delta_of_servers(config: RunConfig) -> Iterator[str]:
     actors = worker_groups(config)[0]
     if config.weights.delta == "on" and actors.engine.servers is not None:
@@ -262,6 +281,8 @@ def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
         teacher, used = pool.config.teacher, objective.needs_top_k_for(pool.name) or config.learner.record
         key = objective.divergence_key(pool.name)
         only = f"learner.objective.{key} = {objective.divergence_of(pool.name).name!r} uses only the sampled token"
+        if not objective.coef_of(pool.name):
+            only = "learner.objective has the coefficient 0 for this pool, whose figures need only the sampled token"
         if teacher.top_k and not used:
             yield (
                 f"{pool.key}.top_k: got {teacher.top_k}, but {only}; the sets will be made, sent and discarded (0 "
@@ -288,12 +309,12 @@ def _ranks_in_plain_text(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _open_ports(config: RunConfig) -> Iterator[str]:
-    """Warn of ports that other machines can reach and that do not authenticate, each time, although they were
-    allowed."""
+def open_ports(config: RunConfig, *, actors: bool = True, ranks: bool = True) -> Iterator[str]:
+    """Warn of ports that other machines can reach and that do not authenticate, each time, although they were allowed.
+    `actors`, `ranks`: whether there are any here."""
     host = config.weights.host
-    plain = ["the weight group"] if config.weights.makes_groups else []
-    plain += ["the learner's ranks"] if config.learner.hosts > 1 else []
+    plain = ["the weight group"] if actors and config.weights.makes_groups else []
+    plain += ["the learner's ranks"] if ranks and config.learner.hosts > 1 else []
     if not is_local(host) and plain:
         yield (
             f"weights.allow_plain_network: other machines can reach {host}; torch's store and the ports of "
@@ -302,8 +323,8 @@ def _open_ports(config: RunConfig) -> Iterator[str]:
         )
     if not config.buffer.encrypted and config.buffer.allow_plain_network:
         yield (
-            f"buffer.allow_plain_network: the links to {config.buffer.bind} are not encrypted, and anyone who "
-            "can reach it can read the run, send it data, and end it (SECURITY.md)"
+            f"buffer.allow_plain_network: the links to {config.buffer.advertise or config.buffer.bind} are not "
+            "encrypted, and anyone who can reach it can read the run, send it data, and end it (SECURITY.md)"
         )
 
 

@@ -80,9 +80,14 @@ def read_resolved(path: Path) -> Plain:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write every key with its value, under its docstring as a comment. `read_config` restores the same tree."""
+    """Write `config_text` into a file."""
+    write_atomic(path, config_text(config).encode())
+
+
+def config_text(config: RunConfig) -> str:
+    """Every key with its value, under its docstring as a comment. `read_config` restores the same tree."""
     header = "# The resolved configuration of this run. Repeat the run with --config and this file."
-    write_atomic(path, "\n".join((header, *_lines(config, ""), END, "")).encode())
+    return "\n".join((header, *_lines(config, ""), END, ""))
 
 
 def _lines(struct: msgspec.Struct, indent: str) -> Iterator[str]:

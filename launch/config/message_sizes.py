@@ -10,7 +10,7 @@ from launch.config.hidden_states import state_bytes
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from protocol.codec import MAX_FRAME_BYTES
-from protocol.topk_codec import most_bytes
+from protocol.topk_layout import most_bytes
 from teachers.config import TeacherConfig
 
 

@@ -106,6 +106,12 @@ def worker_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
     )
 
 
+def group_of(config: RunConfig, role: EngineRole, index: int) -> WorkerGroup:
+    """The group of the worker of this role with this index."""
+    groups = [group for group in worker_groups(config) if group.role == role]
+    return next(group for group in reversed(groups) if group.first <= index)
+
+
 def needs_no_teacher(config: RunConfig) -> bool:
     """Whether nothing is scored: there is no teacher, and none is expected to join."""
     return not config.teachers and not config.learner.tasks.routes

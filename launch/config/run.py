@@ -38,19 +38,21 @@ class ModelsConfig(Settings, frozen=True, kw_only=True):
 class LaunchConfig(Settings, frozen=True, kw_only=True):
     """How processes are started, watched and stopped."""
 
-    backend: str = "local"
-    """local: all workers on this machine. ray: actors and teachers on the nodes of a Ray cluster, as the section
-    `cluster` says (docs/cluster.md); the cluster at RAY_ADDRESS, or one that is started here. For Slurm and Kubernetes:
-    launch/cluster.py render."""
+    backend: Literal["local", "ray", "slurm", "k8s"] = "local"
+    """local: all workers on this machine. The others place workers as the section `cluster` says (docs/cluster.md).
+    ray: on the nodes of the Ray cluster at RAY_ADDRESS, or of one that is started here. slurm: the run becomes a job,
+    which is given to sbatch. k8s: it becomes manifests of Kubernetes, which are given to kubectl."""
     start_method: Literal["auto", "fork", "spawn"] = "auto"
     """fork: workers start from one parent that has imported torch (Linux). spawn: each is a new interpreter. auto: fork
     where that is safe."""
     threads_per_worker: PositiveInt | Literal["auto"] = "auto"
-    """Native threads of each worker process (OMP_NUM_THREADS). auto: the cores of each machine are shared among the
-    learner, teachers and actors that compute on its CPU, by what each has to do; --check shows the result."""
+    """Native threads of each worker process, whatever OMP_NUM_THREADS says. auto: the cores of each machine (fewer by
+    affinity or by the quota of a container) are shared among the learner, teachers and actors that compute on its CPU,
+    by what each has to do; --check shows the result."""
     ready_timeout_s: PositiveFloat = 600.0
-    """Seconds after the start by which all workers must have connected to the buffer, and a restarted one again. Raise
-    it for models that load slowly."""
+    """Seconds after the start by which all workers must have connected to the buffer, and a restarted one again; and
+    for which workers wait for a buffer that is being restarted. Raise it for models that load slowly. With --backend
+    ray, also how long the start waits for room on the cluster."""
     max_restarts: NonNegativeInt = 3
     """Restarts of one worker within five minutes. If it dies once more, the run ends. 0: never restart."""
     restart_backoff_s: NonNegativeFloat = 0.5
@@ -76,9 +78,6 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backend not in ("local", "ray"):
-            render = " (Slurm and Kubernetes start a run themselves: launch/cluster.py render slurm or k8s)"
-            raise ValueError(f"backend: got {self.backend!r}, expected local or ray{render}")
         if self.prometheus and not re.fullmatch(r"([^\s:]+:)?\d{1,5}", self.prometheus):
             raise ValueError(f"prometheus: got {self.prometheus!r}, expected a port or HOST:PORT, e.g. 9464")
 

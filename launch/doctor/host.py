@@ -19,8 +19,8 @@ from launch.config.pools import WorkerGroup, worker_groups
 from launch.config.run import RunConfig
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
-from launch.machine.machine import usable_cores
 from launch.report.figures import plural
+from protocol.processors import usable_cores
 
 FILES_OF_ITSELF: Final = 64
 """Descriptors of a process without workers or rollouts: libraries, logs, sockets that listen. Measured: 20 to 50."""

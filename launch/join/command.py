@@ -53,8 +53,8 @@ workers. docs/hosts.md has the details.
   --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
-  --learner-ranks K    this host's share of the learner's ranks, in a run with learner.hosts above 1; RUN must be its
-                       folder, which all hosts see under one path
+  --learner-ranks K    this host's share of the learner's ranks, in a run with learner.hosts above 1. RUN must be its
+                       folder, which all hosts see under one path, unless the run has a `store`
   --name-prefix NAME   the workers are called actor-NAME-0, ...; default: the host name and a random part
   --keys FOLDER        keys of the run, when RUN is an address
   --config FILE        config.yaml of the run, when RUN is an address
@@ -88,6 +88,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             print(USAGE, end="")
             return 0
         target = find_target(line.run, keys=line.keys, config=line.config)
+        check_folder(line, target)
         joining = check_joining(target, line.overrides, line.prefix, ranks=line.ranks)
         link = connect(target, line.prefix)
         with close_on_error(link):
@@ -97,6 +98,15 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         return refuse(error)
     except KeyboardInterrupt:
         return interrupted()
+
+
+def check_folder(line: JoinLine, target: Target) -> None:
+    """Ranks of the learner need the run's folder, or its store. Raises ConfigError if --dir names another folder."""
+    if line.ranks and line.dir is not None and not target.config.store:
+        raise ConfigError(
+            "--dir: with --learner-ranks the folder is joined/NAME in the run's, which all ranks need, unless the run "
+            "has a `store`"
+        )
 
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:
@@ -124,8 +134,6 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     ranks = own.get("learner_ranks", "0")
     if not ranks.isdecimal():
         raise ConfigError(f"--learner-ranks: got {ranks!r}, expected a number of ranks")
-    if int(ranks) and "dir" in own:
-        raise ConfigError("--dir: with --learner-ranks the folder is joined/NAME in the run's, which all ranks need")
     return JoinLine(
         run=words.positional[0],
         keys=Path(own["keys"]).expanduser() if "keys" in own else None,
@@ -177,6 +185,8 @@ def _join(
     )
     if joining.placement.text:
         status.say(joining.placement.text)
+    for warning in joining.warnings:
+        status.say(f"warning: {warning}")
     summary = joiner.run(target.name)
     file = folder.path / "summary.json"
     write_atomic(file, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

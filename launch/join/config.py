@@ -17,7 +17,7 @@ from launch.checks.model_files import find_model, model_type, read_vocabulary
 from launch.checks.placement import Placement, choose_engines
 from launch.checks.server_preflight import check_servers
 from launch.config.command_line import build_run, put_overrides
-from launch.config.consistency import check_join
+from launch.config.consistency import check_join, open_ports
 from launch.config.keys import Key
 from launch.config.pools import engine_of, teacher_pools
 from launch.config.run import RunConfig
@@ -25,12 +25,14 @@ from launch.config.tree import Plain, get, put
 from launch.errors import ConfigError
 from launch.join.target import HOW_TO_LISTEN, Target
 from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, find_machine, usable_cores
+from launch.machine.machine import Interpreters, find_machine
 from launch.processes.slots import worker_name
 from launch.servers.plan import ServerPlan
+from launch.stored_run import reads_store
 from protocol.addresses import is_local
 from protocol.handshake import vocab_fingerprint
 from protocol.object_store import Store, StoreError
+from protocol.processors import usable_cores
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that a joining host may set; all others belong to the run."""
@@ -57,6 +59,8 @@ class Joining(NamedTuple):
     servers: tuple[ServerPlan, ...]
     placement: Placement
     """Devices of embedded engines."""
+    warnings: tuple[str, ...]
+    """What those who join open to the network, although it was allowed."""
 
 
 def refuse_foreign(overrides: Sequence[tuple[Key, str]]) -> None:
@@ -94,7 +98,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
     if ranks:
         mistakes += _ranks(target, config, ranks)
-    if config.store and (ranks or ("actor" in roles and config.weights.transport == "folder")):
+    if config.store and (ranks or any(reads_store(config, role) for role in roles)):
         mistakes += _store(config.store)
     mistakes += _vocabularies(target, folders)
     mistakes += check_join(config, folders.get("actor"))
@@ -121,6 +125,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         model_types=tuple(sorted({model_type(folder) for folder in folders.values()})),
         servers=tuple(_renamed(servers.plans, prefix)),
         placement=servers.placement,
+        warnings=tuple(open_ports(target.config, actors="actor" in roles, ranks=ranks > 0)),
     )
 
 

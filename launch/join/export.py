@@ -17,7 +17,17 @@ import msgspec
 from launch.config.command_line import split_words
 from launch.config.files import read_config
 from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.join.target import JOIN_FILE, JoinCard, find_folder, listening_address, reachable, running_record
+from launch.join.target import (
+    JOIN_FILE,
+    TRY_AGAIN_EXIT_CODE,
+    JoinCard,
+    RunIsFinished,
+    TryAgain,
+    find_folder,
+    listening_address,
+    reachable,
+    running_record,
+)
 from launch.runfolder import read_record
 from protocol.keys import KEYS
 
@@ -32,6 +42,8 @@ part in the run.
   RUN              folder of a running run, or its name in runs/
   FOLDER           folder to create
   --roles ROLES    include the keys of these roles: actor, teacher or both [actor,teacher]
+
+Exit code: 0 when the folder is written, 75 when the run is not running (try again later), 2 when it cannot be exported.
 """
 
 
@@ -60,7 +72,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except LaunchError as error:
         refuse(error)
-        return WRONG_CONFIG_EXIT_CODE  # of a finished run, too: there is nothing to export
+        later = isinstance(error, TryAgain | RunIsFinished)  # a resumed run is over until its launcher is ready
+        return TRY_AGAIN_EXIT_CODE if later else WRONG_CONFIG_EXIT_CODE
 
 
 def files_to_join(run: Path, name: str, address: str, roles: Sequence[str]) -> dict[str, bytes]:

@@ -32,6 +32,7 @@ from protocol.addresses import is_local
 from protocol.errors import ConnectTimeout, HandshakeRefused, KeysUnusable, LinkError, ProtocolError
 from protocol.keys import KEYS, Owner, load_client_keys
 from protocol.messages import Role
+from protocol.shards.division import all_addresses
 
 JOIN_FILE: Final = "join.json"
 JOINED: Final = "joined"
@@ -249,7 +250,8 @@ def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S
             )
             run_id = asking.run_id
             asking.close()
-        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
+        shards = all_addresses(target.address, target.config.buffer.shards)
+        link = BufferLink(shards, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
     except ProtocolError as error:
         other_run = isinstance(error, HandshakeRefused) and error.refused.code == "run_id"
         here = "; that address is on this machine" if is_local(target.address) else ""

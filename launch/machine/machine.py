@@ -21,6 +21,7 @@ import psutil
 from launch.errors import ConfigError
 from launch.machine import torch_build
 from launch.machine.torch_build import TorchBuild
+from protocol.control_groups import groups_with
 
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 TORCH_TIMEOUT_S: Final = 60.0
@@ -50,27 +51,19 @@ class Machine(NamedTuple):
 
 
 NO_GPUS: Final = Machine()
-MEMORY_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")
+MEMORY_LIMITS: Final = ("memory.max", "memory.limit_in_bytes")
+"""Files of a control group, in versions 2 and 1."""
 
 
-def host_gib(limits: Sequence[Path] = MEMORY_LIMITS) -> float:
-    """Memory of this host in GiB, or less if a control group has a limit."""
+def host_gib(root: Path = Path("/")) -> float:
+    """Memory of this host in GiB, or less if a control group of this process, or one above it, has a limit. `root`: of
+    proc and sys."""
     total = psutil.virtual_memory().total
-    for file in limits:
-        with suppress(OSError, ValueError):  # not there, or "max"
-            total = min(total, int(file.read_text()))
+    for group in groups_with("memory", root):
+        for file in MEMORY_LIMITS:
+            with suppress(OSError, ValueError):  # not there, or "max"
+                total = min(total, int((group / file).read_text()))
     return total / 2**30
-
-
-def usable_cores(limit: Path = CPU_LIMIT) -> float:
-    """Cores that processes started here may use together, by affinity and control group."""
-    cores = float(len(psutil.Process().cpu_affinity()))
-    try:
-        quota, period = limit.read_text().split()
-        return min(cores, int(quota) / int(period))
-    except (OSError, ValueError):  # there is none, or "max"
-        return cores
 
 
 def pretended_machine(text: str) -> Machine:

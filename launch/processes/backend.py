@@ -69,6 +69,12 @@ class Vitals(NamedTuple):
 class ProcessBackend(Protocol):
     """All worker processes of one launcher."""
 
+    @property
+    def elsewhere(self) -> str:
+        """Workers that it starts beside those of the plan, for the headline: `2 actors, 1 teacher on 2 hosts of
+        Ray`. Empty: none."""
+        return ""
+
     def prepare(self) -> None:
         """Do what can be done before the first worker is started; returns at once."""
         ...

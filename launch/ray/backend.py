@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Collection
 
 from launch.processes.backend import Event, Exited, ProcessBackend, Vitals
@@ -17,6 +18,10 @@ class RayBackend(ProcessBackend):
 
     def __init__(self, local: ProcessBackend, hosts: RayHosts) -> None:
         self._local, self._hosts = local, hosts
+
+    @property
+    def elsewhere(self) -> str:
+        return self._hosts.said_of_all()
 
     def prepare(self) -> None:
         self._local.prepare()
@@ -51,4 +56,6 @@ class RayBackend(ProcessBackend):
 
     def close(self) -> None:
         self._hosts.close()
+        while not self._hosts.notices.empty():  # nobody polls any more
+            print(f"stillhouse: {self._hosts.notices.get().text}", file=sys.stderr, flush=True)
         self._local.close()

@@ -49,9 +49,12 @@ class SomeHost(Protocol):
 class JoiningHost(SomeHost):
     """The join and its folder. It is used from one thread."""
 
-    def __init__(self, files: Mapping[str, bytes], words: Sequence[str], address: str) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes], words: Sequence[str], address: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         """`files`: path -> content of the folder to join, as `cluster.py export` writes it. `words`: the further
-        arguments of `cluster.py join`; all of them where there are no files. `address`: the node's own."""
+        arguments of `cluster.py join`; all of them where there are no files. `address`: the node's own. `variables`:
+        added to the join's environment; access to the run's store."""
         self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))
         self._until_gone = _remove_when_this_process_is_gone(self._home)
         self._address = address
@@ -71,6 +74,7 @@ class JoiningHost(SomeHost):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={**os.environ, **(variables or {})},
             )
 
     def node(self) -> str:

@@ -7,12 +7,15 @@ Each other host of the topology (section `cluster`) is an actor of Ray with the 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from buffer.config import BufferConfig
 from launch.checks.preflight import replace
+from launch.config.files import read_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.join.export import ROLES, files_to_join
@@ -21,39 +24,40 @@ from launch.processes.local import LocalProcesses
 from launch.ray.autoscale import Autoscaler
 from launch.ray.backend import RayBackend
 from launch.ray.cluster import RayCluster
-from launch.ray.hosts import RayHosts, Wanted, read_wanted
-from launch.render.hosts import host_groups
+from launch.ray.hosts import RayHosts
+from launch.ray.wanted import Wanted, read_wanted
+from launch.topology import HostGroup, beside_the_learner, host_groups, teachers_by_pool
 from launch.workers.launch_plan import LaunchPlan, MakeBackend
 from launch.workers.start_role import WorkFolder
 from protocol.addresses import is_local
+from weights.config import WeightsConfig
 
 
-def beside_the_learner(config: RunConfig) -> RunConfig:
-    """The configuration of the run itself: without the workers of roles that have hosts of their own."""
-    cluster = config.cluster
-    return replace(
-        config,
-        actors=0 if cluster.actors.each else config.actors,
-        teachers=0 if cluster.teachers.each else config.teachers,
-    )
+def check_on_ray(config: RunConfig, former: Path | None, pretended_gpus: int | None) -> list[str]:
+    """Where the hosts could be, in lines for the user. `pretended_gpus`: those of this machine, if no cluster is named.
+    `former`: as in `on_ray`.
+
+    Raises ConfigError for a configuration that cannot be spread or a cluster that is too small, and LaunchError without
+    a cluster."""
+    config = of_the_former(config, former)
+    cluster = RayCluster.connect(pretended_gpus)
+    try:
+        return cluster.check(_groups(config, cluster))
+    finally:
+        cluster.close()
 
 
 @contextmanager
 def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig, MakeBackend]]:
-    """Connect to Ray and hold the run's own resources there. Gives the configuration of the run itself and the backend
+    """Connect to Ray and reserve there what all hosts need. Gives the configuration of the run itself and the backend
     that adds the hosts. `former`: the folder of a run that is resumed, whose hosts.json has the numbers of workers.
 
     Raises ConfigError for a configuration that cannot be spread, and LaunchError without a cluster that has room."""
-    config = _with_former_numbers(config, former)
+    config = of_the_former(config, former)
     cluster = RayCluster.connect()
     try:
-        host_groups(config, one_machine=cluster.ours)
-        if not (config.cluster.actors.each or config.cluster.teachers.each or config.learner.hosts > 1):
-            raise ConfigError(
-                "launch.backend: got ray, but cluster.actors.each and cluster.teachers.each are 0, so that Ray has "
-                "nothing to place; set how many workers share a host of Ray's"
-            )
-        held = cluster.reserve(config.cluster.learner)
+        groups = _groups(config, cluster)
+        cluster.reserve(groups, config.launch.ready_timeout_s, _say)
         run = beside_the_learner(config)
         if not is_local(cluster.address):
             run = replace(
@@ -61,37 +65,67 @@ def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig,
                 buffer=replace(run.buffer, bind=f"tcp://{cluster.address}:0"),
                 weights=replace(run.weights, host=cluster.address),
             )
-        wanted = Wanted(actors=config.actors - run.actors, teachers=config.teachers - run.teachers)
+        wanted = wanted_of(config)
 
         def make_backend(plan: LaunchPlan, folder: WorkFolder) -> RayBackend:
             def files() -> Mapping[str, bytes]:
                 record = running_record(folder.path)
                 return files_to_join(folder.path, record.name, listening_address(folder.path, record), ROLES)
 
-            scaler = Autoscaler(config.cluster, folder.path, time.monotonic())
+            scaler = Autoscaler(config.cluster, folder.path, time.monotonic(), fewest=config.buffer.shards)
             hosts = RayHosts(
                 cluster,
                 plan.config,
                 folder.path,
                 wanted,
                 files,
-                ranks=config.learner.hosts - 1,
                 decide=scaler.decide,
             )
             return RayBackend(LocalProcesses(plan, folder), hosts)
 
         yield run, make_backend
-        del held
     finally:
         cluster.close()
 
 
-def _with_former_numbers(config: RunConfig, former: Path | None) -> RunConfig:
+def _groups(config: RunConfig, cluster: RayCluster) -> tuple[HostGroup, ...]:
+    groups = host_groups(config, one_machine=cluster.ours)
+    if not (config.cluster.actors.each or config.cluster.teachers.each or config.learner.hosts > 1):
+        raise ConfigError(
+            "launch.backend: got ray, but cluster.actors.each and cluster.teachers.each are 0, so that Ray has "
+            "nothing to place; set how many workers share a host of Ray's"
+        )
+    return groups
+
+
+def _say(text: str) -> None:
+    """Before the run has a folder and a status."""
+    print(f"stillhouse: {text}", file=sys.stderr, flush=True)
+
+
+def wanted_of(config: RunConfig) -> Wanted:
+    """The workers of roles that have hosts of their own."""
+    cluster, teachers = config.cluster, teachers_by_pool(config)
+    return Wanted(
+        actors=config.actors if cluster.actors.each else 0,
+        teachers=teachers.pop("", 0) if cluster.teachers.each else 0,
+        pools=teachers if cluster.teachers.each else {},
+    )
+
+
+def of_the_former(config: RunConfig, former: Path | None) -> RunConfig:
+    """The topology of a run that is resumed from this folder: its numbers of workers, where none are named now, and no
+    address of the node on which it was."""
     if former is None or (wanted := read_wanted(former)) is None:
         return config
-    cluster = config.cluster
-    return replace(
-        config,
-        actors=wanted.actors if cluster.actors.each and not config.actors else config.actors,
-        teachers=wanted.teachers if cluster.teachers.each and not config.teachers else config.teachers,
-    )
+    recorded, cluster = read_config(former / "config.yaml"), config.cluster
+    if config.buffer.bind == recorded.buffer.bind:
+        config = replace(config, buffer=replace(config.buffer, bind=BufferConfig().bind))
+    if config.weights.host == recorded.weights.host:
+        config = replace(config, weights=replace(config.weights, host=WeightsConfig().host))
+    if cluster.actors.each and not config.actors:
+        config = replace(config, actors=wanted.actors)
+    if cluster.teachers.each and not config.teachers:
+        pools = {name: replace(pool, count=wanted.pools.get(name, 0)) for name, pool in config.pools.items()}
+        config = replace(config, teachers=sum(wanted.teachers_by_pool.values()), pools=pools)
+    return config

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from engines.registry import AUTO
 from launch.config.command_line import CommandLine, Words, resolve_config, split_words
-from launch.config.files import write_config
 from launch.config.run import RunConfig
 from launch.errors import ConfigError, LaunchError, refuse
-from launch.render.hosts import HostGroup, host_groups
-from launch.render.kubernetes import KubernetesRun, manifests, secrets
+from launch.render.kubernetes_files import expect_name, kubernetes_files
 from launch.render.skypilot import SkyTask, sky_task
-from launch.render.slurm import SlurmJob, sbatch_script
-from protocol.atomic_file import write_atomic
-from protocol.keys import KEYS, make_keys
+from launch.render.slurm import sbatch_script, slurm_job
+from launch.topology import HostGroup, host_groups
 
-HOME: Final = Path(__file__).resolve().parents[2]
-STORAGE_GIB: Final = 200
-USAGE: Final = f"""\
-usage: cluster.py render slurm --run-dir DIR [--sbatch=OPTIONS] [--config FILE] [--KEY VALUE ...] > job.sbatch
-       cluster.py render k8s --name NAME --image IMAGE --private DIR [--storage GIB] [--config FILE] ... > run.yaml
+USAGE: Final = """\
+usage: cluster.py render slurm --run-dir DIR [--config FILE] [--KEY VALUE ...] > job.sbatch
+       cluster.py render k8s --name NAME --private DIR [--config FILE] [--KEY VALUE ...] > run.yaml
        cluster.py render skypilot --name NAME --volume VOLUME [--accelerator GPU] [--config FILE] ... > task.yaml
 
 Prints the file with which Slurm, Kubernetes or SkyPilot starts a run on several hosts, and continues it from its newest
-checkpoint when it starts it again. The section `cluster` says how many workers share a host, and what each host
-has; all other keys are those of a run. docs/cluster.md has an example of each.
+checkpoint when it starts it again. (A run with --backend slurm or k8s writes the file itself and submits it.) The
+section `cluster` says how many workers share a host, and what each host has; all other keys are those of a run.
+docs/cluster.md has an example of each.
 
-  --run-dir DIR      Slurm: folder of the run; all hosts must see it under this path, as they must see this clone
-  --sbatch=OPTIONS   further options of sbatch, in one word: --sbatch="--partition=gpu --time=24:00:00"
+  --run-dir DIR      Slurm: folder of the run; all hosts must see it under this path, as they must see this clone.
+                     With a `store` only the first host needs it, and it may be on that host's own disk
   --name NAME        name of the run, and of what belongs to it: lower-case letters, digits and dashes
-  --image IMAGE      Kubernetes: container image in which `stillhouse` can be called
   --private DIR      Kubernetes: folder for the keys of the run and their Secrets, secrets.yaml. It is made if it is not
                      there; keys that it has are kept. Only you can read it
-  --storage GIB      Kubernetes: size of the volume for the run's folder [{STORAGE_GIB}]
   --volume VOLUME    SkyPilot: its name of the volume for the run's folder, to which all nodes must be able to write
   --accelerator GPU  SkyPilot: its name of the GPUs, e.g. H100
   --config FILE      configuration of the run
@@ -94,43 +85,21 @@ def main(arguments: Sequence[str]) -> int:
 
 def _slurm(asked: Asked) -> str:
     run_dir = Path(asked.flag("run_dir", "the folder of the run, which all hosts see")).expanduser().absolute()
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", run_dir.name):
-        raise ConfigError(f"--run-dir: got the name {run_dir.name!r}, expected letters, digits, dots, dashes and _")
-    described = ("--config", str(asked.file)) if asked.file is not None else ()
-    job = SlurmJob(
-        name=run_dir.name,
-        run_dir=run_dir,
-        home=HOME,
-        arguments=(*described, *asked.keys),
-        groups=asked.groups,
-        port=asked.config.cluster.port,
-        options=tuple(shlex.split(asked.words.own.get("sbatch", ""))),
-    )
-    return sbatch_script(job)
+    return sbatch_script(slurm_job(run_dir, asked.file, asked.words.overrides, asked.config))
 
 
 def _kubernetes(asked: Asked) -> str:
-    name, private = _name(asked), _private(asked)
-    storage = asked.words.own.get("storage", str(STORAGE_GIB))
-    if not (storage.isdecimal() and int(storage)):
-        raise ConfigError(f"--storage: got {storage!r}, expected a number of GiB")
-    image = asked.flag("image", "a container image in which `stillhouse` can be called")
-    _refuse_undecided(asked)
-    _write_private(asked.config, private)
-    run = KubernetesRun(
-        name=name,
-        image=image,
-        config=(private / "config.yaml").read_text(),
-        groups=asked.groups,
-        port=asked.config.cluster.port,
-        storage_gib=int(storage),
-    )
-    _write(private / "secrets.yaml", secrets(run, private / KEYS))
-    return manifests(run)
+    name = asked.flag("name", "a name for the run")
+    private = Path(asked.flag("private", "a folder for the keys of the run")).expanduser().absolute()
+    try:
+        return kubernetes_files(asked.config, asked.groups, name, private)
+    except OSError as error:
+        raise LaunchError(f"{private} cannot be written: {error}; name another folder with --private") from error
 
 
 def _skypilot(asked: Asked) -> str:
-    name = _name(asked)
+    name = asked.flag("name", "a name for the run")
+    expect_name(name)
     volume = asked.flag("volume", "SkyPilot's name of a volume to which all nodes can write")
     gpus = any(group.host.gpus for group in asked.groups)
     accelerator = asked.flag("accelerator", "SkyPilot's name of the GPUs, such as H100") if gpus else ""
@@ -148,47 +117,7 @@ def _skypilot(asked: Asked) -> str:
 
 
 SCHEDULERS: Final[Mapping[str, Scheduler]] = {
-    "slurm": Scheduler(_slurm, ("run_dir", "sbatch")),
-    "k8s": Scheduler(_kubernetes, ("name", "image", "private", "storage")),
+    "slurm": Scheduler(_slurm, ("run_dir",)),
+    "k8s": Scheduler(_kubernetes, ("name", "private")),
     "skypilot": Scheduler(_skypilot, ("name", "volume", "accelerator")),
 }
-
-
-def _name(asked: Asked) -> str:
-    name = asked.flag("name", "a name for the run")
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
-        raise ConfigError(f"--name: got {name!r}, expected up to 40 lower-case letters, digits and dashes")
-    return name
-
-
-def _private(asked: Asked) -> Path:
-    return Path(asked.flag("private", "a folder for the keys of the run")).expanduser().absolute()
-
-
-def _refuse_undecided(asked: Asked) -> None:
-    """Raise ConfigError where hosts would choose engines by themselves, each what it finds."""
-    engines = {"actors": ("actor.engine", asked.config.actor.engine)}
-    engines["teachers"] = ("teacher.engine", asked.config.teacher.engine)
-    joining = [group.name for group in asked.groups]
-    undecided = [key for name, (key, engine) in engines.items() if name in joining and engine == AUTO]
-    if undecided:
-        raise ConfigError(*(f"{key}: got {AUTO}, expected torch or sglang, the same on all hosts" for key in undecided))
-
-
-def _write_private(config: RunConfig, private: Path) -> None:
-    """Keys, where there are none yet, and the resolved configuration."""
-    try:
-        private.mkdir(parents=True, mode=0o700, exist_ok=True)
-        make_keys(private / KEYS)
-        write_config(config, private / "config.yaml")
-    except OSError as error:
-        raise LaunchError(f"{private} cannot be written: {error}; name another folder with --private") from error
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.touch(mode=0o600)
-        write_atomic(file, text.encode())
-        file.chmod(0o600)
-    except OSError as error:
-        raise LaunchError(f"{file} cannot be written: {error}") from error

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
 from launch.render.yaml_text import yaml_text
+from launch.topology import REJOIN_S, HostGroup, flags_of_the_run
 
 RUNS: Final = "/runs"
 """Where the volume is mounted."""
@@ -57,14 +57,13 @@ def sky_task(task: SkyTask) -> str:
 
 
 def _script(task: SkyTask) -> Iterator[str]:
-    counts = none_beside_the_learner(task.groups)
+    counts = flags_of_the_run(task.groups)
     config = f" --config {CONFIG}" if task.config else ""
     keys = f" {shlex.join(task.arguments)}" if task.arguments else ""
     yield f"RUN={RUNS}/{task.name}"
     yield 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
     yield "if [ $SKYPILOT_NODE_RANK = 0 ]; then"
-    yield "    [ -f $RUN/run.json ] && resume=--resume"
-    yield f"    exec stillhouse --run-dir $RUN $resume{config} --launch.status plain \\"
+    yield f"    exec stillhouse --run-dir $RUN --resume-or-start{config} --launch.status plain \\"
     yield f"        --buffer.bind tcp://$first:{task.port} --weights.host $first{keys}{counts}"
     yield "fi"
     shares = [(group, share) for group in task.groups for share in group.workers]

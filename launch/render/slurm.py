@@ -1,19 +1,30 @@
 """One sbatch script for a run: a component of the job for each group of hosts, and a job step for each role.
 
 The run's launcher is on the first host. Other hosts join the run by its folder, which all hosts must see. A script that
-Slurm starts again continues the run from its newest checkpoint."""
+Slurm starts again continues the run from its newest checkpoint.
+
+A run with a store (`store`) shares no folder. Its folder may be on the first host's own disk, and the job goes on from
+the store if it gets another one. The other hosts are sent an exported folder (launch.join.export) through their job
+step's standard input; the keys in it are on no command line and in no file that others can read."""
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launch.render.hosts import REJOIN_S, HostGroup, none_beside_the_learner
+from launch.config.keys import Key
+from launch.config.run import RunConfig
+from launch.errors import ConfigError
+from launch.join.target import TRY_AGAIN_EXIT_CODE
+from launch.render.submitted import shell_words
 from launch.report.figures import plural
+from launch.topology import REJOIN_S, HostGroup, flags_of_the_run, host_groups
 
+HOME: Final = Path(__file__).resolve().parents[2]
 STOP_S: Final = 180
 """Seconds before the end of the job's time at which Slurm tells the script to stop the run and to requeue itself. A
 learner finishes its step and writes a checkpoint in this time."""
@@ -27,15 +38,38 @@ class SlurmJob:
 
     name: str
     run_dir: Path
-    """Absolute; all hosts see it."""
+    """Absolute; all hosts see it if they share a folder."""
     home: Path
     """Absolute: the clone of Stillhouse, on all hosts, with its virtual environment."""
+    where: Path
+    """Absolute, on all hosts: the folder that paths on the command line and in the configuration start from."""
     arguments: tuple[str, ...]
     """Words of the command line that describe the run, as the user typed them."""
     groups: tuple[HostGroup, ...]
     port: int
+    shares_folder: bool = True
+    """False: the run has a store."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, for every component: --partition=gpu."""
+
+
+def slurm_job(run_dir: Path, file: Path | None, keys: Sequence[tuple[Key, str]], config: RunConfig) -> SlurmJob:
+    """The job of a run. `file`, `keys`: what the command line named. Raises ConfigError for what Slurm cannot run."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", run_dir.name):
+        raise ConfigError(f"--run-dir: got the name {run_dir.name!r}, expected letters, digits, dots, dashes and _")
+    described = ("--config", str(file.expanduser().absolute())) if file is not None else ()
+    typed = (word for key, text in keys if key.name != "launch.backend" for word in (f"--{key.name}", text))
+    return SlurmJob(
+        name=run_dir.name,
+        run_dir=run_dir,
+        home=HOME,
+        where=Path.cwd(),
+        arguments=(*described, *typed),
+        groups=host_groups(config),
+        port=config.cluster.port,
+        shares_folder=not config.store,
+        options=shell_words("cluster.sbatch", config.cluster.sbatch),
+    )
 
 
 def sbatch_script(job: SlurmJob) -> str:
@@ -66,18 +100,20 @@ def _header(job: SlurmJob) -> Iterator[str]:
 def _body(job: SlurmJob) -> Iterator[str]:
     alone = len(job.groups) == 1
     yield ""
-    yield f"cd {shlex.quote(str(job.home))} || exit 1"
-    yield f"export RUN={shlex.quote(str(job.run_dir))} PYTHONUNBUFFERED=1"
-    yield 'stillhouse() { exec .venv/bin/python launch/cluster.py "$@"; }'
+    yield f"cd {shlex.quote(str(job.where))} || exit 1"
+    yield f"export RUN={shlex.quote(str(job.run_dir))} HERE={shlex.quote(str(job.home))} PYTHONUNBUFFERED=1"
+    yield 'stillhouse() { exec "$HERE/.venv/bin/python" "$HERE/launch/cluster.py" "$@"; }'
     yield "export -f stillhouse"
     if not alone:
         yield from _address(job.port)
-        yield from _joining()
+        yield from _joining() if job.shares_folder else _joining_exported()
     yield from _run_step(job)
+    if not alone and not job.shares_folder:
+        yield from _exported()
     for index, group in enumerate(job.groups):
         if index:
-            yield from _join_step(index, group)
-    yield from _ending(alone=alone)
+            yield from _join_step(index, group, shares_folder=job.shares_folder)
+    yield from _ending(alone=alone, shares_folder=job.shares_folder)
 
 
 def _address(port: int) -> Iterator[str]:
@@ -103,33 +139,64 @@ def _joining() -> Iterator[str]:
     yield "export -f join_run"
 
 
+def _joining_exported() -> Iterator[str]:
+    yield ""
+    yield "# Joins the run by what it gets on standard input: address, configuration, keys. Again after 1 and 75: it"
+    yield "# broke off, or cannot be joined yet (docs/hosts.md)."
+    yield "join_run() {"
+    yield '    home=$(umask 077; mktemp -d) && tar -C "$home" -x || return 1'
+    yield "    trap 'rm -rf \"$home/run/keys\"' EXIT"
+    yield "    while true; do"
+    yield '        (stillhouse join "$home/run" "$@" < /dev/null); code=$?'
+    yield f"        case $code in 1|75) sleep {REJOIN_S} ;; *) return $code ;; esac"
+    yield "    done"
+    yield "}"
+    yield "export -f join_run"
+
+
+def _exported() -> Iterator[str]:
+    yield ""
+    yield "# What the other hosts need to join, in a folder that only you can read, once the run listens."
+    yield "umask 077; export EXPORTED=$(mktemp -d)"
+    yield "while kill -0 $run 2> /dev/null; do"
+    yield '    [ -f "$RUN/run.json" ] || { sleep 1; continue; }'
+    yield '    (stillhouse export "$RUN" "$EXPORTED/run") > "$EXPORTED/output" 2>&1; code=$?'
+    yield "    case $code in"
+    yield f"        0) break ;; {TRY_AGAIN_EXIT_CODE}) sleep 1 ;;  # {TRY_AGAIN_EXIT_CODE}: it does not listen yet"
+    yield '        *) echo "nobody can join this run, so it is stopped:"; cat "$EXPORTED/output"'
+    yield "           kill -TERM $run; break ;;"
+    yield "    esac"
+    yield "done >&2"
+    yield 'tar -C "$EXPORTED" -cf "$EXPORTED/run.tar" run 2> /dev/null'
+
+
 def _run_step(job: SlurmJob) -> Iterator[str]:
     words = shlex.join(job.arguments)
     network = "" if len(job.groups) == 1 else ' "${network[@]}"'
     yield ""
     yield "# The run: launcher, buffer, learner, and roles without hosts of their own; on the host of this script."
     yield "# If Slurm starts the job again, the run continues from its newest checkpoint."
-    yield 'resume=(); [ -f "$RUN/run.json" ] && resume=(--resume)'
-    yield f'(stillhouse --run-dir "$RUN" "${{resume[@]}}"{network} --launch.status plain \\'
-    yield f"    {words}{none_beside_the_learner(job.groups)}) &"
+    yield f'(stillhouse --run-dir "$RUN" --resume-or-start{network} --launch.status plain \\'
+    yield f"    {words}{flags_of_the_run(job.groups)}) &"
     yield "run=$!"
 
 
-def _join_step(index: int, group: HostGroup) -> Iterator[str]:
+def _join_step(index: int, group: HostGroup, *, shares_folder: bool) -> Iterator[str]:
     hosts = len(group.workers)
     yield ""
-    yield f"# {group.name}: {sum(group.workers)}, on {plural(hosts, 'host')}"
+    yield f"# {group.label}: {sum(group.workers)}, on {plural(hosts, 'host')}"
     yield (
         f"srun --het-group={index} --nodes={hosts} --ntasks-per-node=1 --cpus-per-task={group.host.cpus} "
         "--kill-on-bad-exit=0 \\"
     )
     shares = " ".join(map(str, group.workers))
     yield f"    bash -c 'shares=({shares}); join_run {group.flag} ${{shares[SLURM_PROCID]}} \\"
-    yield f"        --name-prefix {group.name}-$SLURM_PROCID' &"
+    stdin = "" if shares_folder else ' < "$EXPORTED/run.tar"'
+    yield f"        --name-prefix {group.label}-$SLURM_PROCID'{stdin} &"
     yield "joins+=($!)"
 
 
-def _ending(*, alone: bool) -> Iterator[str]:
+def _ending(*, alone: bool, shares_folder: bool) -> Iterator[str]:
     yield ""
     yield "# USR1: the time of the job is nearly over. TERM: you stop the run (scancel --signal=TERM --batch JOB)."
     yield "# In both cases the run writes a checkpoint; after USR1 the job is queued again and goes on from there."
@@ -140,12 +207,12 @@ def _ending(*, alone: bool) -> Iterator[str]:
     if not alone:
         yield ""
         yield "# The other hosts leave by themselves when the run has ended."
-        yield 'touch "$ENDED"'
+        yield 'touch "$ENDED"' if shares_folder else 'rm -rf "$EXPORTED"'
         yield f"for _ in $(seq {JOINS_END_S}); do"
         yield '    kill -0 "${joins[@]}" 2> /dev/null || break'
         yield "    sleep 1"
         yield "done"
         yield 'kill "${joins[@]}" 2> /dev/null'
-        yield 'wait; rm "$ENDED"'
+        yield 'wait; rm "$ENDED"' if shares_folder else "wait"
     yield '[ -z "$again" ] || scontrol requeue "$SLURM_JOB_ID"'
     yield "exit $code"

@@ -21,11 +21,11 @@ import msgspec
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.run import RunConfig
 from launch.errors import LaunchError, refuse
-from launch.machine.machine import usable_cores
 from launch.processes.lifeline import die_with_parent
 from launch.processes.local import worker_environment
 from learner.checkpoints.files import ADAPTER_CONFIG, CHECKPOINTS, MANIFEST, newest, read_manifest
 from protocol.messages import WeightVersion
+from protocol.processors import usable_cores
 
 LAST_LINES: Final = 20
 """Lines of a failed evaluation's output that the error shows."""

@@ -8,13 +8,12 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import psutil
-
 from learner.reports.attribution import attribute
 from learner.reports.figures import TokenRates, staleness
 from learner.reports.trackers.feed import LOST_GAUGE
 from learner.reports.work_window import WorkWindow
 from protocol.messages import PeerView, Snapshot
+from protocol.processors import share_used
 
 WINDOW_S: Final = 20.0
 """Rates are means over this window."""
@@ -25,8 +24,12 @@ QUEUES: Final = {
     "tokens_scoring": "scoring",
     "tokens_scored": "scored",
     "tokens_in_batch": "in_batch",
+    "shards_without_actors": "SHARDS WITHOUT ACTORS",
+    "shards_without_teachers": "SHARDS WITHOUT TEACHERS",
 }
 WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction", "weights": "wait_weights_fraction"}
+SHARDS: Final = {"shards": "wait_shards_fraction"}
+"""Shown only where the learner has waited for one."""
 ETA_WINDOW_S: Final = 60.0
 BOUND_WINDOW_S: Final = 30.0
 """What limits the run is judged over this window."""
@@ -149,7 +152,7 @@ class Rates:
             self._seen_s = snapshot.time_s
             self._rates.update(snapshot)
             self._eta.update(snapshot)
-            self._work.update(snapshot, psutil.cpu_percent() / 100)
+            self._work.update(snapshot, share_used())
         verdict = attribute(self._work.work())
         mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
         return Figures(
@@ -219,7 +222,8 @@ def short(number: float) -> str:
 def _learner_does(stats: Mapping[str, float]) -> str:
     if "busy_fraction" not in stats:
         return "-"
-    waits = " ".join(f"{cause} {stats.get(key, 0.0):.0%}" for cause, key in WAITS.items())
+    shown = WAITS | (SHARDS if stats.get(SHARDS["shards"]) else {})
+    waits = " ".join(f"{cause} {stats.get(key, 0.0):.0%}" for cause, key in shown.items())
     return f"busy {stats['busy_fraction']:.0%}, waits: {waits}"
 
 

@@ -120,6 +120,8 @@ def line(f: Figures) -> str:
         parts.append(f"FAILED ROLLOUTS {f.failed}")
     if unsaved := f.learner.get("checkpoints_failed_total"):
         parts.append(f"CHECKPOINTS NOT WRITTEN {unsaved:.0f}")
+    if unsent := f.learner.get("ema_failures_total"):
+        parts.append(f"AVERAGES NOT SENT {unsent:.0f}")
     if f.lost:
         parts.append(_lost(f))
     if f.view.servers_up < f.view.servers:
@@ -173,6 +175,8 @@ def table(f: Figures) -> Table:
         grid.add_row("failed rollouts", Text(f.failed))
     if unsaved := f.learner.get("checkpoints_failed_total"):
         grid.add_row("CHECKPOINTS", f"{unsaved:.0f} could not be written; see learner-0.log")
+    if unsent := f.learner.get("ema_failures_total"):
+        grid.add_row("AVERAGES", f"{unsent:.0f} could not be sent to teachers; see learner-0.log")
     if f.hedges:
         grid.add_row("hedges", _counted(f.hedges))
     if f.held_back:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from buffer.server import shard_folder
 from launch.config.run import RunConfig
 from launch.errors import unwritten
 from launch.processes.slots import Ending, Outcome, ServerAccount
@@ -22,9 +23,11 @@ from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
 from learner.evaluation.figures import EvalPoint
+from learner.reports import scaling
 from learner.reports.alarms import Alarm
 from protocol.atomic_file import write_atomic
 from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
+from protocol.shards.snapshots import whole_snapshot
 
 UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
@@ -39,6 +42,9 @@ class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
     busy_fraction: float = 0.0
     wait_fraction: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """By cause."""
+
+
+Saved: TypeAlias = Literal["checkpoint", "average"]
 
 
 class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +69,10 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Alarms of this launch (learner.reports.alarms)."""
     checkpoint: str | None = None
     """Hugging Face folder of the last student; None when this launch wrote none."""
+    checkpoint_error: str = ""
+    """Why the newest checkpoint that could not be written could not."""
+    average_error: str = ""
+    """Why the newest average of the student that its teachers did not get is not there (learner.ema)."""
     tensorboard: str | None = None
     """Folder of the event files."""
 
@@ -161,11 +171,16 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
     failed_rollouts: dict[str, FailedRollouts] = msgspec.field(default_factory=dict[str, FailedRollouts])
     """By reason; the most recent reason is last."""
+    scaling: Mapping[scaling.Outcome | scaling.HostEnd, int] = msgspec.field(
+        default_factory=dict[scaling.Outcome | scaling.HostEnd, int]
+    )
+    """On Ray: decisions of the autoscaler, and hosts that left, were killed or lost, over all launches
+    (docs/metrics.md, scaling/...)."""
 
 
 def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
     """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3."""
-    final = _read(folder.path / "ledger.json", Snapshot)
+    final = _final_snapshot(folder.path, config.buffer.shards)
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
     ending = judge(outcome.ending, final, snapshot)
@@ -210,6 +225,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
             each.reason: FailedRollouts(n=each.n, newest=each.newest, examples=each.examples)
             for each in (snapshot.failures if snapshot is not None else ())
         },
+        scaling=scaling.read_counts(folder.path),
     )
     _write(summary, folder)
     return summary
@@ -248,6 +264,14 @@ def judge(ending: Ending, final: Snapshot | None, snapshot: Snapshot | None) -> 
     return ending
 
 
+def save_error(run_dir: Path, what: Saved) -> str:
+    """Why the learner's newest one that failed did so, by its account."""
+    account = _read(run_dir / "learner.json", LearnerAccount)
+    if account is None:
+        return ""
+    return account.checkpoint_error if what == "checkpoint" else account.average_error
+
+
 def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
     """Stands in for learner.json when the learner was killed: what the buffer knows of it."""
     if snapshot is None:
@@ -262,6 +286,13 @@ def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
         steps=snapshot.version.step,
         learner=LearnerTimes(busy_fraction=stats.get("busy_fraction", 0.0), wait_fraction=waits),
     )
+
+
+def _final_snapshot(run_dir: Path, n_shards: int) -> Snapshot | None:
+    """The buffer's last word: of all its shards together. None if one of them left none."""
+    parts = [_read(shard_folder(run_dir, shard) / "ledger.json", Snapshot) for shard in range(n_shards)]
+    there = [part for part in parts if part is not None]
+    return whole_snapshot(there) if len(there) == n_shards else None
 
 
 def _read(file: Path, struct: type[StructT]) -> StructT | None:

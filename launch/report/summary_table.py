@@ -17,6 +17,7 @@ from launch.report.summary import Summary, TokenCounts
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
 from learner.evaluation.figures import EvalPoint, TagFigures
+from learner.reports.scaling import HOST_ENDS, OUTCOMES
 from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 EFFICIENCY: Final = {
@@ -96,6 +97,10 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     )
     if joined := joined_text(summary):
         yield "joined", joined
+    if decided := [f"{n:,} {what.replace('_', ' ')}" for what, n in summary.scaling.items() if what in OUTCOMES]:
+        yield "autoscaling", ", ".join(decided)
+    if ended := [f"{n:,} {what.removeprefix('hosts_')}" for what, n in summary.scaling.items() if what in HOST_ENDS]:
+        yield "hosts of Ray", ", ".join(ended)
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:
@@ -109,7 +114,7 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
         f"{tensorboard} --logdir {folder.path / summary.tensorboard}" if summary.tensorboard else "none",
     )
     if not summary.ok:
-        yield "to resume", f"{_own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
+        yield "to resume", f"{own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
     yield "run folder", str(folder.path)
 
 
@@ -146,7 +151,7 @@ def lost_steps(summary: Summary) -> str:
     return f"    (from step {int(named[1])}: the newest checkpoint)"
 
 
-def _own_command() -> str:
+def own_command() -> str:
     """The command by which this program was called."""
     if not sys.argv[0].endswith(".py"):
         return _as_typed(Path(sys.argv[0]))

@@ -35,6 +35,7 @@ from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from models.description import known_vocabulary_size
 from protocol.context import ExitCode, RoleContext, WorkerRole
 from protocol.messages import Ledger, WeightVersion
+from protocol.shards.division import shard_address
 from tracing import events
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
@@ -116,7 +117,8 @@ class _Carried(msgspec.Struct, frozen=True):
 
 
 def run_buffer(ctx: RoleContext[RunConfig]) -> int:
-    """Main of the buffer. On resume it gets the version and ledger of the checkpoint that the learner resumes from."""
+    """Main of the buffer, or of one shard of it. On resume it gets the version and ledger of the checkpoint that the
+    learner resumes from; of several shards, the first one carries the ledger on."""
     from buffer.server import main as buffer_main
 
     carried = _Carried(WeightVersion(0, 0), None)
@@ -128,12 +130,21 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         config=ctx.config.buffer,
         run_id=ctx.run_id,
         run_dir=ctx.run_dir,
+        shard=ctx.index,
         incarnation=ctx.incarnation,
+        bind=_bind(ctx) if ctx.index else None,
         version=carried.version,
-        carried=carried.ledger,
+        carried=carried.ledger if ctx.index == 0 else None,
         vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
         vocab_size=known_vocabulary_size(ctx.config.models.student),
     )
+
+
+def _bind(ctx: RoleContext[RunConfig]) -> str:
+    """Where a further shard listens: after the configured port, or after the one that the first shard has chosen."""
+    bind = ctx.config.buffer.bind
+    chosen = bind.rpartition(":")[2] in ("0", "*")
+    return shard_address(ctx.buffer_address if chosen else bind, ctx.index)
 
 
 def _vocab_fingerprint(model: str) -> str | None:

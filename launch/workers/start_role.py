@@ -43,7 +43,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Random per process."""
     run_id: str
     buffer_address: str
-    """Empty for the buffer itself, which chooses its address and writes it into the run folder."""
+    """As in RoleContext."""
     resume: bool
     server_url: str = ""
     """URL of the worker's inference server; empty for an embedded engine."""
@@ -67,6 +67,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             buffer_address=self.buffer_address,
             resume=self.resume,
             config=on_device(own, self.role, self.device) if self.device else own,
+            buffer_away_s=config.launch.ready_timeout_s,  # as long as the launcher waits for a restarted one
             server_url=self.server_url,
         )
 

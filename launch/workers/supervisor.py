@@ -1,7 +1,7 @@
 """Starts the workers of a run, watches them, restarts dead ones and stops everything, leaving no process behind.
 
-    start     fork server imports | SGLang servers load | buffer spawned at once -> it listens -> learner, teachers,
-              actors (those with a server when it answers) -> all connected
+    start     fork server imports | SGLang servers load | buffer spawned at once -> it listens, and its other shards do
+              -> learner, teachers, actors (those with a server when it answers) -> all connected
     watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
     stop      after Shutdown workers leave by themselves. Otherwise SIGTERM goes to the learner (it writes a checkpoint
               while the buffer hears of it), then to teachers and actors, then to servers and the buffer (it writes the
@@ -17,14 +17,18 @@ import secrets
 import signal
 import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
+from buffer.server import JOURNAL, shard_folder
 from launch.buffer_link import BufferLink, read_address, read_listening
 from launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from launch.processes.backend import ProcessBackend
 from launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
-from launch.report.figures import News, RunView, failures_text
+from launch.report.figures import News, RunView, failures_text, learner_stats
 from launch.report.status import StatusView
+from launch.report.summary import Saved, save_error
+from launch.store_guard import StoreGuard
 from launch.workers.crew import ROLES
 from launch.workers.hosts import read_card
 from launch.workers.launch_plan import LaunchPlan
@@ -33,8 +37,9 @@ from launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
 from protocol.context import ExitCode, WorkerRole
 from protocol.errors import ProtocolError
 from protocol.keys import run_client_keys
+from protocol.messages import Snapshot
+from protocol.shards.division import all_addresses
 
-BUFFER: Final = "buffer-0"
 log = logging.getLogger(__name__)
 LMDB_SOURCE: Final = "mdb.c:"
 """LMDB's message before it aborts names this source file."""
@@ -46,6 +51,8 @@ BUFFER_ALONE_S: Final = 2.0
 """Time for the buffer to leave by itself after all others; it may be waiting for a dead peer."""
 FAILED_WORD_S: Final = 1.0
 """Like WORD_S, for a learner or buffer that failed."""
+UNSAVED: Final[dict[Saved, str]] = {"checkpoint": "checkpoints_failed_total", "average": "ema_failures_total"}
+"""What a learner could not save, by its figure of how many."""
 RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset(ROLES)
 """Roles that are restarted when they die. Actors and teachers: in any case. The buffer: when it was killed, but not
 when it failed, because its journal would bring it to the same failure again. The learner: from its last checkpoint,
@@ -63,17 +70,21 @@ class Supervisor(Watch):
         backend: ProcessBackend,
         *,
         restartable: Collection[WorkerRole] = RESTARTABLE,
+        store: StoreGuard | None = None,
     ) -> None:
         config = plan.config
-        counts = (1, 1, config.teachers, config.actors)
+        counts = (config.buffer.shards, 1, config.teachers, config.actors)
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
+        self._store = store
         self._news = News(self._crew.workers)
         self._memory = MemoryGauge()
-        self._activity = Activity()
-        self._buffer_looked_s = self._buffer_moved_s = self._hosts_looked_s = 0.0
+        self._activities = {buffer.name: Activity() for buffer in self._buffers}
+        self._buffer_looked_s = self._hosts_looked_s = 0.0
+        self._buffer_moved_s: dict[str, float] = {}
         self._hosts_said = ("", 0)
+        self._unsaved: dict[Saved, float] = dict.fromkeys(UNSAVED, 0.0)
 
     def run(self) -> Outcome:
         """Start, watch, stop. Errors are not raised; they are in the outcome."""
@@ -110,18 +121,19 @@ class Supervisor(Watch):
     def _start_and_watch(self) -> None:
         self._backend.prepare()
         self._servers.start()
-        self._crew.start(self._crew.workers[BUFFER])
-        if not self._until_there(
-            self._buffer_listens,
-            self._config.launch.ready_timeout_s,
-            lambda: [BUFFER],
-            lambda: f"the buffer to listen; the last lines of {BUFFER}.log:\n{self._folder.log_tail(BUFFER)}",
-        ):
+        first, *others = self._buffers
+        self._crew.start(first)
+        if not self._until_they_listen([first]):
+            return
+        self._crew.address = read_address(self._listing(first), self._folder.run_id) or ""
+        for shard in others:
+            self._crew.start(shard)
+        if not self._until_they_listen(others):
             return
         try:
             keys = run_client_keys(self._folder.path, "launcher", "launcher")
             self._link = BufferLink(
-                self._crew.address,
+                all_addresses(self._crew.address, len(self._buffers)),
                 self._folder.run_id,
                 secrets.token_hex(8),
                 keys,
@@ -129,20 +141,40 @@ class Supervisor(Watch):
                 reconnect_timeout_s=self._config.launch.ready_timeout_s,
             )
         except ProtocolError as error:
-            self._end(f"no connection to the buffer: {error}", log=BUFFER)
+            self._end(f"no connection to the buffer: {error}", log=first.name)
             return
         for role in ("learner", "teacher", "actor"):
             for worker in self._crew.of(role):
                 self._crew.start(worker)
         if self._until_ready():
-            self._status.say(f"all {len(self._crew.workers) - 1} workers are ready after {self._ready_s:.1f} s")
+            n_workers = len(self._crew.workers) - len(self._buffers)
+            ready = "the learner is" if n_workers == 1 else f"all {n_workers} workers are"
+            self._status.say(f"{ready} ready after {self._ready_s:.1f} s")
             self._say_features()
             self._memory.sample()
             self._until_over()
 
-    def _buffer_listens(self) -> bool:
-        self._crew.address = read_address(self._folder.path / "buffer.json", self._folder.run_id) or ""
-        return bool(self._crew.address)
+    @property
+    def _buffers(self) -> list[Worker]:
+        """The buffer's processes: its shards, by number."""
+        return self._crew.of("buffer")
+
+    def _listing(self, buffer: Worker) -> Path:
+        """Where it writes its address."""
+        return shard_folder(self._folder.path, buffer.index) / "buffer.json"
+
+    def _until_they_listen(self, buffers: list[Worker]) -> bool:
+        """Pump until they do; False if the run ends first."""
+        run_id = self._folder.run_id
+
+        def silent() -> list[str]:
+            return [one.name for one in buffers if not read_address(self._listing(one), run_id)]
+
+        def what() -> str:
+            name = (silent() or [buffers[0].name])[0]
+            return f"the buffer to listen; the last lines of {name}.log:\n{self._folder.log_tail(name)}"
+
+        return self._until_there(lambda: not silent(), self._config.launch.ready_timeout_s, silent, what)
 
     # ------------------------------------------------------------------------------------------------- watching
 
@@ -161,15 +193,18 @@ class Supervisor(Watch):
     def _cause(self, worker: Worker, code: int) -> str:
         if not self._journal_broke(worker, code):
             return said(code)
+        journal = shard_folder(self._folder.path, worker.index) / JOURNAL
         return (
-            f"{said(code)} in LMDB: its journal {self._folder.path / 'journal'} is damaged (did the disk lose "
+            f"{said(code)} in LMDB: its journal {journal} is damaged (did the disk lose "
             "writes?). Use --resume: it starts from the newest checkpoint with a new journal"
         )
 
     def _journal_broke(self, worker: Worker, code: int) -> bool:
         """LMDB aborts the process when it meets an impossible page; a restarted buffer would meet it again."""
         return (
-            worker.name == BUFFER and code == -signal.SIGABRT and LMDB_SOURCE in self._folder.log_tail(BUFFER, lines=60)
+            worker.role == "buffer"
+            and code == -signal.SIGABRT
+            and LMDB_SOURCE in self._folder.log_tail(worker.name, lines=60)
         )
 
     def _end_without_word(self, now_s: float) -> None:
@@ -189,32 +224,53 @@ class Supervisor(Watch):
             self._end(reason, log=name)
 
     def _link_lost(self, why: str) -> None:
-        if self._crew.workers[BUFFER].running:
-            self._end(f"the buffer does not answer: {why}", log=BUFFER)
+        if running := self._crew.running(self._buffers):
+            self._end(f"the buffer does not answer: {why}", log=running[0].name)
 
     def _read_link(self, now_s: float) -> None:
         super()._read_link(now_s)
+        self._hear_store()
         if self._link is not None and self._ending is None and now_s - self._buffer_looked_s > LOOK_S:
             self._buffer_looked_s = now_s
-            self._kill_hanging_buffer(self._link, now_s)
+            for buffer in self._buffers:
+                self._kill_hanging_buffer(buffer, self._link, now_s)
 
-    def _kill_hanging_buffer(self, link: BufferLink, now_s: float) -> None:
-        """Kill a buffer that owes an answer and does nothing. Its exit is then treated like any other. A buffer that is
-        merely slow is left alone."""
-        buffer = self._crew.workers[BUFFER]
-        if not buffer.where or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
-            self._buffer_moved_s = now_s
+    def _hear_store(self) -> None:
+        """Say what became of the run's store, and end a run that has lost it."""
+        if self._store is None:
             return
-        vitals = self._backend.vitals([BUFFER])
+        for text in self._store.news():
+            self._status.say(text)
+        if self._store.displaced and self._ending is None:
+            self._end(self._store.displaced)
+
+    def _say_unsaved(self, snapshot: Snapshot) -> None:
+        """Say why a checkpoint, or an average for teachers, could not be written, for each that could not."""
+        stats = learner_stats(snapshot) or {}
+        for what, figure in UNSAVED.items():
+            failed = stats.get(figure, 0.0)
+            if failed > self._unsaved[what] and (why := save_error(self._folder.path, what)):
+                self._status.say(f"{why}; training goes on, and the next {what} tries again ({failed:.0f} failed)")
+            self._unsaved[what] = failed
+
+    def _kill_hanging_buffer(self, buffer: Worker, link: BufferLink, now_s: float) -> None:
+        """Kill a buffer that owes an answer and does nothing. Its exit is then treated like any other. A buffer that is
+        merely slow is left alone, and so is a shard that waits for nothing while another one owes the answer: it moves
+        several times a second."""
+        name = buffer.name
+        if not buffer.where or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
+            self._buffer_moved_s[name] = now_s
+            return
+        vitals = self._backend.vitals([name])
         stopped = any(process.stopped for process in vitals.values())
-        if self._activity.moved(vitals) and not stopped:
-            self._buffer_moved_s = now_s
-        elif stopped or now_s - self._buffer_moved_s > BUFFER_IDLE_S:
+        if self._activities[name].moved(vitals) and not stopped:
+            self._buffer_moved_s[name] = now_s
+        elif stopped or now_s - self._buffer_moved_s[name] > BUFFER_IDLE_S:
             why = "is stopped (SIGSTOP)" if stopped else "does nothing"
-            self._status.say(f"{BUFFER} has not answered for {link.unanswered_s(now_s):.0f} s and {why}; it is killed")
-            self._buffer_moved_s = buffer.started_s = now_s  # once is enough
+            self._status.say(f"{name} has not answered for {link.unanswered_s(now_s):.0f} s and {why}; it is killed")
+            self._buffer_moved_s[name] = buffer.started_s = now_s  # once is enough
             self._dump_stacks([buffer])
-            self._backend.kill(BUFFER)
+            self._backend.kill(name)
 
     def _waits_for_others(self, worker: Worker) -> bool:
         return worker.role == "learner" and self._hosts_left(worker) > 0
@@ -245,6 +301,7 @@ class Supervisor(Watch):
         if self._link is not None and self._link.snapshot is not None:
             for text in self._news.take(self._link.snapshot):
                 self._status.say(text)
+            self._say_unsaved(self._link.snapshot)
         super()._show(now_s)
         self._memory.sample_when_due()
 
@@ -260,61 +317,73 @@ class Supervisor(Watch):
         try:
             if self._link is not None and self._link.shutdown is not None:
                 self._link.close()
+                for buffer in self._buffers:
+                    if buffer.restart_at_s is not None:  # it was killed before it heard what other shards have said
+                        self._restart_for_ledger(buffer)
                 for name in self._unwelcomed():  # they got no Shutdown, and never will
                     if self._crew.workers[name].role in ("actor", "teacher"):
                         self._backend.stop(name)
                 self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
                 self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
-            orderly = self._crew.workers[BUFFER].running and not self._at_once
+            orderly = bool(self._crew.running(self._buffers)) and not self._at_once
             if orderly:
                 self._wait_for_checkpoint()
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
                 if "buffer" in stage:
-                    self._wait_for_restarted_buffer()
+                    self._wait_for_restarted_buffers()
                     self._servers.stop()  # they drain while the buffer writes
                     if self._link is not None:
                         self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
                 self._dismiss([worker for role in stage for worker in self._crew.of(role)])
-            self._finish_ledger()
+            self._finish_ledgers()
             self._end_servers()
         finally:
             self._close()
 
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
         """A buffer that was killed while it sent Shutdown is needed again: for workers that have not received it, and
-        for the ledger."""
-        if worker.name == BUFFER and code < 0 and not worker.given_up:
-            self._restart_for_ledger(worker)
+        for the ledger. If it does not come back, they are told to leave here: they would wait for it."""
+        if worker.role != "buffer" or code >= 0 or worker.given_up or self._restart_for_ledger(worker):
+            return
+        if waiting := self._crew.running([one for one in self._crew.workers.values() if one.role != "buffer"]):
+            names = ", ".join(one.name for one in waiting)
+            self._status.say(
+                f"{worker.name} {said(code)} at the end and is not started again; {names} are told to leave"
+            )
+            for one in waiting:
+                self._backend.stop(one.name)
 
     def _restart_for_ledger(self, buffer: Worker) -> bool:
         """Start the buffer once more: from its journal it knows that the run is over, sends Shutdown to workers that
         connect, and writes the ledger. False if that is impossible or not needed."""
-        if self._at_once or not self._config.buffer.journal or (self._folder.path / "ledger.json").exists():
+        ledger = shard_folder(self._folder.path, buffer.index) / "ledger.json"
+        if self._at_once or not self._config.buffer.journal or ledger.exists():
             return False
-        if self._link is None or self._budget.died(BUFFER, time.monotonic()) is None:
+        if self._link is None or self._budget.died(buffer.name, time.monotonic()) is None:
             return False
-        self._status.say(f"{BUFFER} died before the ledger was written; it is started again to write it")
+        self._status.say(f"{buffer.name} died before the ledger was written; it is started again to write it")
         self._crew.start(buffer)
         return True
 
-    def _finish_ledger(self) -> None:
-        """All workers are gone. If the buffer was killed before it wrote its ledger, start it again for that."""
-        buffer = self._crew.workers[BUFFER]
-        killed = bool(buffer.exit_codes) and buffer.exit_codes[-1] < 0
-        if killed and not buffer.running and self._restart_for_ledger(buffer):
-            self._wait_for_restarted_buffer()
-            self._dismiss([buffer])
+    def _finish_ledgers(self) -> None:
+        """All workers are gone. If a buffer was killed before it wrote its ledger, start it again for that."""
+        killed = [one for one in self._buffers if one.exit_codes and one.exit_codes[-1] < 0 and not one.running]
+        if again := [buffer for buffer in killed if self._restart_for_ledger(buffer)]:
+            self._wait_for_restarted_buffers()
+            self._dismiss(again)
 
-    def _wait_for_restarted_buffer(self) -> None:
-        """Wait until it listens; before that, SIGTERM would end it without a ledger."""
-        buffer = self._crew.workers[BUFFER]
+    def _wait_for_restarted_buffers(self) -> None:
+        """Wait until they listen; before that, SIGTERM would end them without a ledger."""
         deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
-        file = self._folder.path / "buffer.json"
-        while buffer.running and buffer.exit_codes and not self._at_once and time.monotonic() < deadline_s:
-            listening = read_listening(file)
-            if buffer.where and listening is not None and listening.incarnation == buffer.incarnation:
-                return
+        while any(map(self._is_starting, self._buffers)) and not self._at_once and time.monotonic() < deadline_s:
             self._pump(STARTING_PUMP_S)
+
+    def _is_starting(self, buffer: Worker) -> bool:
+        """Whether it was started again and does not listen yet."""
+        if not buffer.running or not buffer.exit_codes:
+            return False
+        listening = read_listening(self._listing(buffer))
+        return not buffer.where or listening is None or listening.incarnation != buffer.incarnation
 
     def _wait_for_checkpoint(self) -> None:
         """Let the learner finish its step and write a checkpoint, for as long as the buffer hears from it, however slow

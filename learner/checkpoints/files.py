@@ -219,7 +219,8 @@ def new_draft(root: Path, version: WeightVersion) -> Path:
     """Make the temporary folder of a checkpoint of this version. Raises OSError."""
     root.mkdir(parents=True, exist_ok=True)
     sweep(root)
-    draft = root / f"{TEMPORARY}step_{version.step:06d}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = f"{TEMPORARY}step_{version.step:06d}_epoch_{version.epoch}-{os.getpid()}-{secrets.token_hex(4)}"
+    draft = root / name
     draft.mkdir()
     return draft
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
-from learner.checkpoints.stored import StoredCheckpoints
+from learner.checkpoints.stored import OwnedCheckpoints, StoredRows
 from learner.checkpoints.writer import Write, written_by_others
 from learner.offline import OfflineMixer
 from learner.prompts.tasks import TaskStream
@@ -30,7 +30,7 @@ def stage_checkpoint(
     ema: StudentEma | None,
     ledger: Ledger,
     metrics: StepMetrics | None,
-    stored: StoredCheckpoints | None,
+    stored: OwnedCheckpoints | None,
 ) -> Write:
     """On rank 0; the others join. `metrics`: of the last step. `stored`: where the checkpoint also goes. Raises
     OSError."""
@@ -48,6 +48,7 @@ def stage_checkpoint(
         ema=ema.state_dict() if ema is not None else {},
         offline=mixer.state() if mixer is not None else None,
     )
+    rows = StoredRows()
     write = partial(
         write_checkpoint,
         draft,
@@ -56,13 +57,13 @@ def stage_checkpoint(
         tokenizer,
         keep=keep,
         adapters=trainer.adapters,
-        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store),
+        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store, rows),
     )
-    return write if stored is None else partial(_write_and_store, write, stored, keep)
+    return write if stored is None else partial(_write_and_store, write, stored, keep, rows)
 
 
-def _write_and_store(write: Write, stored: StoredCheckpoints, keep: int) -> Path:
+def _write_and_store(write: Write, stored: OwnedCheckpoints, keep: int, rows: StoredRows) -> Path:
     """Raises OSError; if it comes from the store, the checkpoint is in the run's folder all the same."""
     folder = write()
-    stored.add(folder, keep=keep)
+    stored.add(folder, keep=keep, rows=rows)
     return folder

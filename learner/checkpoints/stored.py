@@ -1,24 +1,34 @@
 """Checkpoints in the run's store (protocol.object_store), for hosts that do not see the run's folder.
 
     <store>/checkpoints/step_000040_epoch_0/...            the files of the folder
-                                           /manifest.json  the folder's own, written last: from then on it is complete
-    <store>/rows/<draft>/...                               of learner.checkpoints.rows, until rank 0 has fetched them
+                                           /manifest.json  the folder's own, written last
+    <store>/owner.json                                     names the complete ones (protocol.store_owner)
+    <store>/export/step_000200_epoch_0/...                 what a run with adapters leaves (learner.export)
 
 A checkpoint is made in the run's folder as always, and copied from there. Whoever copies one of these prefixes by hand
-has a checkpoint. No object is ever renamed. Without its manifest a prefix counts as nothing, and the next writer
-removes it. A manifest is deleted first, so half of a deleted checkpoint is incomplete, too. One learner at a time
-writes here.
+has a checkpoint; but where ranks on other hosts wrote it, the files that ranks write together are in parts, which
+`fetch` puts together (learner.checkpoints.packed_rows):
+
+    .../model.safetensors.rows/1      rows of rank 1, which it has put there itself (learner.checkpoints.rows)
+    .../model.safetensors.rows/rest   all else of that file
+    .../rows.json                     sizes of these objects, by file
+
+No object is ever renamed. A prefix that owner.json does not name counts as nothing, and the next
+writer removes it. Only the launch that owns the store can have one named. What a learner removes is of its own epoch or
+an older one: a learner that was displaced, and does not know it yet, harms nothing of its successor's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -26,6 +36,7 @@ from learner.checkpoints.files import (
     CHECKPOINTS,
     FORMAT,
     MANIFEST,
+    TEMPORARY,
     CheckpointError,
     Found,
     Manifest,
@@ -39,12 +50,20 @@ from learner.checkpoints.files import (
     read_manifest,
     refuse_loss,
     verify,
+    write_manifest,
 )
+from learner.checkpoints.packed_rows import Span, pack_rest, unpack
 from protocol.atomic_file import sync
 from protocol.messages import WeightVersion
-from protocol.object_store import Store
+from protocol.object_store import Store, StoreError
+from protocol.store_owner import Owner, StoreOwner, read_owner
 
-ROWS: Final = "rows"
+ROWS: Final = "rows.json"
+_OF_ROWS: Final = ".rows"
+_REST: Final = "rest"
+EXPORT: Final = "export"
+"""Merged weights and adapters of a run with LoRA (learner.export), in the run's folder and in its store."""
+_EPOCH: Final = re.compile(r"step_\d+_epoch_(\d+)")
 
 _log = logging.getLogger(__name__)
 
@@ -55,42 +74,49 @@ class Stored(NamedTuple):
     """The name of its prefix in the store."""
 
 
-@dataclass(frozen=True)
-class StoredCheckpoints:
-    """Raises StoreError from every method."""
+Parts: TypeAlias = Mapping[str, Mapping[str, int]]
+"""Names of files -> names of the objects that have their parts -> bytes: rows.json. Names are within the prefix."""
 
-    store: Store
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """What ranks on other hosts have put into the store of one checkpoint, by file."""
+
+    objects: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Their sizes, by their whole names."""
+    spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
+
+    def add(self, name: str, n_bytes: int, spans: Iterable[Span]) -> None:
+        file = file_of_rows(name)
+        self.objects.setdefault(file, {})[name] = n_bytes
+        self.spans.setdefault(file, []).extend(spans)
+
+
+class StoredCheckpoints:
+    """Those of a store, to read. Raises StoreError from every method."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
 
     def complete(self) -> list[Stored]:
         """Oldest first. The sizes of all objects have been compared."""
-        return self._sorted(self.store.sizes(CHECKPOINTS))[0]
-
-    def add(self, folder: Path, *, keep: int) -> None:
-        """Copy a complete checkpoint of the run's folder, if it is not there. Delete whatever is incomplete, and all
-        but the `keep` newest."""
-        manifest = read_manifest(folder)
-        there, incomplete = self._sorted(self.store.sizes(CHECKPOINTS))
-        self.store.delete(name for prefix in incomplete for name in self._objects(prefix))
-        self.store.delete(self.store.sizes(ROWS))
-        if manifest.version not in [one.version for one in there]:
-            name = _name_of(manifest.version)
-            for file in manifest.files:
-                self.store.put(folder / file, f"{name}/{file}")
-            self.store.put_bytes(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
-            there = sorted([*there, Stored(manifest.version, name)])
-        for old in there[:-keep]:
-            self.store.delete(self._objects(old.name))
+        owner = read_owner(self.store)
+        return sorted(self._whole(owner, self.store.sizes(CHECKPOINTS))) if owner is not None else []
 
     def fetch(self, wanted: Stored, root: Path) -> Path:
         """Copy a checkpoint into the folder `root`, and compare it with its checksums. Returns its folder. Raises
         CheckpointError if it is damaged, and OSError."""
         text = self.store.read(f"{wanted.name}/{MANIFEST}")
         manifest = msgspec.json.decode(text, type=Manifest)
+        parts = self._parts_of(wanted.name, self.store.sizes(wanted.name))
         draft = new_draft(root, wanted.version)
         try:
             for file in manifest.files:
                 (draft / file).parent.mkdir(parents=True, exist_ok=True)
-                self.store.get(f"{wanted.name}/{file}", draft / file)
+                if file in parts:
+                    self._get_parts(wanted.name, parts[file], draft / file)
+                else:
+                    self.store.get(f"{wanted.name}/{file}", draft / file)
                 sync(draft / file)
             (draft / MANIFEST).write_bytes(text)
             try:
@@ -102,6 +128,23 @@ class StoredCheckpoints:
             return add(draft, wanted.version)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+    def _get_parts(self, name: str, parts: Iterable[str], file: Path) -> None:
+        """Put a file together. Raises CheckpointError if a part is damaged."""
+        packed = file.with_name(f"{file.name}{_OF_ROWS}")
+        for part in parts:
+            self.store.get(f"{name}/{part}", packed)
+            try:
+                unpack(packed, file)
+            except ValueError as error:
+                raise CheckpointError(f"{self.store.url_of(f'{name}/{part}')}: {error}") from error
+            packed.unlink()
+
+    def _parts_of(self, name: str, sizes: Mapping[str, int]) -> Parts:
+        """None of a checkpoint whose files are whole. Raises MsgspecError."""
+        if f"{name}/{ROWS}" not in sizes:
+            return {}
+        return msgspec.json.decode(self.store.read(f"{name}/{ROWS}"), type=dict[str, dict[str, int]])
 
     def fetch_newest(self, root: Path, *, newer_than: WeightVersion | None) -> Found:
         """Copy the newest checkpoint that is intact into `root`, if it is newer. `path` is None if there is none."""
@@ -129,29 +172,102 @@ class StoredCheckpoints:
                     return self.fetch(stored, root)
         raise CheckpointError(f"checkpoint {version} is neither in {root} nor in {self.store.url}")
 
-    def _sorted(self, sizes: dict[str, int]) -> tuple[list[Stored], list[str]]:
-        """Complete ones, oldest first, and the names of the others."""
-        found, others = list[Stored](), list[str]()
-        names = dict.fromkeys("/".join(name.split("/")[:2]) for name in sizes)
-        for name in names:
+    def _whole(self, owner: Owner, sizes: dict[str, int]) -> Iterator[Stored]:
+        """Those that are named and there."""
+        for name in owner.checkpoints:
             version = self._version_of(name, sizes) if f"{name}/{MANIFEST}" in sizes else None
             if version is None:
-                others.append(name)
+                _log.error("%s was complete, and lacks objects now: it counts as nothing", self.store.url_of(name))
             else:
-                found.append(Stored(version, name))
-        return sorted(found), others
+                yield Stored(version, name)
 
     def _version_of(self, name: str, sizes: dict[str, int]) -> WeightVersion | None:
         """None for what is no whole checkpoint."""
         try:
             manifest = msgspec.json.decode(self.store.read(f"{name}/{MANIFEST}"), type=Manifest)
+            parts = self._parts_of(name, sizes)
         except msgspec.MsgspecError:
             return None
-        whole = all(sizes.get(f"{name}/{file}") == entry.bytes for file, entry in manifest.files.items())
+        whole = not _lacking(manifest, parts, name, sizes)
         return manifest.version if whole and manifest.format == FORMAT else None
 
+
+class OwnedCheckpoints(StoredCheckpoints):
+    """The same, to write, too, as the owner of the store. Raises Displaced, a StoreError, once another launch has taken
+    it."""
+
+    def __init__(self, owner: StoreOwner) -> None:
+        super().__init__(owner.store)
+        self._owner = owner
+
+    def add(self, folder: Path, *, keep: int, former: bool = False, rows: StoredRows | None = None) -> None:
+        """Copy a complete checkpoint of the run's folder, if it is not there. Delete whatever is incomplete, and all
+        but the `keep` newest. `former`: it is of an epoch before this launch. `rows`: what is there already."""
+        rows = rows or StoredRows()
+        version, owner = read_manifest(folder).version, self._owner.confirm()
+        epoch = owner.epoch + 1 if former else version.epoch
+        there = sorted(self._whole(owner, sizes := self.store.sizes(CHECKPOINTS)))
+        kept_rows = frozenset(name for objects in rows.objects.values() for name in objects)
+        self._sweep(sizes, [one.name for one in there], epoch, but=kept_rows)
+        if version not in (one.version for one in there):
+            new = Stored(version, f"{CHECKPOINTS}/{_name_of(version.step, epoch)}")
+            self._put_folder(folder, new.name, rows)
+            kept = sorted([*there, new])[-keep:]
+        else:
+            kept = there[-keep:]
+        names = tuple(one.name for one in kept)
+        self._owner.update(lambda owner: msgspec.structs.replace(owner, checkpoints=names))
+        for old in there:
+            if old not in kept:
+                self.store.delete(self._objects(old.name))
+
+    def add_export(self, folder: Path, version: WeightVersion) -> None:
+        """Copy what a run leaves at its end, in place of what is there. `manifest.json` comes last."""
+        write_manifest(folder, version)
+        self._owner.confirm()
+        before, name = self.store.sizes(EXPORT), f"{EXPORT}/{_name_of(version.step, version.epoch)}"
+        self._put_folder(folder, name, StoredRows())
+        self._sweep(before, [name], version.epoch)
+
+    def _put_folder(self, folder: Path, name: str, rows: StoredRows) -> None:
+        """All but the rows, the manifest last."""
+        manifest = read_manifest(folder)
+        parts: dict[str, dict[str, int]] = {}
+        for file in manifest.files:
+            if file in rows.objects:
+                rest = f"{file}{_OF_ROWS}/{_REST}"
+                of_others = {one.removeprefix(f"{name}/"): n for one, n in rows.objects[file].items()}
+                parts[file] = {**of_others, rest: self._put_rest(folder / file, f"{name}/{rest}", rows.spans[file])}
+            else:
+                self.store.put(folder / file, f"{name}/{file}")
+        there = self.store.sizes(name)
+        for one, expected in _lacking(manifest, parts, name, there).items():
+            raise StoreError(
+                f"{self.store.url_of(one)} has {there.get(one, 0)} bytes in the store, expected {expected}: its server "
+                "lost some"
+            )
+        if parts:
+            self.store.put_bytes(f"{name}/{ROWS}", msgspec.json.encode(parts))
+        self.store.put_bytes(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
+
+    def _put_rest(self, file: Path, name: str, spans: Iterable[Span]) -> int:
+        """What others have not put there. Returns the size of the object."""
+        with tempfile.TemporaryDirectory(prefix="stillhouse-rows-") as folder:
+            packed = Path(folder) / file.name
+            pack_rest(packed, file, spans)
+            self.store.put(packed, name)
+            return packed.stat().st_size
+
+    def _sweep(self, sizes: Iterable[str], whole: list[str], epoch: int, *, but: frozenset[str] = frozenset()) -> None:
+        """Remove what learners left that died, or failed, in the middle, and what was replaced. `but`: objects that
+        stay."""
+        prefixes = dict.fromkeys("/".join(name.split("/")[:2]) for name in sizes)
+        for prefix in prefixes:
+            if prefix not in whole and _epoch_of(prefix) <= epoch:
+                self.store.delete(name for name in self._objects(prefix) if name not in but)
+
     def _objects(self, name: str) -> Iterator[str]:
-        """The names of its objects, the manifest first."""
+        """The names of its objects, the manifest first: then half of a deleted folder is incomplete."""
         names = self.store.sizes(name)
         return iter(sorted(names, key=lambda one: (one != f"{name}/{MANIFEST}", one)))
 
@@ -175,5 +291,29 @@ def have_newest(root: Path, url: str) -> None:
         prune(root, keep=1)
 
 
-def _name_of(version: WeightVersion) -> str:
-    return f"{CHECKPOINTS}/step_{version.step:06d}_epoch_{version.epoch}"
+def name_of_rows(draft: str, file: str, rank: int) -> str:
+    """Name of the object with a rank's rows of a file of this draft: in the prefix that its checkpoint will have."""
+    checkpoint = draft.removeprefix(TEMPORARY).split("-")[0]
+    return f"{CHECKPOINTS}/{checkpoint}/{file}{_OF_ROWS}/{rank}"
+
+
+def file_of_rows(name: str) -> str:
+    """Name of the file whose rows this object has."""
+    return name.split("/")[2].removesuffix(_OF_ROWS)
+
+
+def _lacking(manifest: Manifest, parts: Parts, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The objects of a checkpoint that are not there in full: by their names, the bytes that they should have."""
+    wanted = {f"{name}/{file}": entry.bytes for file, entry in manifest.files.items() if file not in parts}
+    wanted |= {f"{name}/{one}": n for objects in parts.values() for one, n in objects.items()}
+    return {one: n for one, n in wanted.items() if sizes.get(one) != n}
+
+
+def _name_of(step: int, epoch: int) -> str:
+    return f"step_{step:06d}_epoch_{epoch}"
+
+
+def _epoch_of(name: str) -> int:
+    """The epoch of the learner that has put this there; that of a foreign object is below all."""
+    found = _EPOCH.search(name)
+    return int(found[1]) if found else -1

@@ -6,21 +6,15 @@ Every rank knows the names, dtypes and whole shapes of all tensors, so each can 
 place of its rows by itself. Nothing is exchanged, and no rank holds more than its share. The file does not depend on
 the number of ranks: it is the one that a single process writes.
 
-A rank on a host that does not see the folder writes its rows into a file of their own, which rank 0 copies into place:
-
-    place (8 bytes) | number of bytes (8 bytes) | the bytes | place | ... | sha256 of all that
+A rank on a host that does not see the folder writes its rows into a file of their own (learner.checkpoints.rows).
 
 Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -28,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from learner.checkpoints.packed_rows import opened, write_at
 from models.transfer import Rows, host_copy, rows_of
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -43,8 +38,6 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bool: "BOOL",
 }
 _ALIGNED: Final = 8
-_PLACE: Final = struct.Struct("<QQ")
-_PIECE_BYTES: Final = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -99,60 +92,13 @@ def write_share(file: Path, shares: Shares, *, leads: bool) -> int:
     they add up to `Layout.total_bytes`. `leads`: whether this is rank 0, which also writes the header and what is
     whole on every rank. Raises OSError."""
     written = 0
-    with _opened(file) as descriptor:
-        for at, data in _placed(shares, leads=leads):
-            written += _write(descriptor, data, at)
+    with opened(file) as descriptor:
+        for at, data in placed(shares, leads=leads):
+            written += write_at(descriptor, data, at)
     return written
 
 
-def pack_share(file: Path, shares: Shares) -> int:
-    """Write the rows of a process that does not lead into a file of their own. Returns the number of bytes of
-    `write_share`. Raises OSError."""
-    written, digest = 0, hashlib.sha256()
-    with file.open("wb") as stream:
-        for at, data in _placed(shares, leads=False):
-            for part in (_PLACE.pack(at, len(data)), data):
-                digest.update(part)
-                stream.write(part)
-            written += len(data)
-        stream.write(digest.digest())
-    return written
-
-
-def unpack_share(packed: Path, file: Path) -> None:
-    """Write the rows of a packed file to their places. Raises OSError; ValueError, writing nothing, if it is
-    damaged."""
-    with packed.open("rb") as stream:
-        left, digest = packed.stat().st_size - hashlib.sha256().digest_size, hashlib.sha256()
-        end = left
-        while left > 0:
-            data = stream.read(min(left, _PIECE_BYTES))
-            digest.update(data)
-            left -= len(data)
-        if left < 0 or stream.read() != digest.digest():
-            raise ValueError(f"{packed.name}: its checksum is not that of its content")
-        stream.seek(0)
-        with _opened(file) as descriptor:
-            while stream.tell() < end:
-                at, n_bytes = _PLACE.unpack(stream.read(_PLACE.size))
-                while n_bytes:
-                    data = stream.read(min(n_bytes, _PIECE_BYTES))
-                    written = _write(descriptor, memoryview(data), at)
-                    at, n_bytes = at + written, n_bytes - written
-
-
-@contextmanager
-def _opened(file: Path) -> Generator[int]:
-    """A descriptor for writing to any place. Flushed to the disk at the end."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
+def placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
     """What this process writes: places in the file, and bytes."""
     layout = layout_of(shares)
     if leads:
@@ -169,11 +115,3 @@ def _placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
 def _bytes_of(tensor: Tensor) -> memoryview:
     of_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return of_bytes.data
-
-
-def _write(descriptor: int, data: memoryview, at: int) -> int:
-    """The system writes at most 2 GB per call."""
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], at + done)
-    return done

@@ -27,6 +27,7 @@ import msgspec
 
 from learner.checkpoints.checkpoint import share_files, write_shares
 from learner.checkpoints.rows import fetch_rows, put_rows
+from learner.checkpoints.stored import StoredRows
 from learner.checkpoints.tensor_file import Shares
 from learner.ranks.group import Ranks
 from learner.reports.progress import Progress
@@ -48,14 +49,17 @@ class CheckpointWriter:
         stage: Callable[[WeightVersion, Snapshot], Write],
         *,
         saved: Callable[[WeightVersion], None],
+        failed: Callable[[], None] = lambda: None,
         keep_waiting: bool = True,
     ) -> None:
         """`stage` copies what the checkpoint needs and may raise OSError, too. `saved` is called once the checkpoint of
-        that version is complete. `keep_waiting`: at exit, also after an error, wait for a checkpoint that is being
-        written. Off where other processes may be what the error is about."""
+        that version is complete, `failed` when the progress has counted one that is not. `keep_waiting`: at exit, also
+        after an error, wait for a checkpoint that is being written. Off where other processes may be what the error is
+        about."""
         self.progress = Progress()
         self._stage = stage
         self._saved = saved
+        self._failed = failed
         self._keep_waiting = keep_waiting
         self._thread: threading.Thread | None = None
         self._version = WeightVersion(0, 0)
@@ -134,14 +138,12 @@ class CheckpointWriter:
                 log.info("checkpoint %s", folder)
                 self._saved(self._version)
             case OSError() as error:
-                progress.checkpoints_failed += 1
-                log.error(
-                    "the checkpoint of step %d could not be written (%d so far): %s; the newest one is %s",
-                    self._version.step,
-                    progress.checkpoints_failed,
-                    error,
-                    progress.checkpoint or "none of this process",
+                newest = progress.checkpoint or "none of this process"
+                progress.checkpoint_failed(
+                    f"the checkpoint of step {self._version.step} could not be written: {error}; the newest one is "
+                    f"{newest}"
                 )
+                self._failed()
             case BaseException() as error:
                 raise error
             case None:
@@ -152,8 +154,8 @@ class _Said(msgspec.Struct, frozen=True):
     """What a rank says of its share."""
 
     n_bytes: int = 0
-    files: tuple[str, ...] = ()
-    """Those whose rows are in the run's store; the others are in the draft."""
+    stored: dict[str, int] = {}
+    """Sizes of the objects in the run's store that have the rows; empty: they are in the draft."""
     errno: int = 0
     """Number of an OSError; 0: none."""
     error: str = ""
@@ -186,8 +188,8 @@ class ShareWriter:
                 said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
             else:
                 files = share_files(weights, moments, adapters=adapters)
-                n_bytes = put_rows(self._store, draft.name, self._ranks.rank, files)
-                said = _Said(n_bytes=n_bytes, files=tuple(files))
+                n_bytes, sizes = put_rows(self._store, draft.name, self._ranks.rank, files)
+                said = _Said(n_bytes=n_bytes, stored=sizes)
         except OSError as error:
             said = _Said(errno=error.errno or 0, error=str(error))
         except BaseException as error:
@@ -195,16 +197,16 @@ class ShareWriter:
         self._ranks.tell(draft.name, msgspec.json.encode(said))
 
 
-def written_by_others(ranks: Ranks, draft: Path, store: Store | None = None) -> list[int]:
-    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store. Raises
-    OSError or RuntimeError if one of them has failed."""
+def written_by_others(ranks: Ranks, draft: Path, store: Store | None, rows: StoredRows) -> list[int]:
+    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store, which is
+    noted in `rows`. Raises OSError or RuntimeError if one of them has failed."""
     answers = [msgspec.json.decode(one, type=_Said) for one in ranks.told(draft.name)]
     for rank, said in enumerate(answers, start=1):
         if said.errno:
             raise OSError(said.errno, f"rank {rank}: {said.error}")
         if said.error:
             raise RuntimeError(f"rank {rank} could not write its share of a checkpoint: {said.error}")
-    for rank, said in enumerate(answers, start=1):
-        if said.files and store is not None:
-            fetch_rows(store, draft, rank, said.files)
+    for said in answers:
+        if said.stored and store is not None:
+            fetch_rows(store, draft, said.stored, rows)
     return [said.n_bytes for said in answers]

@@ -63,7 +63,8 @@ class EvalDesk:
                 evaluation.add(result, arrays)
                 self._close_done()
                 return
-        log.info("a result of evaluation %s, which is complete", result.eval_id)
+        if result.items:
+            log.info("a result of evaluation %s, which is complete", result.eval_id)
 
     def ask(self) -> None:
         """Request missing results, at most once per REPEAT_S."""
@@ -78,15 +79,18 @@ class EvalDesk:
     def give_up(self) -> None:
         """Close all evaluations with the results received so far. `missing` counts the rest."""
         for evaluation in self._active:
-            self._finish(evaluation.result())
+            self._finish(evaluation)
         self._active.clear()
 
     def _close_done(self) -> None:
         for evaluation in [e for e in self._active if e.done]:
             self._active.remove(evaluation)
-            self._finish(evaluation.result())
+            self._finish(evaluation)
 
-    def _finish(self, result: EvaluationResult) -> None:
+    def _finish(self, evaluation: Evaluation) -> None:
+        for wanted in evaluation.confirmed():
+            self._send(wanted, ())
+        result = evaluation.result()
         if result.missing or result.failed:
             log.warning(
                 "evaluation at step %d%s: %d missing, %d failed",

@@ -179,11 +179,14 @@ class Evaluation:
 
     def wanted(self) -> list[EvalWanted]:
         """Requests for the buffer: one per incomplete half."""
-        return [
-            EvalWanted(eval_id=eval_id, have=tuple(r.rollout_id for r in self._received[eval_id].values()))
-            for eval_id in self.eval_ids
-            if not self._complete(eval_id)
-        ]
+        return [self._asking(eval_id) for eval_id in self.eval_ids if not self._complete(eval_id)]
+
+    def confirmed(self) -> list[EvalWanted]:
+        """What tells the buffer that it may let go of all results that have come."""
+        return [self._asking(eval_id) for eval_id in self.eval_ids]
+
+    def _asking(self, eval_id: str) -> EvalWanted:
+        return EvalWanted(eval_id=eval_id, have=tuple(r.rollout_id for r in self._received[eval_id].values()))
 
     @property
     def done(self) -> bool:

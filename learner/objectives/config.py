@@ -52,7 +52,8 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     distributions coef * divergence is added to the loss. 0: train on rewards only; teachers = 0 then runs without
     teachers."""
     teacher_coefs: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Teacher pool -> coefficient of this pool, in place of coef."""
+    """Teacher pool -> coefficient of this pool, in place of coef. A pool with 0 scores for the figures only, and
+    needs no top-k sets: if its divergence would, its figures are those of k1."""
     teacher_divergences: dict[str, Annotated[Member, DIVERGENCE]] = msgspec.field(default_factory=dict[str, Member])
     """Teacher pool -> divergence of this pool, in place of divergence, with options of its own. The pool must send what
     its divergence needs (pools.NAME.top_k or pools.NAME.payload). The costs and divergences of a token's pools are
@@ -203,9 +204,16 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         """The common one, and those of single pools."""
         return (self.divergence, *self.teacher_divergences.values())
 
+    def coef_of(self, pool: str) -> float:
+        """The coefficient of a teacher pool."""
+        return self.teacher_coefs.get(pool, self.coef)
+
     def divergence_of(self, pool: str) -> Member:
-        """The divergence of a teacher pool."""
-        return self.teacher_divergences.get(pool, self.divergence)
+        """The divergence of a teacher pool. With a coefficient of 0 it is only a figure, for which no teacher sends
+        more than scores of sampled tokens."""
+        own = self.teacher_divergences.get(pool, self.divergence)
+        reads_payloads = compares_distributions(own) or has_baseline(own)
+        return LogRatio() if reads_payloads and not self.coef_of(pool) else own
 
     def divergence_key(self, pool: str) -> str:
         """The key that gives a pool its divergence."""

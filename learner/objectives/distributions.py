@@ -203,9 +203,10 @@ class TopKTeacher:
             )
         if n_tokens and not 1 <= int(self.counts_T.min()) <= int(self.counts_T.max()) <= k:
             raise ValueError(f"counts from {int(self.counts_T.min())} to {int(self.counts_T.max())}; expected 1 to {k}")
-        mass_T = torch.where(self._valid(slice(None)), self.logprobs_TK, -torch.inf).double().exp().sum(dim=1)
-        fine_T = torch.where(self._valid(slice(None)), self.logprobs_TK.isfinite(), True).all(dim=1)
-        fine_T = fine_T & (mass_T <= 1.0 + MASS_ROUNDING) & (self.tail_T <= MASS_ROUNDING)
+        mass_T = self._filled(self.logprobs_TK, -torch.inf).exp().sum(dim=1, dtype=torch.float64)
+        # NaN and inf are in the mass, and make it no number that is small enough; -inf is not.
+        lowest_T = self._filled(self.logprobs_TK, 0.0).amin(dim=1)
+        fine_T = (lowest_T > -torch.inf) & (mass_T <= 1.0 + MASS_ROUNDING) & (self.tail_T <= MASS_ROUNDING)
         if not bool(fine_T.all()):
             raise ValueError(
                 f"the teacher's log-probs at {int((~fine_T).sum())} positions (first: {int((~fine_T).int().argmax())}) "
@@ -227,14 +228,13 @@ class TopKTeacher:
         """Raises ValueError for rows that do not fit a vocabulary of `vocab_tokens`."""
         if not len(self.counts_T):
             return
-        ids_TK = torch.where(self._valid(slice(None)), self.ids_TK, -1)
-        if int(ids_TK.max()) >= vocab_tokens or int(ids_TK[self._valid(slice(None))].min()) < 0:
+        smallest, largest = (int(end) for end in self._filled(self.ids_TK, self.ids_TK[:, :1]).aminmax())
+        if largest >= vocab_tokens or smallest < 0:
             raise ValueError(
-                f"a teacher's token id is outside the vocabulary of {vocab_tokens} tokens: got up to "
-                f"{int(ids_TK.max())}; student and teacher need the same token-to-id map"
+                f"a teacher's token id is outside the vocabulary of {vocab_tokens} tokens: got {smallest} to "
+                f"{largest}; student and teacher need the same token-to-id map"
             )
-        sorted_TK = ids_TK.sort(dim=1).values
-        if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any()):
+        if self._names_one_twice():
             raise ValueError("a teacher's top-k set names a token twice")
         no_tail_T = torch.isneginf(self.tail_T) & (self.counts_T < vocab_tokens)
         if bool(no_tail_T.any()):
@@ -289,6 +289,25 @@ class TopKTeacher:
         inside_CK = valid_CK & (top_z_CK >= likeliest_CL.gather(1, n_C[:, None] - 1))
         inside_C = inside_CK.sum(dim=1).clamp(max=n_C)  # more where logits are equal
         return torch.stack([teacher_C, student_C, inside_C.double() / n_C], dim=1)
+
+    def _names_one_twice(self) -> bool:
+        """Sorts only where ids do not ascend, as they do in payloads."""
+        ascends_TK = self.ids_TK[:, 1:] > self.ids_TK[:, :-1]
+        if not self._full:
+            ascends_TK |= ~self._valid(slice(None))[:, 1:]
+        if bool(ascends_TK.all()):
+            return False
+        sorted_TK = self._filled(self.ids_TK, -1).sort(dim=1).values
+        return bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any())
+
+    @property
+    def _full(self) -> bool:
+        """No row has padding."""
+        return not len(self.counts_T) or int(self.counts_T.min()) == self.ids_TK.shape[1]
+
+    def _filled(self, values_TK: Tensor, padding: Tensor | float) -> Tensor:
+        """With this in place of what is in the padding."""
+        return values_TK if self._full else torch.where(self._valid(slice(None)), values_TK, padding)
 
     def _valid(self, place: slice) -> Tensor:
         columns_K = torch.arange(self.ids_TK.shape[1], device=self.ids_TK.device)

@@ -76,8 +76,10 @@ class Divergences:
 
 def make_divergences(config: ObjectiveConfig) -> Divergences:
     """Load all of them. Raises ValueError listing the known names."""
-    own = {pool: _loaded(divergence, config) for pool, divergence in config.teacher_divergences.items()}
-    return Divergences(_loaded(config.divergence, config), own)
+    common = config.divergence_of("")  # of all pools that the configuration does not name
+    named = {pool: config.divergence_of(pool) for pool in (*config.teacher_divergences, *config.teacher_coefs)}
+    own = {pool: _loaded(divergence, config) for pool, divergence in named.items() if divergence != common}
+    return Divergences(_loaded(common, config), own)
 
 
 def _loaded(member: Member, config: ObjectiveConfig) -> Divergence:

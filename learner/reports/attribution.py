@@ -12,7 +12,8 @@ many teachers, the teachers' share u becomes u / k, and a step takes the largest
                           as many batches are on their way at once. It is scaled down if it says more than 1 for the
                           present, as segments are scored while others are still written
 
-All but the first say what binds next.
+All but the first say what binds next. If no role works all the time and the last is about 1, the bound on staleness is
+the limit (`staleness`): with a larger one a step takes the largest of the roles' shares and of that term.
 
 If the processors of this machine are used up, roles that compute on them wait for one another, and none of them is the
 limit: more of it would take its time from the others (`cpu`)."""
@@ -22,10 +23,9 @@ from __future__ import annotations
 import math
 from typing import Any, Final, NamedTuple
 
-import psutil
-
 from learner.reports.work_window import Work, WorkWindow
 from protocol.messages import Snapshot
+from protocol.processors import share_used
 
 WINDOW_S: Final = 60.0
 """The figures in the metrics cover this much time."""
@@ -51,10 +51,13 @@ ALMOST: Final = 1.02
 WORTH: Final = 1.05
 """A smaller speedup is not worth a sentence."""
 STAGES: Final = (
-    *("learner", "teachers", "actors", "environments", "cpu", "weights", "eval", "checkpoint", "unknown"),
+    *("learner", "teachers", "actors", "environments", "cpu", "staleness"),
+    *("shards", "weights", "eval", "checkpoint", "unknown"),
 )  # fmt: skip
 
 
+OWN_CAUSES: Final = ("shards", "weights", "eval", "checkpoint")
+"""Causes of waiting that are stages by themselves."""
 CANNOT_TELL: Final = "cannot tell what binds"
 
 
@@ -91,7 +94,7 @@ class Limits:
 
     def update(self, snapshot: Snapshot) -> dict[str, float]:
         """Figures of the last WINDOW_S, by tag. `snapshot`: that of a step's batch."""
-        cpu = psutil.cpu_percent() / 100
+        cpu = share_used()
         for window in (self._lately, self._whole):
             window.update(snapshot, cpu)
         work, tokens = self._lately.work(), snapshot.ledger.tokens
@@ -112,22 +115,24 @@ def attribute(work: Work | None) -> Verdict | None:
     """None: too little has happened to say anything."""
     if work is None or work.steps < MIN_STEPS or not work.learner:
         return None
-    shares = {stage: work.learner[stage] for stage in ("weights", "eval", "checkpoint")}
+    shares = {stage: work.learner[stage] for stage in OWN_CAUSES}
     shares["learner"] = work.learner["busy"]
     waits = work.learner["data"] + work.learner["scoring"]
     stage = _waited_for(work)
     if waits >= LITTLE_WAIT and _processors_bind(stage, work):
         stage = "cpu"
     shares[stage] = shares.get(stage, 0.0) + waits
-    own = {name: share for name, share in shares.items() if name in ("weights", "eval", "checkpoint")}
+    own = {name: share for name, share in shares.items() if name in OWN_CAUSES}
     largest = max(own, key=lambda name: own[name])
     if own[largest] > max(waits, shares["learner"]):
         return Verdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
     # Rollouts wait for newer weights where the learner that makes these is slow.
-    if waits < LITTLE_WAIT or (stage in ("unknown", "weights") and shares["learner"] >= SATURATED):
+    if waits < LITTLE_WAIT or (stage in ("unknown", "staleness", "weights") and shares["learner"] >= SATURATED):
         return _learner_bound(work, shares)
     if stage in ("teachers", "actors"):
         return _more_of(stage, work, waits, shares)
+    if stage == "staleness":
+        return _staleness_bound(work, waits, shares)
     if stage == "cpu":
         return Verdict(stage, shares, _used_processors(work))
     return Verdict(stage, shares, _without_number(stage, work, waits))
@@ -148,7 +153,9 @@ def _waited_for(work: Work) -> str:
         return "teachers"
     if work.awaiting_weights >= MOST_OF:
         return "weights"
-    return "environments" if work.in_environment >= MOST_OF else "unknown"
+    if work.in_environment >= MOST_OF:
+        return "environments"
+    return "staleness" if _around(work) >= SATURATED * (work.max_staleness + 1) else "unknown"
 
 
 def _processors_bind(stage: str, work: Work) -> bool:
@@ -157,7 +164,7 @@ def _processors_bind(stage: str, work: Work) -> bool:
     if work.cpu is None or work.cpu < FULL_CPU or not OWN_SHARE <= sum(_processors_used(work).values()) <= NOT_HERE:
         return False
     if stage not in ("teachers", "actors"):
-        return stage == "unknown"
+        return stage in ("unknown", "staleness")
     n = work.teachers if stage == "teachers" else work.actors
     busy_s = _roles(work)[stage] * n * work.seconds
     fair_share = min(1.0, work.processors / (work.teachers + work.actors + 1))
@@ -175,9 +182,10 @@ def _used_processors(work: Work) -> str:
     parts = [f"{names.get(role, role)} {share:.0%}" for role, share in used.items() if share]
     others = (work.cpu or 0.0) - sum(used.values())
     parts += [f"other processes {others:.0%}"] if others >= SHOWN else []
+    n = f"{work.processors:g}"
     return (
-        f"cpu-bound: {work.processors} of {work.processors} cores are {work.cpu:.0%} busy ({', '.join(parts)}): more "
-        "cores, or less to compute (a smaller model, shorter rollouts), would help"
+        f"cpu-bound: {n} of {n} cores are {work.cpu:.0%} busy ({', '.join(parts)}): more cores, or less to compute (a "
+        "smaller model, shorter rollouts), would help"
     )
 
 
@@ -209,8 +217,8 @@ def _step_takes(work: Work, stage: str, times: float, waits: float) -> tuple[flo
     """The time of a step with `times` as much of a stage, if it is 1 now, and what binds then."""
     roles, batches = _roles(work), work.max_staleness + 1
     faster = roles | {stage: roles[stage] / times}
-    environment = work.environment_s * work.steps / work.seconds
-    around, around_then = environment + sum(roles.values()), environment + sum(faster.values())
+    around = _around(work)
+    around_then = around - roles[stage] + faster[stage]
     limits = {
         f"the {stage}": 1 - roles[stage] + faster[stage],
         **{f"the {role}": share for role, share in roles.items() if role != stage},
@@ -220,6 +228,29 @@ def _step_takes(work: Work, stage: str, times: float, waits: float) -> tuple[flo
         limits["the learner"] = 1 - waits
     binds = max(limits, key=lambda name: limits[name])
     return limits[binds], binds
+
+
+def _around(work: Work) -> float:
+    """Steps in which a batch comes around, if its environment and the roles work on it one after the other."""
+    return work.environment_s * work.steps / work.seconds + sum(_roles(work).values())
+
+
+def _staleness_bound(work: Work, waits: float, shares: dict[str, float]) -> Verdict:
+    """The batches that may be on their way at once are all on their way: how many more, and what they would give."""
+    batches = work.max_staleness + 1
+    around = min(_around(work), batches)
+    takes = {
+        more: max(around / (batches + more), 1 - waits, *_roles(work).values())
+        for more in range(1, (MOST_TIMES - 1) * batches + 1)
+    }
+    more = next(more for more, took in takes.items() if took <= min(takes.values()) * ALMOST)
+    speedup = 1 / takes[more]
+    under_way = f"{batches} {'batch is' if batches == 1 else 'batches are'}"
+    text = (
+        f"staleness-bound {waits:.0%}: no more than {under_way} under way at once; max_staleness = "
+        f"{work.max_staleness + more} would give about {speedup:.1f} times{_caveat(work)}, with older tokens"
+    )
+    return Verdict("staleness", shares, text, more, speedup)
 
 
 def _learner_bound(work: Work, shares: dict[str, float]) -> Verdict:
@@ -262,6 +293,8 @@ def _number(n: int) -> str:
 _WHAT_HELPS: Final = {
     "environments": "rollouts wait for their environments; a larger actor.max_concurrent_rollouts or a faster "
     "environment helps",
+    "shards": "batches wait for the share of one shard of the buffer while others have sent theirs; deal fast and slow "
+    "workers evenly, or use fewer shards",
     "weights": "weights are being sent; see weights/ in the metrics",
     "eval": "the learner waits for evaluations",
     "checkpoint": "the learner waits for checkpoints to be copied or written",

@@ -52,10 +52,11 @@ LAYOUT: Final = {
     "Waits": {
         "Step, seconds": ("time/step_s", "time/busy_s"),
         "Waits of the learner, seconds per step": (
-            *("wait/data_s", "wait/scoring_s", "wait/weights_s", "wait/eval_s", "wait/checkpoint_s"),
+            *("wait/data_s", "wait/scoring_s", "wait/shards_s", "wait/weights_s", "wait/eval_s", "wait/checkpoint_s"),
         ),
         "What limits the run, share of the learner's time": (
-            *("bound/learner", "bound/teachers", "bound/actors", "bound/environments", "bound/cpu", "bound/unknown"),
+            *("bound/learner", "bound/teachers", "bound/actors", "bound/environments", "bound/cpu"),
+            *("bound/staleness", "bound/shards", "bound/unknown"),
         ),
         "Tokens in the buffer": ("queue/tokens_unscored", "queue/tokens_scoring", "queue/tokens_scored"),
         "Rollouts that wait for weights": ("actors/waiting_for_weights",),

@@ -43,7 +43,9 @@ class Progress:
     checkpoint: Path | None = None
     """Folder of the newest checkpoint."""
     checkpoints_failed: int = 0
-    """Checkpoints that could not be written."""
+    """Checkpoints that could not be written, or not be put into the store."""
+    checkpoint_error: str = ""
+    """Why the newest of these could not."""
     checkpoints_put_off: int = 0
     """Checkpoints that came due while the one before was still being written."""
     steps_skipped: int = 0
@@ -61,6 +63,12 @@ class Progress:
             if self.reverse_kl_first is None:
                 self.reverse_kl_first = figures.reverse_kl
                 _doubt_the_teacher(figures.logprob - figures.reverse_kl, -math.log(vocab_rows))
+
+    def checkpoint_failed(self, why: str) -> None:
+        """Count and log it; the launcher shows the reason."""
+        self.checkpoints_failed += 1
+        self.checkpoint_error = why
+        log.error("%s (%d failed so far)", why, self.checkpoints_failed)
 
     def gauges(self) -> dict[str, float]:
         """Figures for the heartbeat."""
@@ -90,6 +98,7 @@ class Progress:
             **self.limits.account(),
             "alarms": [msgspec.to_builtins(alarm) for alarm in self.alarms.raised],
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "checkpoint_error": self.checkpoint_error,
         }
 
 

@@ -144,15 +144,27 @@ TAGS: Final = {
     "time/busy_s": "the part of it in which the learner computed",
     "wait/<cause>_s": (
         "the rest, by what the learner waited for: `data` (rollouts, or the rest of decoding them), `scoring` "
-        "(teachers), `weights`, `eval`, `checkpoint`"
+        "(teachers), `shards` (with `buffer.shards`: some have sent their share of the batch, others have not), "
+        "`weights`, `eval`, `checkpoint`"
     ),
     "bound/<stage>": (
         "share of the learner's time that went to its own work (`learner`), to waiting for `teachers`, `actors`, "
-        "`environments`, for processors that all roles share (`cpu`), `weights`, `eval` or `checkpoint`, or for "
-        "something that could not be named (`unknown`). They sum to 1; absent in the first three steps"
+        "`environments`, for processors that all roles share (`cpu`), for batches that the bound on staleness lets "
+        "begin (`staleness`), for the slowest of the buffer's `shards`, `weights`, `eval` or `checkpoint`, or for "
+        "something that could not be named (`unknown`). "
+        "They sum to 1; absent in the first three steps"
     ),
     "bound/speedup": (
         "predicted speedup with what is advised (1: more of it alone gives nothing); absent when there is no prediction"
+    ),
+    "scaling/<outcome>_total": (
+        "on Ray: decisions of the autoscaler so far, one every two minutes: `added_actors`, `added_teachers`, "
+        "`removed_teachers`: a host of them; `refused_not_there`: the learner waits for a role, but workers that were "
+        "asked for before have not joined yet; `refused_little_gain`: more of it is not predicted to help; "
+        "`refused_most`: it has as many as `most` allows; `overtaken`: `scale` has changed the numbers meanwhile, or "
+        "they cannot be written; `kept`: the learner waits for none of them; `no_figures`: no step since the last "
+        "decision. Hosts of Ray: `hosts_left`: left, as they were asked to, before the end of the run; `hosts_killed`: "
+        "were asked, and did not leave in time; `hosts_lost`: died or broke off, or their node did"
     ),
     "efficiency/learner_bubble": "share of the learner's time in which it waits",
     "efficiency/teacher_wait": "share of the teachers' time in which they score nothing",
@@ -166,6 +178,10 @@ TAGS: Final = {
     ),
     "queue/groups_equal_total": "groups that dynamic sampling dropped because all their rewards were equal",
     "queue/batches_equal_in_a_row": "how many batches of such rollouts were dropped since the last batch left",
+    "queue/shards_without_<role>": (
+        "shards of the buffer that no actor, or no teacher, is connected to, while others have some; no batch is "
+        "complete without them"
+    ),
     "queue/<name>": (
         "what the buffer held when the step's batch was formed, mostly during the step before (tasks, tickets, "
         "rollouts, tokens), and running totals of reissued rollouts, hedged leases and circuit breakers"
@@ -180,8 +196,8 @@ TAGS: Final = {
         "snapshots, rebuilt groups and skipped versions"
     ),
     "weights/ema_<name>": (
-        "snapshots of the moving average, for self-distillation: `snapshots_total`, `failures_total`, and the "
-        "`step` of the newest"
+        "snapshots of the moving average, for self-distillation: `snapshots_total`, `failures_total`, "
+        "`put_off_total`, and the `step` of the newest"
     ),
     "weights/control_refused_total": (
         "connections to the port for weights that were refused, because they had no key of this run, or cut"

@@ -5,7 +5,6 @@ however late the report is. No torch: the launcher's status uses it, too."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Final, NamedTuple
 
 from learner.reports.wait_clock import WAIT_CAUSES
 from protocol.messages import Snapshot
+from protocol.processors import has_quota, usable_cores
 
 MAX_SAMPLES: Final = 64
 """Kept per window; of more, every second one is forgotten."""
@@ -61,12 +61,12 @@ class Work:
     weight_swaps: float
     weight_pause_s: float
     cpu: float | None
-    """Mean share of this machine's processors that was used; None: unknown."""
+    """Mean share of this machine's processors that was used, or of those that the run may use; None: unknown."""
     cpu_s: Mapping[str, float]
     """Role -> seconds of a processor that its workers used, wherever they are; not those of servers, of further ranks
     and of processes of environments."""
-    processors: int
-    """Number of processors of this machine."""
+    processors: float
+    """Number of processors of this machine that the run may use."""
 
     def efficiency(self) -> dict[str, float]:
         """Figures by tag, as far as there is something to compute them from."""
@@ -155,8 +155,16 @@ class WorkWindow:
         awaiting = sum(sample.gauges.get("waiting_for_weights", 0.0) for sample in samples)
         running = sum(sample.gauges.get("running", 0.0) for sample in samples)
         cpu = [sample.cpu for sample in samples if sample.cpu is not None]
+        cpu_s = {
+            role: sum(added[name][CPU] for name in added if self._roles[name] == role)
+            for role in ("learner", "actor", "teacher")
+        }
+        seconds, processors = last.time_s - first.time_s, usable_cores()
+        mean_cpu = sum(cpu) / len(cpu) if cpu else None
+        if mean_cpu is not None and has_quota():  # whose use nobody sees but those who use it
+            mean_cpu = max(mean_cpu, min(1.0, sum(cpu_s.values()) / (seconds * processors)))
         return Work(
-            seconds=last.time_s - first.time_s,
+            seconds=seconds,
             steps=last.step - first.step,
             trained_tokens=last.trained - first.trained,
             accepted_tokens=last.accepted - first.accepted,
@@ -176,12 +184,9 @@ class WorkWindow:
             teacher_busy_s=_sum(teachers, BUSY),
             weight_swaps=_sum(actors, "weight_swaps_total"),
             weight_pause_s=_sum(actors, "weight_pause_s_total"),
-            cpu=sum(cpu) / len(cpu) if cpu else None,
-            cpu_s={
-                role: sum(added[name][CPU] for name in added if self._roles[name] == role)
-                for role in ("learner", "actor", "teacher")
-            },
-            processors=os.cpu_count() or 1,
+            cpu=mean_cpu,
+            cpu_s=cpu_s,
+            processors=processors,
         )
 
     def _add(self, name: str, stats: Mapping[str, float]) -> None:

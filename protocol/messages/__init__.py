@@ -8,7 +8,8 @@ Every peer talks to the buffer only; the buffer is a ROUTER, all others are DEAL
 
     any      Hello -> Welcome | Refused;  Heartbeat <-> HeartbeatReply;  Goodbye ->;  <- Shutdown
     actor    TicketCredit -> .. <- Tickets;  Segment -> <- SegmentsAck | SegmentAck;
-             RolloutFailed -> <- RolloutFailedAck;  <- CancelRollout;  <- WeightPlan
+             RolloutFailed -> <- RolloutFailedAck;  <- CancelRollout;  <- WeightPlan;
+             <- SegmentsWanted
     teacher  ScoreCredit -> .. <- ScoreWork;  Scores -> <- ScoresAck;  ScoreFailed -> <- ScoresAck;
              <- TeacherWeights
     learner  LearnerStarted ->;  TasksOffered -> <- TasksAck;  BatchWanted -> .. <- Batch;
@@ -36,7 +37,7 @@ FromTeacher: TypeAlias = ScoreCredit | Scores | ScoreFailed
 LearnersWork: TypeAlias = LearnerStarted | TasksOffered | BatchWanted | BatchTrained | EvalWanted | RunFinished
 FromLearner: TypeAlias = LearnersWork | VersionPublished | PostWeightPlan | TeacherWeights
 ToAny: TypeAlias = Welcome | Refused | HeartbeatReply | Shutdown | Snapshot
-ToActor: TypeAlias = Tickets | SegmentAck | SegmentsAck | RolloutFailedAck | CancelRollout | WeightPlan
+ToActor: TypeAlias = Tickets | SegmentAck | SegmentsAck | RolloutFailedAck | CancelRollout | SegmentsWanted | WeightPlan
 ToTeacher: TypeAlias = ScoreWork | ScoresAck
 ToLearner: TypeAlias = TasksAck | Batch | BatchTrainedAck | EvalResult | Membership
 Message: TypeAlias = FromAny | FromActor | FromTeacher | FromLearner | ToAny | ToActor | ToTeacher | ToLearner

@@ -129,6 +129,11 @@ class CancelRollout(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class SegmentsWanted(msgspec.Struct, frozen=True, tag=True):
+    """buffer -> actor: a batch is about to leave. Send what is sampled of train rollouts, without waiting for whole
+    segments. No reply is expected."""
+
+
 class ScoreCredit(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer: it can take `tokens` more context tokens than it holds. Absolute, like TicketCredit. An item
     larger than the credit is sent by itself to a teacher that holds nothing."""

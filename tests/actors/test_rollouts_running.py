@@ -141,6 +141,30 @@ def test_segments_leave_while_the_rollout_is_under_way(in_hand: Callable[..., In
     assert hand.rollouts.generating == 1
 
 
+def test_what_is_sampled_leaves_early_where_a_batch_is_about_to_and_evaluations_wait(
+    in_hand: Callable[..., InHand], engine: ScriptedEngine
+) -> None:
+    hand = in_hand()
+    hand.rollouts.add(ticket(0, env="env"), PROMPT)
+    hand.rollouts.add(ticket(1, env="env", kind="eval"), PROMPT)
+    generating(hand, 2)
+    for request_id in list(engine.requests):
+        engine.say(request_id, 20, 21, 22)
+    hand.turn()
+    assert hand.messages(Segment) == []
+    hand.rollouts.send_early()
+    hand.rollouts.send_early()
+    (early,) = hand.messages(Segment)
+    assert (early.rollout_id, early.start, early.end, early.final) == ("train-0-0-0", 0, 5, False)
+    assert hand.rollouts.counts["segments_total"] == 1
+    for request_id in list(engine.requests):
+        engine.say(request_id, 9, STOP, end="stop")
+    hand.until_gone()
+    segments, ids, _, _ = hand.whole("train-0-0-0")
+    assert ids.tolist() == [1, 2, 3, 20, 21, 22, 9, STOP]
+    assert [(s.start, s.end) for s in segments] == [(0, 5), (5, 7), (7, 8)]
+
+
 def test_tickets_start_in_order_once_their_weights_are_here(
     in_hand: Callable[..., InHand], engine: ScriptedEngine
 ) -> None:

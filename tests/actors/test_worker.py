@@ -146,18 +146,22 @@ def no_thread_left() -> Iterator[None]:
     assert set(threading.enumerate()) == threads
 
 
-def test_credit_is_what_is_free_and_is_renewed_as_rollouts_end(tokenizer: TextTokenizer) -> None:
+def test_credit_is_what_is_free_and_is_renewed_as_rollouts_end_but_not_as_tickets_come(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer subtracts the tickets that it sends."""
+    monkeypatch.setattr(actors.worker, "CREDIT_REPEAT_S", 3600.0)
     engine = ScriptedEngine()
     with ScriptedBuffer() as peer, actor(peer.address, engine, tokenizer) as (ended, _):
         first = credit(peer, lambda c: True)
         assert (first.n, first.tickets_received_total) == (3, 0)
         give(peer, ticket(0, env="env"), ticket(1, env="env", min_version=V1))
-        held = credit(peer, lambda c: c.tickets_received_total == 2)
-        assert held.n == 1, "a ticket that waits for its weights takes a place, too"
         peer.send(m.CancelRollout("train-1-0-0", "not wanted"), to=ACTOR)
-        assert credit(peer, lambda c: c.n == 2).seq > held.seq > first.seq
+        assert credit(peer, lambda c: c.n == 2).seq > first.seq
         peer.send(m.CancelRollout("train-0-0-0", "not wanted"), to=ACTOR)
         assert credit(peer, lambda c: c.n == 3 and c.tickets_received_total == 2)
+        said = [(got.message.n, got.message.tickets_received_total) for got in peer.got(m.TicketCredit)]
+        assert said == [(3, 0), (2, 2), (3, 2)], "a ticket that waits for its weights takes a place, too"
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
         assert ended.result(20.0) is True
 
@@ -222,6 +226,24 @@ def test_a_rejected_segment_ends_its_rollout(tokenizer: TextTokenizer) -> None:
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
         assert ended.result(20.0)
     assert not peer.got(m.RolloutFailed), "the buffer knows"
+
+
+def test_what_is_sampled_is_sent_when_the_buffer_asks(tokenizer: TextTokenizer) -> None:
+    engine = ScriptedEngine()
+    with ScriptedBuffer() as peer, actor(peer.address, engine, tokenizer) as (ended, _):
+        give(peer, ticket(0, env="env"))
+        eventually(lambda: "train-0-0-0/0" in engine.requests, "the request")
+        engine.say("train-0-0-0/0", 20, 21)
+
+        def asked() -> bool:
+            peer.send(m.SegmentsWanted(), to=ACTOR)
+            return bool(peer.got(m.Segment))
+
+        eventually(asked, "the first token")
+        (segment, (ids, *_)), *_ = peer.got(m.Segment)
+        assert ids.tolist() == [1, 2, 3, 20] and not segment.final
+        peer.send(m.Shutdown(True, "done"), to=ACTOR)
+        assert ended.result(20.0)
 
 
 def test_plans_go_to_the_weight_receiver_and_its_failure_ends_the_actor(tokenizer: TextTokenizer) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
+from bench import scale_processes
 from bench.scale import bottleneck, main, options, row, scenarios, validity
-from bench.scale_count import Figures, TokenCount
+from bench.scale_count import Figures, ShardFigures, TokenCount, ledger_faults
 from bench.scale_hosts import wire_run
 from bench.scale_limit import best_share, waits_s
-from bench.scale_peers import Actor
+from bench.scale_peers import Actor, Learner
 from bench.scale_settings import PRESETS, Scenario
 from bench.scale_virtual import VirtualRun, virtual_run
 from protocol import messages as m
@@ -151,13 +153,84 @@ def test_a_model_of_half_the_size_is_scored_and_trained_twice_as_fast() -> None:
 def test_a_virtual_run_keeps_the_bound_and_counts_what_the_ledger_counts(bound: int) -> None:
     run = VirtualRun(replace(SMALL, max_staleness=bound))
     figures = run.run()
-    assert not figures.count.faults and figures.balanced
+    assert not figures.count.faults and not figures.ledger_faults
     assert figures.count.staleness(0)[1] <= bound
-    ledger = run.state.snapshot(run.now_s).ledger
+    ledger = run.shards[0].snapshot(run.now_s).ledger
     assert figures.count.trained_tokens() == ledger.tokens.trained
     written = sum(actor.tokens_sent for actor in run.actors.values())
     assert written <= figures.busy_slot_s / run.scenario.token_s + 1e-6, "more tokens than busy slots can write"
     assert figures.busy_slot_s <= figures.seconds * 12
+
+
+def test_at_bound_one_little_is_lost_between_two_batches() -> None:
+    """With whole segments, and batches that leave as soon as they are full, it is a share of 0.91 and 5.6 % masked."""
+    scenario = Scenario(
+        actors=8,
+        teachers=2,
+        slots=8,
+        actor_tokens_per_s=320.0,
+        mean_tokens=200.0,
+        segment_tokens=64,
+        batch_rollouts=128,
+        steps=14,
+        warm_up=6,
+    )
+    cells = row(scenario, virtual_run(scenario))
+    assert float(str(cells["share"])) > 0.95 and float(str(cells["masked"])) < 0.03, cells
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_shards_on_the_virtual_clock_share_tasks_batches_and_workers(bound: int) -> None:
+    run = VirtualRun(replace(SMALL, actors=4, shards=2, max_staleness=bound))
+    figures = run.run()
+    assert not figures.count.faults and not figures.ledger_faults
+    ledgers = [state.snapshot(run.now_s).ledger for state in run.shards]
+    trained = [ledger.tokens.trained for ledger in ledgers]
+    assert min(trained) > 0 and sum(trained) == figures.count.trained_tokens()
+    assert trained == [figures.count.trained_by_shard[shard] for shard in range(2)]
+    waits = zip(figures.count.shard_waits_s, figures.count.waits_s, strict=True)
+    assert all(0 <= for_shard <= whole for for_shard, whole in waits)
+    assert sum(figures.count.shard_waits_s) > 0, "two shards are never equally fast"
+
+
+def a_ledger(accepted: int = 50, trained: int = 40, **gone: dict[str, int]) -> Ledger:
+    none = LedgerCounts(0, 0, {}, {}, 0, 0)
+    tokens = LedgerCounts(accepted, trained, gone.get("masked", {}), gone.get("dropped", {}), 0, 0)
+    return Ledger(none, none, tokens, {}, none)
+
+
+def test_a_ledger_that_only_agrees_with_itself_is_a_fault() -> None:
+    right = a_ledger(masked={"stale": 7}, dropped={"run_ended": 3})
+    assert right.balanced and not ledger_faults(right, sent_tokens=50, trained_tokens=40)
+    lost = a_ledger(accepted=47, masked={"stale": 7})
+    assert lost.balanced, "three tokens were never entered"
+    assert ledger_faults(lost, sent_tokens=50, trained_tokens=40) == [
+        "47 tokens accepted, expected 50",
+        "47 tokens known, expected 50",
+    ]
+    twice = a_ledger(trained=43, masked={"stale": 7})
+    assert twice.balanced
+    assert ledger_faults(twice, sent_tokens=50, trained_tokens=40) == ["43 tokens trained, expected 40"]
+    refused = replace_struct(right, rejected={"run_over": 2, "nan_logprob": 1})
+    assert ledger_faults(refused, sent_tokens=50, trained_tokens=40) == ["refused: nan_logprob"]
+
+
+def test_the_wait_for_the_slowest_shard_begins_when_another_has_sent_its_share_and_the_learner_waits() -> None:
+    scenario = replace(SMALL, shards=2, max_staleness=1, actor_tokens_per_s=1.0, learner_tokens_per_s=1.0)
+    learner = Learner(scenario, lambda message, arrays: None, lambda at_s, version: None)
+    learner.start(0.0)
+    learner.look(1.0, some_are_here=False)
+    learner.look(2.0, some_are_here=True)
+    learner.look(3.0, some_are_here=True)
+    learner.take(5.0, *a_batch(0, ("train-0-0-0", [(0, 0, 4)], [1] * 4)))
+    assert learner.count.shard_waits_s == [3.0] and learner.count.waits_s == [5.0]
+    learner.look(6.0, some_are_here=True)  # the next batch, while this one is trained until 9.0
+    learner.advance(9.0)
+    learner.take(11.0, *a_batch(1, ("train-1-0-0", [(0, 0, 4)], [1] * 4)))
+    assert learner.count.shard_waits_s[1] == 2.0, "from the end of the step on"
+    learner.advance(15.0)
+    learner.take(16.0, *a_batch(2, ("train-2-0-0", [(1, 0, 4)], [1] * 4)))
+    assert learner.count.shard_waits_s[2] == 0.0, "all shares came at once"
 
 
 def test_virtual_runs_of_the_same_scenario_are_the_same() -> None:
@@ -182,6 +255,21 @@ def test_segments_have_the_length_that_is_asked_for_and_the_versions_that_sample
     assert segments[2][0].final and actor.busy_slot_s == pytest.approx(40 * scenario.token_s)
 
 
+def test_a_simulated_actor_sends_what_it_holds_when_it_is_asked_and_ends_its_segments_where_it_would_have() -> None:
+    scenario = replace(SMALL, actors=1, slots=1, sigma=0.0, mean_tokens=40.0)
+    sent = list[m.Message]()
+    actor = Actor(scenario, lambda message, arrays: sent.append(message))
+    actor.start(0.0)
+    ticket = m.Ticket("train-0-0-0", 0, 0, "train", m.Sampling(max_new_tokens=640), "single_turn", "", None, v(0))
+    actor.take(0.0, m.Tickets((ticket,)), [np.arange(5, dtype=np.int32)])
+    for n_sampled in (1.5, 6.5, 6.8, 16.5, 30.5):
+        actor.advance(n_sampled * scenario.token_s)
+        actor.take(n_sampled * scenario.token_s, m.SegmentsWanted(), ())
+    actor.advance(40 * scenario.token_s)
+    ends = [one.end - 5 for one in sent if isinstance(one, m.Segment)]
+    assert ends == [5, 16, 29, 32, 40], "all but the newest token; whole segments end at 16 and 32"
+
+
 def test_a_refusal_is_an_error_but_not_after_the_end_of_the_run() -> None:
     actor = Actor(SMALL, lambda message, arrays: None)
     actor.take(0.0, m.CancelRollout("train-0-0-0", "run_ended"), ())
@@ -195,6 +283,7 @@ def some_figures(**changes: object) -> Figures:
     for step in range(4):
         count.take(*a_batch(step, (f"r{step}", [(step, 0, 10)], [1] * 10)))
         count.waits_s.append(0.5)
+        count.shard_waits_s.append(0.25)
         count.ended(2.0 * (step + 1))
     count.busy_s = 6.0
     plain = Figures(
@@ -204,10 +293,11 @@ def some_figures(**changes: object) -> Figures:
         busy_teacher_s=4.0,
         masked_tokens=5,
         accepted_tokens=50,
-        balanced=True,
+        ledger_faults=[],
         messages=80,
-        buffer_cpu_s=0.2,
-        wall_s=8.0,
+        shards=(ShardFigures(0.2, 0.01, 50.0), ShardFigures(0.3, 0.005, 60.0)),
+        measured_s=12.0,
+        wall_s=16.0,
     )
     return replace(plain, **changes)  # type: ignore[arg-type]
 
@@ -219,8 +309,22 @@ def test_the_cells_of_a_row() -> None:
     assert (cells["actors_busy"], cells["teachers_busy"], cells["learner_busy"]) == (1.0, 0.5, 0.75)
     assert cells["bottleneck"] == "actors"
     assert (cells["wait_s"], cells["step_s"], cells["masked"]) == (0.5, 2.0, 0.1)
-    assert cells["cpu_per_m"] == pytest.approx(0.2 / 40 * 1e6)
-    assert cells["messages_per_s"] == 10.0
+    assert cells["shard_wait_s"] == 0.25
+    # Three steps after the warm-up: 30 tokens in 6 simulated seconds, which took 12 s.
+    assert cells["cpu_per_m"] == pytest.approx(0.5 / 30 * 1e6)
+    assert cells["work_per_m"] == pytest.approx((0.5 - 0.015 * 12) / 30 * 1e6)
+    assert cells["full_speed_per_m"] == pytest.approx((0.5 - 0.015 * 12 + 0.015 * 6) / 30 * 1e6)
+    assert cells["busiest_per_m"] == pytest.approx(0.3 / 30 * 1e6)
+    assert cells["busiest"] == pytest.approx(0.3 / 12)
+    assert cells["busiest_full_speed"] == pytest.approx((0.3 - 0.005 * 12 + 0.005 * 6) / 6)
+    assert cells["idle_ms_per_peer"] == pytest.approx(15 / 4)
+    assert (cells["peak_mb"], cells["all_mb"]) == (60.0, 110.0)
+    idle = row(scenario, some_figures(measured_s=24.0))  # 0.36 s of 0.5
+    assert {str(idle[name]) for name in ("work_per_m", "full_speed_per_m", "busiest_full_speed")} == {"nan"}
+    assert idle["cpu_per_m"] == cells["cpu_per_m"]
+    assert cells["ledger"] == "balanced"
+    assert row(scenario, some_figures(ledger_faults=["lost"]))["ledger"] == "NOT BALANCED"
+    assert cells["messages_per_1000"] == 80 / 40 * 1000
 
 
 def test_the_schedule_is_the_bottleneck_when_every_stage_waits() -> None:
@@ -239,7 +343,7 @@ def test_the_command_prints_a_row_per_bound(capsys: pytest.CaptureFixture[str]) 
     assert main(["--virtual", "--max-staleness", "0", "2", *small.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert lines[2].startswith("| 2 + 1 | 0 |") and lines[3].startswith("| 2 + 1 | 2 |")
+    assert lines[2].startswith("| 2 + 1 | 1 | 0 |") and lines[3].startswith("| 2 + 1 | 1 | 2 |")
     assert all("balanced" in line and "NOT" not in line for line in lines[2:])
 
 
@@ -250,14 +354,30 @@ def test_batches_grow_with_the_actors_of_the_rows() -> None:
     assert rows == [(2, 1, 0, 10), (2, 1, 1, 10), (8, 3, 0, 40), (8, 3, 1, 40)]
     with pytest.raises(SystemExit, match="2 numbers of teachers for 1"):
         scenarios(options().parse_args(["--actors", "2", "--teachers", "1", "3"]))
+    assert [
+        one.time_scale for one in scenarios(options().parse_args(["--actors", "2", "8", "--time-scale", "1", "4"]))
+    ] == [1, 4]
+    with pytest.raises(SystemExit, match="a multiple of --shards 4"):
+        scenarios(options().parse_args(["--shards", "4", "--batch-rollouts", "10"]))
+    with pytest.raises(SystemExit, match="an actor and a teacher for each"):
+        scenarios(options().parse_args(["--shards", "4", "--teachers", "3"]))
+    with pytest.raises(SystemExit, match="3 time scales for 2"):
+        scenarios(options().parse_args(["--actors", "2", "8", "--time-scale", "1", "4", "8"]))
 
 
-def test_over_real_links_a_few_processes_do_the_same(tmp_path: Path) -> None:
-    scenario = replace(SMALL, actors=3, teachers=2, time_scale=0.05)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_over_real_links_a_few_processes_do_the_same(
+    tmp_path: Path, shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scale_processes, "IDLE_S", 0.5)
+    scenario = replace(SMALL, actors=3, teachers=2, shards=shards, time_scale=0.05)
     figures = wire_run(scenario, tmp_path / "run", RUN_PATIENCE_S)
-    assert not figures.count.faults and figures.balanced
+    assert not figures.count.faults and not figures.ledger_faults
     assert len(figures.count.ended_s) == scenario.steps
-    assert figures.buffer_cpu_s > 0 and figures.buffer_peak_mb > 10 and figures.messages > 100
+    assert len(figures.shards) == shards and figures.messages > 100
+    assert all(one.cpu_s > 0 and 0 < one.idle_cpu < 1 and one.peak_mb > 10 for one in figures.shards)
+    assert sum(figures.count.trained_by_shard.values()) == figures.count.trained_tokens()
+    assert len(figures.count.trained_by_shard) == shards
     assert figures.count.staleness(0)[1] <= 1
 
 

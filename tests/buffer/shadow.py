@@ -8,8 +8,11 @@ image is compared with the real state's, and the shadow goes on as what its imag
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
+
+from buffer.blobs import Load
 from buffer.config import BufferConfig
 from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
 from buffer.journal.image import make_image, restore_image
@@ -34,10 +37,14 @@ def on_the_wire(messages: Sequence[Outgoing]) -> list[tuple[Role, str, list[byte
     return [(o.role, o.name, [bytes(frame) for frame in encode(o.message, o.arrays)]) for o in messages]
 
 
-def restored(core: Core, now_s: float) -> Core:
+def no_blobs(number: int) -> list[bytes]:
+    raise AssertionError(f"there is no blob {number}")
+
+
+def restored(core: Core, now_s: float, load: Load = no_blobs) -> Core:
     """By way of an image, which must be the same when it is made again."""
     image = make_image(core, new_book(), now_s)
-    again, clock_s = restore_image(image, new_book())
+    again, clock_s = restore_image(image.body, new_book(), load)
     assert clock_s == now_s
     assert make_image(again, new_book(), now_s) == image
     return again
@@ -45,6 +52,9 @@ def restored(core: Core, now_s: float) -> Core:
 
 class ShadowedState:
     """Takes BufferState's place."""
+
+    most_blobs: ClassVar[int] = 0
+    """The most blobs to which an image referred."""
 
     def __init__(
         self,
@@ -58,6 +68,7 @@ class ShadowedState:
             return Core(BufferState(config, version=version, carried=carried, vocab_size=vocab_size))
 
         self.core, self.shadow = new(), new()
+        self.blobs: dict[int, list[bytes]] = {}
         self.events = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -86,13 +97,18 @@ class ShadowedState:
     def _take(self, now_s: float, *entries: Entry, tick_s: float | None = None) -> list[Outgoing]:
         turn = Turn(now_s, entries, tick_s)
         try:
-            read_again = decode_turn(encode_turn(turn))
+            body, blobs = encode_turn(turn, self.core.state.blobs_total)
+            self.blobs |= {number: msgspec.msgpack.decode(content, type=list[bytes]) for number, content in blobs}
+            read_again = decode_turn(body, self.blobs.__getitem__)
         except RemoteProtocolError:  # the simulation also sends what no wire can carry
             read_again = turn
         outgoing = self.core.answers(turn)
         assert on_the_wire(self.shadow.answers(read_again)) == on_the_wire(outgoing)
         self.events += 1
         if self.events % EVENTS_PER_LIFE == 0:
-            self.shadow = restored(self.shadow, now_s)
-            assert make_image(self.shadow, new_book(), now_s) == make_image(self.core, new_book(), now_s)
+            self.shadow = restored(self.shadow, now_s, self.blobs.__getitem__)
+            image = make_image(self.core, new_book(), now_s)
+            assert make_image(self.shadow, new_book(), now_s) == image
+            self.blobs = {number: self.blobs[number] for number in image.blobs}
+            ShadowedState.most_blobs = max(ShadowedState.most_blobs, len(self.blobs))
         return outgoing

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import buffer.batch_size
-from buffer.batch_size import size_of
+from buffer.batch_size import MOST_ROLLOUTS, Room, size_of
 from protocol import messages as m
 from protocol.codec import MAX_FRAME_BYTES, encode
-from protocol.topk_codec import HEADER_BYTES, encode_top_k
+from protocol.topk_codec import encode_top_k
+from protocol.topk_layout import HEADER_BYTES
 from tests.buffer.driver import Driver, rollout_ids, v
 
 Make = type[Driver]
@@ -24,13 +25,15 @@ def limit(monkeypatch: pytest.MonkeyPatch, n_rollouts: int) -> None:
 
 
 def payload(n_tokens: int, k: int) -> bytes:
-    """The same sets at every position; words of 24 bits, so that positions begin at whole bytes."""
+    """The same sets at every position: ids of 16 bits and log-probs of 8, so that each part is whole bytes."""
     ids, logprobs = np.arange(k)[None, :], np.full((1, k), -np.log(2.0 * k), np.float32)
-    one = encode_top_k(ids, logprobs, vocab_size=4096, mass=1.0, max_k=k, logprob_bits=12)
-    header, count, tail, body = one[:HEADER_BYTES], one[HEADER_BYTES:][:2], one[HEADER_BYTES + 2 :][:2], one[17:]
-    at = struct.calcsize("<2sBBB")
-    header = header[:at] + struct.pack("<I", n_tokens) + header[at + 4 :]
-    return header + count * n_tokens + tail * n_tokens + body * n_tokens
+    one = encode_top_k(ids, logprobs, vocab_size=65_536, mass=1.0, max_k=k, logprob_bits=8)
+    at = struct.calcsize("<2sBBBBH")
+    header = one[:at] + struct.pack("<I", n_tokens) + one[at + 4 : HEADER_BYTES]
+    tail, ids_sent, codes = (
+        one[HEADER_BYTES:][first:last] for first, last in ((0, 2), (2, 2 + 2 * k), (2 + 2 * k, None))
+    )
+    return header + tail * n_tokens + ids_sent * n_tokens + codes * n_tokens
 
 
 def test_what_a_rollout_is_reckoned_to_take_is_never_less_than_it_takes(make: Make) -> None:
@@ -70,6 +73,19 @@ def test_a_batch_that_would_be_too_large_has_fewer_rollouts_and_the_others_follo
     for task in (4, 5):
         driver.roll(task, step=1)
     assert rollout_ids(driver.want(1)) == ["train-3-0-0", "train-4-0-0", "train-5-0-0"]
+
+
+def test_the_shortest_rollouts_do_not_fill_a_batch_with_more_than_the_number_that_the_launcher_allows(
+    make: Make,
+) -> None:
+    driver = make()
+    driver.offer(0)
+    driver.write("train-0-0-0", 1, final=True)
+    shortest = size_of(driver.state._life.rollouts["train-0-0-0"])  # pyright: ignore[reportPrivateUsage]
+    room, n_rollouts = Room(), 0
+    while room.take([shortest]):
+        n_rollouts += 1
+    assert 0.8 * MOST_ROLLOUTS < n_rollouts <= MOST_ROLLOUTS
 
 
 def test_a_rollout_that_no_message_holds_is_masked_by_name_and_in_nobody_s_way(

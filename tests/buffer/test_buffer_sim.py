@@ -40,6 +40,15 @@ def test_twenty_thousand_random_events_break_nothing(seed: int) -> None:
         assert totals[happened] > 0, f"the simulation never got to {happened}"
 
 
+@pytest.mark.parametrize(("shards", "seed"), [(2, 6), pytest.param(4, 6, marks=pytest.mark.slow)])
+def test_shards_are_one_buffer_in_any_course_of_events(shards: int, seed: int) -> None:
+    """The model watches what each shard does, and the learner's books the whole. What the learner sends comes late to
+    some shards, or never."""
+    totals = buffer_sim.run(8_000, seed, check_every=20, shards=shards)
+    for happened in ("tokens_trained", "tokens_evaluated", "learner_restarts", "buffer_restarts", "deaths"):
+        assert totals[happened] > 0, f"the simulation never got to {happened}"
+
+
 def test_a_run_is_repeated_by_its_seed() -> None:
     assert buffer_sim.run(2_000, 7) == buffer_sim.run(2_000, 7)
 

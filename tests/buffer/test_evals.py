@@ -46,6 +46,25 @@ def test_results_come_as_they_are_finished_and_again_when_the_learner_was_lost_b
     assert driver.ledger.tokens.accepted == 0, "and not as training"
 
 
+def test_any_number_of_evaluations_come_again_when_the_learner_was_lost_before_it_had_them(make: Make) -> None:
+    driver = make()
+    names = {f"set-{number}": f"eval-{number}-0-0" for number in range(12)}
+    for name, rollout_id in names.items():
+        driver.offer(int(name.removeprefix("set-")), kind="eval", eval_id=name)
+        driver.write(rollout_id, 2, final=True)
+        driver.score()
+    for _ in range(2):
+        for name in names:
+            driver.send("learner", "learner", m.EvalWanted(name, ()))
+        assert [item.rollout_id for one in driver.take(m.EvalResult) for item in one.items] == [*names.values()]
+        driver.lose("learner", "learner")
+        driver.join("learner", "learner")
+    for name, rollout_id in names.items():
+        driver.send("learner", "learner", m.EvalWanted(name, (rollout_id,)))
+    assert driver.take(m.EvalResult) == [m.EvalResult(name, (), 0, 0) for name in names], "all is confirmed"
+    assert driver.ledger.eval_tokens.trained == 2 * len(names)
+
+
 def test_what_was_finished_before_it_was_asked_for_waits(make: Make) -> None:
     driver = make()
     driver.offer(7, kind="eval", eval_id="e")

@@ -6,11 +6,10 @@ import msgspec
 import pytest
 
 from buffer.core import Core
-from buffer.journal.image import make_image, restore_image
 from buffer.ledger import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
 from protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
-from tests.buffer.shadow import new_book
+from tests.buffer.shadow import restored
 
 Make = type[Driver]
 
@@ -381,5 +380,5 @@ def test_texts_are_cut(make: Make) -> None:
 def test_failures_outlive_the_buffers_process(make: Make) -> None:
     driver = make(batch=100)
     fail_each(driver, failed("KeyError", "no tool"), failed("", "slow", "env_timeout"))
-    core, _ = restore_image(make_image(Core(driver.state), new_book(), 1.0), new_book())
+    core = restored(Core(driver.state), 1.0)
     assert core.state.snapshot(1.0).failures == driver.snapshot.failures

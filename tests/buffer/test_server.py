@@ -306,8 +306,8 @@ def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
     known: list[bool] = []
     write, send = Journal.write, Server.send
 
-    def written_first(journal: Journal, turn: bytes, now_s: float) -> None:
-        write(journal, turn, now_s)
+    def written_first(journal: Journal, turn: bytes, now_s: float, blobs: Sequence[Any] = ()) -> None:
+        write(journal, turn, now_s, blobs)
         written.append(turn)
 
     def look(server: Server, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:

@@ -12,7 +12,7 @@ from protocol.hidden_codec import encode_hidden
 from protocol.server import FromPeer
 from protocol.topk_codec import encode_top_k
 from tests.buffer.driver import Driver, v
-from tests.buffer.shadow import restored
+from tests.buffer.shadow import no_blobs, restored
 
 Make = type[Driver]
 
@@ -145,6 +145,6 @@ def test_payloads_survive_a_restart_from_an_image_and_from_turns(make: Make, sen
     driver.send("learner", "learner", m.BatchWanted(v(0)))
     assert driver.frames(driver.sent)[4].tobytes() == sent
     said = Received(m.Scores((1,), True), (np.zeros(2, np.float32), np.frombuffer(sent, np.uint8)))
-    (entry,) = decode_turn(encode_turn(Turn(1.0, (FromPeer("teacher", "t", said),)))).entries
+    (entry,) = decode_turn(encode_turn(Turn(1.0, (FromPeer("teacher", "t", said),)), 0).body, no_blobs).entries
     assert isinstance(entry, FromPeer) and entry.received.message == said.message
     assert entry.received.arrays[1].tobytes() == sent

@@ -1,4 +1,4 @@
-"""A run with each role on a host of its own, started as a user would: `python -m launch.workers.roles` there."""
+"""Hosts for tests, and a run with each role on a host of its own: `python -m launch.workers.roles` there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import pytest
 
 from launch.checks import preflight
 from launch.config.command_line import parse_arguments, resolve_config
@@ -25,10 +26,21 @@ from launch.workers.start_role import StartRole
 from protocol.context import WorkerRole
 from protocol.keys import KEYS, make_keys
 from protocol.messages import Snapshot
-from tests.hosts.network import Network, environment
+from tests.hosts.network import Network, NotPermitted, environment, hosts
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 BUFFER_PORT: Final = 5555
+
+
+@contextlib.contextmanager
+def hosts_or_skip(*names: str, delay_ms: float, loss: float = 0.0) -> Generator[Network]:
+    """The network while it is entered; skips the test where none can be made."""
+    with contextlib.ExitStack() as stack:
+        try:
+            network = stack.enter_context(hosts(names, delay_ms=delay_ms, loss=loss))
+        except NotPermitted as reason:
+            pytest.skip(f"no network namespaces here: {reason}")
+        yield network
 
 
 class HostRun:

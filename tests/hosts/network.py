@@ -7,6 +7,7 @@ Nothing appears outside the namespaces, and deleting them deletes all of it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import subprocess
@@ -19,6 +20,8 @@ from typing import Final
 from tests.patience import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[2]
+CLONE_NEWNET: Final = 0x40000000
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 NO_OFFLOAD: Final = """
 import array, fcntl, socket, struct
 values = array.array("B", struct.pack("II", 0x17, 0))  # ETHTOOL_STXCSUM off, and segmentation with it
@@ -46,6 +49,17 @@ class Network:
     def command(self, host: str, arguments: Sequence[str]) -> list[str]:
         """To be run: the arguments, on that host. It becomes them; the process id stays."""
         return ["ip", "netns", "exec", self._namespace(host), *arguments]
+
+    @contextmanager
+    def entered(self, host: str) -> Generator[None]:
+        """This thread is on that host meanwhile, and so are threads and processes that it starts."""
+        there, back = Path("/run/netns", self._namespace(host)), Path("/proc/thread-self/ns/net")
+        with there.open("rb") as inside, back.open("rb") as outside:
+            _enter(inside.fileno())
+            try:
+                yield
+            finally:
+                _enter(outside.fileno())
 
     def cut_off(self, host: str) -> None:
         """Pull the cable at the switch: what is on its way is lost, and nobody is told."""
@@ -99,6 +113,11 @@ def hosts(names: Sequence[str], *, delay_ms: float, loss: float, seed: int = 0) 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Of every process on a host."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, CLONE_NEWNET) != 0:
+        raise NotPermitted(f"setns: {os.strerror(ctypes.get_errno())}")
 
 
 def run_ip(*arguments: str, check: bool = True) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from launch.audit.run import audit
 from protocol.context import WorkerRole
-from tests.hosts.conftest import HostRun
-from tests.hosts.network import Network, NotPermitted, hosts
+from tests.hosts.conftest import HostRun, hosts_or_skip
+from tests.hosts.network import Network
 
 HOSTS: Final = ("buffer", "learner", "actor-a", "actor-b", "teacher")
 PLACES: Final[dict[str, tuple[WorkerRole, int]]] = {
@@ -82,11 +82,8 @@ CASES: Final = {
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        with hosts(HOSTS, delay_ms=50.0, loss=0.01) as made:
-            yield made
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with hosts_or_skip(*HOSTS, delay_ms=50.0, loss=0.01) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,8 +9,8 @@ from typing import Final
 
 import pytest
 
-from tests.hosts.conftest import HostRun
-from tests.hosts.network import Network, NotPermitted, hosts
+from tests.hosts.conftest import HostRun, hosts_or_skip
+from tests.hosts.network import Network
 
 HOSTS: Final = ("buffer", "learner", "actor-a", "actor-b", "teacher")
 STEPS: Final = 100
@@ -38,11 +38,8 @@ CUT_S: Final = 5.0
 @pytest.fixture
 def network() -> Iterator[Network]:
     """5 ms each way, a quarter more or less, and every hundredth frame lost."""
-    try:
-        with hosts(HOSTS, delay_ms=5.0, loss=0.01) as made:
-            yield made
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with hosts_or_skip(*HOSTS, delay_ms=5.0, loss=0.01) as made:
+        yield made
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,83 +13,52 @@ from typing import Final
 
 import pytest
 
-from tests.hosts.network import ROOT, Network, NotPermitted, environment, hosts
+from builtin import STUDENT_DIR
+from tests.hosts.conftest import hosts_or_skip
+from tests.hosts.network import Network
 from tests.hosts.own_files import alone_on, names_in_bucket, seen_by
-from tests.integration.conftest import Launched
-from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
+from tests.hosts.run_at_home import RunAtHome
+from tests.integration.joined import Joined
+from tests.patience import RUN_PATIENCE_S, eventually
 from tests.s3_server import BUCKET, environment_of, s3_server
 
-PORT: Final = 5555
 STEPS: Final = 12
 SETTINGS: Final = (
     *(f"--steps={STEPS}", "--actors=0", "--teachers=0", "--learner.eval_every=0", "--learner.checkpoint_every=2"),
     *("--weights.transport=folder", "--weights.allow_plain_network=true", "--launch.silent_kill_s=600"),
+    *(f"--models.teacher={STUDENT_DIR}", "--learner.ema.decay=0.5", "--learner.ema.every=2"),
+    *("--learner.tasks.privileged={ground_truth} ", "--learner.tasks.max_teacher_prompt_tokens=64"),
 )
 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        with hosts(("home", "acting", "teaching"), delay_ms=2.0, loss=0.0) as made:
-            yield made
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
-
-
-class Guest:
-    """A join on a host that sees nothing but a copy of the exported folder."""
-
-    def __init__(self, network: Network, host: str, files: Path, exported: Path, *arguments: str) -> None:
-        self._output = files.with_name(f"{host}.out")
-        self.folder = exported / "joined" / host
-        before = alone_on(network, host, files, exported)
-        join = [sys.executable, str(ROOT / "launch" / "cluster.py"), "join", str(exported), f"--name-prefix={host}"]
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*before, *join, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment(), cwd=ROOT
-            )
-
-    def text(self) -> str:
-        return self._output.read_text()
-
-    def log(self, name: str) -> str:
-        """What there is of it while the join lives."""
-        file = seen_by(self.process.pid, self.folder / "logs" / f"{name}.log")
-        return file.read_text() if file.exists() else ""
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(PATIENCE_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(PATIENCE_S)
+    with hosts_or_skip("home", "acting", "teaching", delay_ms=2.0) as made:
+        yield made
 
 
 class Hosts:
-    """The run at home, and what joins it."""
+    """The run at home, and joins on hosts that see of its files nothing but a copy of the exported folder."""
 
     def __init__(self, network: Network, folder: Path, stack: ExitStack, *arguments: str) -> None:
-        self._network, self._stack = network, stack
-        self.files = folder / "files"
+        self._network = network
+        self._files = folder / "files"
         """Each host has its own folder under this path."""
-        self.files.mkdir()
-        address = network.address("home")
-        here = (f"--buffer.bind=tcp://{address}:{PORT}", f"--weights.host={address}")
-        self.run = Launched(self.files / "run", (*SETTINGS, *here, *arguments), network.command("home", []))
-        stack.callback(self.run.kill)
-        self.run.until((self.files / "run" / "buffer.json").exists, "a buffer that listens")
-        self.exported = self.files / "exported"
-        export = [sys.executable, str(ROOT / "launch" / "cluster.py"), "export", str(self.run.run_dir)]
-        subprocess.run(
-            network.command("home", [*export, str(self.exported)]), check=True, timeout=PATIENCE_S, capture_output=True
-        )
+        self._files.mkdir()
+        self._ours = RunAtHome(network, self._files, stack, *SETTINGS, *arguments)
+        self.run = self._ours.run
+        self.exported = self._ours.export()
+        self.expect_good_end = self._ours.expect_good_end
 
-    def join(self, host: str, *arguments: str) -> Guest:
-        guest = Guest(self._network, host, self.files, self.exported, *arguments)
-        self._stack.callback(guest.end)
-        return guest
+    def join(self, host: str, *arguments: str) -> Joined:
+        before = alone_on(self._network, host, self._files, self.exported)
+        return self._ours.join(host, *arguments, to=self.exported, before=before)
+
+
+def log_of(guest: Joined, name: str) -> str:
+    """What there is of it while the join lives."""
+    file = seen_by(guest.process.pid, guest.folder / "logs" / f"{name}.log")
+    return file.read_text() if file.exists() else ""
 
 
 def test_a_run_of_hosts_that_share_no_folder(network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,19 +75,22 @@ def test_a_run_of_hosts_that_share_no_folder(network: Network, tmp_path: Path, m
         for guest in (acting, teaching):
             assert seen_by(guest.process.pid, ours.exported).is_dir()
             assert not seen_by(guest.process.pid, run.run_dir).exists(), "the run's folder is not there"
-        found = re.findall(r"learner-acting-0 rank 1 of 2 starts, pid (\d+)", acting.log("learner-acting-0"))
+        scored = lambda: "with the average of version 0.2" in log_of(teaching, "teacher-teaching-0")  # noqa: E731
+        eventually(scored, "an average that was fetched from the store", RUN_PATIENCE_S)
+        found = re.findall(r"learner-acting-0 rank 1 of 2 starts, pid (\d+)", log_of(acting, "learner-acting-0"))
         os.kill(int(found[-1]), signal.SIGKILL)
-        assert run.wait() == 0, run.text() + acting.text()
-        for guest in (acting, teaching):
-            assert guest.process.wait(PATIENCE_S) == 0, guest.text()
+        ours.expect_good_end(acting, teaching)
         summary = run.summary()
-        assert summary["steps"] == STEPS and summary["tokens"]["balanced"], summary
+        assert summary["steps"] == STEPS, summary
         assert {row["epoch"] for row in run.steps()} == {0, 1}, "all ranks began a new epoch"
         workers = summary["workers"]
         assert all(workers[name]["tokens"] for name in ("actor-acting-0", "actor-acting-1", "teacher-teaching-0"))
         names = names_in_bucket(network, "home", server.url)
         assert f"big/checkpoints/step_{STEPS:06d}_epoch_1/manifest.json" in names
-        assert not [name for name in names if "/rows/" in name], "rank 0 has fetched all rows"
+        last = f"big/checkpoints/step_{STEPS:06d}_epoch_1"
+        for file in ("model", "optimizer"):
+            parts = {name for name in names if name.startswith(f"{last}/{file}.safetensors")}
+            assert parts == {f"{last}/{file}.safetensors.rows/{part}" for part in ("1", "rest")}, "each rank its own"
         assert sum(name.startswith("big/weights/") for name in names) == 2, "old versions are deleted"
         run.expect_clean_audit()
 
@@ -132,4 +102,4 @@ def test_without_a_store_actors_that_do_not_see_the_folder_get_no_weights(networ
         acting = ours.join("acting", "--actors=1")
         ours.join("teaching", "--teachers=1")
         refused = f"No such file or directory: '{ours.run.run_dir}/weights/"
-        eventually(lambda: refused in acting.log("actor-acting-0"), lambda: acting.text(), RUN_PATIENCE_S)
+        eventually(lambda: refused in log_of(acting, "actor-acting-0"), lambda: acting.text(), RUN_PATIENCE_S)

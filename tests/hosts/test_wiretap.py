@@ -13,18 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.hosts.network import Network, NotPermitted, environment, hosts
+from tests.hosts.conftest import hosts_or_skip
+from tests.hosts.network import Network, environment
 from tests.hosts.weight_link import MARK, PATTERN
 from tests.patience import PATIENCE_S
 
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        with hosts(("learner", "actor"), delay_ms=1.0, loss=0.0) as made:
-            yield made
-    except NotPermitted as reason:
-        pytest.skip(f"no network namespaces here: {reason}")
+    with hosts_or_skip("learner", "actor", delay_ms=1.0) as made:
+        yield made
 
 
 def overheard(network: Network, file: Path, settings: dict[str, Any]) -> bytes:

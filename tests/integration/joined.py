@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -45,9 +45,16 @@ class Joined:
     """A joining launcher that runs; its workers are called `...-<prefix>-<n>`."""
 
     def __init__(
-        self, run: str | Path, prefix: str, folder: Path, arguments: Sequence[str], command: Sequence[str] = ()
+        self,
+        run: str | Path,
+        prefix: str,
+        folder: Path,
+        arguments: Sequence[str],
+        command: Sequence[str] = (),
+        *,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`command`: put before it, to run it on another host."""
+        """`command`: put before it, to run it on another host. `folder`: for its logs; what it says goes beside it."""
         self.folder, self.prefix = folder, prefix
         self.output = folder.with_name(f"{folder.name}.out")
         words = ["join", str(run), f"--name-prefix={prefix}", "--launch.status_every_s=1"]
@@ -60,7 +67,7 @@ class Joined:
                 [*command, sys.executable, str(ROOT / "launch" / "cluster.py"), *words, *arguments],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
 
     def text(self) -> str:

@@ -1,5 +1,5 @@
 """An engine that scores as the embedded one does, and sleeps for each item: a teacher of which the time is known, and
-which needs no processor for it."""
+which needs no processor for it. Or it computes for as long, so that it needs one all the time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from engines.torch.provider import TorchProvider
 
 ITEM_S = "SLOW_TEACHER_ITEM_S"
 """Environment variable: seconds per item."""
+COMPUTES = "SLOW_TEACHER_COMPUTES"
+"""Environment variable: 1 = seconds of a processor in place of sleep."""
 
 
 class Sleeps:
@@ -27,8 +29,18 @@ class Sleeps:
         return getattr(self._engine, name)
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        time.sleep(self._item_s * len(requests))
+        if os.environ.get(COMPUTES) == "1":
+            _compute(self._item_s * len(requests))
+        else:
+            time.sleep(self._item_s * len(requests))
         return self._engine.score(requests, top_k=top_k)
+
+
+def _compute(seconds: float) -> None:
+    """Use a processor for this time, however long that takes beside others."""
+    until_s = time.thread_time() + seconds
+    while time.thread_time() < until_s:
+        sum(range(10_000))
 
 
 class SlowTeacher(TorchProvider):

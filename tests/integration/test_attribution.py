@@ -1,5 +1,6 @@
 """What limits a real run, where it is known: a role that sleeps is named, and a second slow teacher gives what was
-predicted; on two processors that the roles fill, these are the limit."""
+predicted; where all roles sleep in turns it is the bound on staleness, and a larger one gives what was predicted; where
+teachers fill all processors it is these, and more teachers give nothing."""
 
 from __future__ import annotations
 
@@ -67,3 +68,60 @@ def test_an_actor_that_sleeps_is_the_limit(launch: Launch) -> None:
     row, bound = run.steps()[-1], run.summary()["bound"]
     assert row["bound/actors"] > 0.5 and row["bound/cpu"] == 0.0
     assert bound.startswith("actor-bound") and "more actor" in bound, bound
+
+
+def test_a_bound_that_makes_the_roles_take_turns_is_the_limit_and_a_larger_one_gives_what_was_predicted(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All roles sleep for a similar time for each batch, and none of it may overlap: with a bound of 0 a rollout is
+    written with the newest weights only. One segment per rollout, so that scoring begins after writing."""
+    monkeypatch.setenv(slow_teacher.ITEM_S, "0.06")
+    monkeypatch.setenv(slow_actor.STEP_S, "0.02")
+    monkeypatch.setenv(slow_cost.PASS_S, "0.5")
+    slow_roles = (
+        *(ENGINE, f"--actor.engine={slow_actor.__name__}:PROVIDER"),
+        f"--divergence={slow_cost.__name__}:k1_after_a_sleep",
+        *("--actors=1", "--teachers=1", "--learner.eval_every=0", "--actor.segment_tokens=256", "--steps=14"),
+    )
+    turns = launch(*slow_roles, "--max-staleness=0", folder="turns")
+    assert turns.wait() == 0, turns.text()
+    rows, said = turns.steps(), turns.summary()["bound"]
+    assert said.startswith("staleness-bound") and "max_staleness = " in said, said
+    assert rows[-1]["bound/staleness"] > 0.3 and rows[-1]["bound/cpu"] == 0.0
+    advised = int(said.split("max_staleness = ")[1].split()[0])
+    more = launch(*slow_roles, f"--max-staleness={advised}", folder="more")
+    assert more.wait() == 0, more.text()
+    predicted, measured = rows[-1]["bound/speedup"], step_s(rows) / step_s(more.steps())
+    print(f"predicted {predicted:.2f} times with max_staleness {advised}, measured {measured:.2f} times")
+    assert measured == pytest.approx(predicted, rel=0.3) and measured > 1.3
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="it would need a teacher for each of more than 8 processors")
+def test_teachers_that_fill_all_processors_are_bound_by_them_and_more_of_them_give_nothing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many teachers as processors, each of which computes all the time. Where they slept, twice as many would be
+    twice as fast (the first test here); so they are no faster than the processor time that they take."""
+    monkeypatch.setenv(slow_teacher.ITEM_S, "0.1")
+    monkeypatch.setenv(slow_teacher.COMPUTES, "1")
+    processors = os.cpu_count() or 1
+    plain = ("--learner.eval_every=0", "--max-staleness=1", "--actor.segment_tokens=256", "--steps=14", ENGINE)
+    full = launch(f"--teachers={processors}", *plain, folder="full")
+    assert full.wait() == 0, full.text()
+    rows, said = full.steps(), full.summary()["bound"]
+    assert said.startswith(f"cpu-bound: {processors} of {processors} cores"), said
+    assert rows[-1]["bound/cpu"] > 0.3 and rows[-1]["bound/teachers"] == 0.0
+    twice = launch(f"--teachers={2 * processors}", *plain, folder="twice")
+    assert twice.wait() == 0, twice.text()
+    assert twice.summary()["bound"].startswith("cpu-bound"), twice.summary()["bound"]
+    gain = step_s(rows) / step_s(twice.steps())
+    shares = own_share(said), own_share(twice.summary()["bound"])
+    print(f"{2 * processors} teachers in place of {processors}: {gain:.2f} times with {shares} of the processors")
+    assert gain / (shares[1] / shares[0]) < 1.3
+
+
+def own_share(said: str) -> float:
+    """The run's own share of the processors, from the sentence that names them as the limit. Where other programs want
+    them too, more processes get more of it."""
+    parts = said.split("(")[1].split(")")[0].split(", ")
+    return sum(int(part.split()[-1].rstrip("%")) for part in parts if not part.startswith("other processes")) / 100

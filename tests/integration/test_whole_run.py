@@ -100,7 +100,8 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_while_the_others_stay(laun
         *("--actors=2", "--teachers=1", "--steps=12", "--max-staleness=2", "--learner.eval_every=0"),
         "--learner.checkpoint_every=4",
     )
-    run.until(lambda: len(run.steps()) >= 6, "step 6")
+    checkpoint = run.run_dir / "checkpoints" / "step_000004"  # written beside the steps: later where others compute
+    run.until(lambda: len(run.steps()) >= 6 and checkpoint.is_dir(), "step 6 and the checkpoint of step 4")
     run.workers("learner")[0].send_signal(signal.SIGKILL)
     assert run.wait() == 0, run.text()
     summary = run.summary()
@@ -111,6 +112,7 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_while_the_others_stay(laun
     assert again == list(range(again[0], 13)) and again[0] in (5, 9)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nobody_and_the_run_goes_on_from_the_last_checkpoint(launch: Launch) -> None:
     arguments = ("--actors=2", "--teachers=1", "--steps=12", "--learner.checkpoint_every=4", "--learner.eval_every=0")
     run = launch(*arguments)

@@ -238,6 +238,8 @@ def worker(ctx: Context) -> int:
         if word == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(300)
+        if word == "misses_the_end":
+            time.sleep(300)
         if word == "drains":
             drain()
             return ExitCode.TERMINATED

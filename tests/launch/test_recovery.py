@@ -98,6 +98,21 @@ def test_a_buffer_that_breaks_off_while_it_drains_still_leaves_its_ledger(
     assert launcher.leftovers() == []
 
 
+def test_a_buffer_that_does_not_come_back_at_the_end_makes_nobody_wait(start_launcher: StartLauncher) -> None:
+    """Without a journal it is not started again. A worker that was not told of the end is, by the launcher."""
+    launcher = start_launcher(
+        {**REAL_BUFFER, "actor-0": "misses_the_end"},
+        settings={"launch": {"shutdown_grace_s": 100_000.0}, "buffer": {"journal": False}},
+    )
+    launcher.until_ready()
+    launcher.finish()
+    eventually(lambda: "the run is over" in launcher.log("launcher"), "the end is announced")
+    os.kill(launcher.pids("buffer-0")[0], signal.SIGKILL)
+    assert launcher.wait() == 1, "without a ledger"
+    assert "buffer-0 was killed by SIGKILL at the end and is not started again; actor-0" in launcher.said
+    assert launcher.leftovers() == []
+
+
 def test_a_damaged_journal_is_named_and_what_to_do(start_launcher: StartLauncher) -> None:
     launcher = start_launcher({"buffer-0": "damaged_journal"})
     assert launcher.wait() == 1

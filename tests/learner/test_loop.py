@@ -236,7 +236,8 @@ def test_a_checkpoint_without_room_is_counted_and_training_goes_on_to_the_next(
         assert ended.result(WAIT_S) == 0
     assert [saved.version.step for saved in made.saved] == [3, 4] and made.loop.version.step == 4
     assert made.loop.progress.checkpoints_failed == 2
-    assert "the checkpoint of step 2 could not be written (2 so far): [Errno 28] No space left" in caplog.text
+    assert "the checkpoint of step 2 could not be written: [Errno 28] No space left" in caplog.text
+    assert "(2 failed so far)" in caplog.text
     assert gauges(tmp_path)["checkpoints_failed_total"] == 2.0
 
 
@@ -571,10 +572,10 @@ def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
             message, frames = batch(step + 1, m.WeightVersion(0, step))
             frames[3][:] = -1e38 if absurd else -1.0
             peer.send(message, frames, to=LEARNER)
-        trained = [got.message for got in peer.expect(m.BatchTrained, 5)]
-        assert [len(message.masked) for message in trained] == [1, 0, 1, 1, 1]
-        assert [message.version.step for message in trained] == [1, 2, 3, 4, 5]
-        (finished,) = peer.expect(m.RunFinished)
+        finished = peer.expect(m.RunFinished)[0]
+        # On a busy machine a message comes once more before it is acknowledged.
+        masked = {got.message.version.step: len(got.message.masked) for got in peer.got(m.BatchTrained)}
+        assert masked == {1: 1, 2: 0, 3: 1, 4: 1, 5: 1}
         assert not finished.message.ok and "3 steps in a row" in finished.message.reason
         peer.send(m.Shutdown(False, finished.message.reason), to=LEARNER)
         with pytest.raises(RunStopped, match="3 steps in a row"):
@@ -631,6 +632,35 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
     assert (saved.version, saved.steps_done, saved.snapshot.time_s) == (V1, 1, 2.0)
 
 
+def test_a_batch_that_was_begun_before_the_step_does_not_stand_for_the_snapshot_after_it(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several shards, one may have sent its piece long before the last one does."""
+    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 3600.0)
+    # The loop's thread receives it:
+    monkeypatch.setattr(learner.feed.BatchFeed, "_fetch", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType]
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=2, checkpoint_every=1) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
+        peer.expect(m.SnapshotWanted)
+        peer.send(*batch(2, V1), to=LEARNER)  # with a snapshot of time 0
+        peer.send(snapshot(2.0), to=LEARNER)
+        peer.expect(m.BatchTrained, 2)
+        peer.send(m.BatchTrainedAck(2, V2), to=LEARNER)
+        peer.expect(m.SnapshotWanted, 2)
+        peer.send(snapshot(3.0), to=LEARNER)
+        peer.expect(m.RunFinished)
+        peer.send(m.Shutdown(True, "done"), to=LEARNER)
+        ran.result(WAIT_S)
+    assert [saved.snapshot.time_s for saved in made.saved] == [2.0, 3.0]
+
+
 @pytest.mark.parametrize("acknowledged", [False, True])
 def test_without_an_answer_there_is_no_checkpoint_but_an_error(learning: Learning, acknowledged: bool) -> None:
     expected = "did not answer with its snapshot" if acknowledged else "did not acknowledge batch 1"
@@ -647,6 +677,28 @@ def test_without_an_answer_there_is_no_checkpoint_but_an_error(learning: Learnin
         with pytest.raises(LearnerStalled, match=expected):
             ran.result(WAIT_S)
         assert made.saved == []
+
+
+def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_come(
+    learning: Learning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher has heard of the end, and the buffer was killed."""
+    monkeypatch.setattr(learner.loop, "GOODBYE_S", 3600.0)
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, steps=1) as made,
+        running(made.loop.run) as ran,
+    ):
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, V0), to=LEARNER)
+        peer.expect(m.BatchTrained)
+        peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
+        peer.expect(m.SnapshotWanted)
+        peer.send(snapshot(2.0), to=LEARNER)
+        assert peer.expect(m.RunFinished)[0].message.ok
+        made.stop.count = 1
+        ran.result(WAIT_S)
+    assert len(made.saved) == 1
 
 
 def test_shutdown_stops_the_loop_wherever_it_waits(learning: Learning) -> None:

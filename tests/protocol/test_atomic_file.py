@@ -30,7 +30,7 @@ def test_an_error_leaves_the_former_file_and_no_draft(tmp_path: Path) -> None:
 
 
 def test_the_draft_of_a_writer_that_was_killed_goes_with_the_next_one(tmp_path: Path) -> None:
-    """A SIGKILL between the draft and its rename (found by bench/chaos.py)."""
+    """A SIGKILL between the draft and its rename (found by bench/faults/chaos.py)."""
     (tmp_path / ".buffer.json.1234").write_text("{")
     write_atomic(tmp_path / "buffer.json", b"{}")
     assert names(tmp_path) == ["buffer.json"]

@@ -1,4 +1,4 @@
-"""Packed words against one long integer."""
+"""Words in planes against one long integer per plane, alone and several arrays joined."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.bit_words import n_bytes, pack_words, unpack_words
+from protocol.bit_words import MOST_BITS, n_bytes, pack_words, unpack_words
+from tests.protocol.slow_planes import slow_pack, slow_unpack
 
 
-@given(width=st.integers(1, 48), n=st.integers(0, 100), seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=200)
-def test_words_are_packed_and_read_as_the_bits_of_one_long_integer(width: int, n: int, seed: int) -> None:
-    words = np.random.default_rng(seed).integers(0, 1 << width, n, dtype=np.uint64)
-    number = sum(word << (i * width) for i, word in enumerate(words.tolist()))
-    packed = pack_words(words, width)
-    assert packed.tobytes() == number.to_bytes(n_bytes(n, width), "little")
-    assert unpack_words(packed, n, width).tolist() == words.tolist()
+@given(width=st.integers(0, MOST_BITS), sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4), seed=st.integers(0))
+@settings(deadline=None, max_examples=300)
+def test_words_are_packed_and_read_as_the_bits_of_long_integers(width: int, sizes: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    arrays = [random.integers(0, 1 << width, size, dtype=np.uint64) for size in sizes]
+    packed = [pack_words(words, width) for words in arrays]
+    for words, got in zip(arrays, packed, strict=True):
+        assert got.tobytes() == slow_pack(words.tolist(), width)
+        assert len(got) == n_bytes(len(words), width)
+        assert slow_unpack(got.tobytes() + b"more", len(words), width) == (words.tolist(), b"more")
+    words = unpack_words(packed, sizes, width)
+    assert words.tolist() == np.concatenate(arrays).tolist()
+    assert words.dtype == np.min_scalar_type((1 << width) - 1)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
@@ -22,8 +23,9 @@ import pytest
 import zmq
 
 from protocol import messages as m
-from protocol.client import Client
+from protocol.client import Client, worker_client
 from protocol.codec import Received, decode, encode
+from protocol.context import RoleContext
 from protocol.errors import (
     ConnectTimeout,
     HandshakeRefused,
@@ -461,6 +463,29 @@ def test_a_buffer_that_stays_away_is_lost(make_buffer: MakeBuffer, make_client: 
         client.recv(WAIT_S)
     with pytest.raises(PeerLost):
         client.send(segment(0), ARRAYS)
+
+
+def test_a_worker_waits_for_a_buffer_that_is_away_as_long_as_its_launcher_says(
+    make_buffer: MakeBuffer, tmp_path: Path
+) -> None:
+    buffer = make_buffer(peer_timeout_s=0.2)
+    ctx = RoleContext(
+        role="actor",
+        index=0,
+        name="actor-0",
+        incarnation="first",
+        run_id=HELLO.run_id,
+        run_dir=tmp_path,
+        buffer_address=buffer.address,
+        resume=False,
+        config=None,
+        buffer_away_s=0.3,
+    )
+    with worker_client(ctx, HELLO.vocab_fingerprint) as client:
+        client.connect()
+        buffer.stop()
+        with pytest.raises(PeerLost, match=r"Hellos in 0\.3 s"):
+            client.recv(WAIT_S)
 
 
 def test_a_buffer_that_ended_the_run_is_not_looked_for(make_buffer: MakeBuffer, make_client: MakeClient) -> None:

@@ -106,7 +106,7 @@ def serve_until(server: Server, true: Callable[[Event], bool]) -> bool:
 def test_the_fuzzer_finds_nothing_in_a_short_run(target: str) -> None:
     command = [
         sys.executable,
-        "bench/fuzz_wire.py",
+        "bench/faults/fuzz_wire.py",
         "--frames=20000",
         "--seed=7",
         "--engine=random",

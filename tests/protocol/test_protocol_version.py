@@ -25,6 +25,7 @@ SCHEMA_OF_VERSION = {
     15: "e05d739403f228b7",
     16: "d02d6899c5b0cf08",
     17: "465c02c8c112d01b",
+    18: "58bf99548056ce50",  # top-k payloads and sets in planes of bits; SegmentsWanted
 }
 
 

@@ -6,9 +6,11 @@ import logging
 import socket
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import zmq
@@ -20,7 +22,7 @@ from protocol.errors import MessageTooLarge
 from protocol.ratelimit import RateLimitedLog
 from protocol.router import WAITING_MESSAGES, Router
 from protocol.sockets import FromRouter, new_socket, send_frames
-from tests.patience import PATIENCE_S, SLOWNESS
+from tests.patience import PATIENCE_S, SLOWNESS, Limit
 
 MAX_UNREAD_BYTES = 8 << 20
 POLLS = int(PATIENCE_S / 0.02)
@@ -151,6 +153,39 @@ def test_who_was_let_in_may_send_large_messages() -> None:
             peer.sendall(b"\x00\x00")
             assert [len(frame) for frame in receive(router).frames] == [2 << 20, 0]
         assert router.refused == {"no_hello": 1}
+    finally:
+        router.close(linger_s=0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how many bytes a connection has brought")
+def test_of_many_peers_each_is_looked_at_less_often_but_strangers_are_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "LOOKS_PER_S", 10)
+    now_s, looks = 0.0, Counter[bool]()
+    log = RateLimitedLog(logging.getLogger(__name__))
+    router = Router("tcp://127.0.0.1:0", keys=None, log=log, clock=lambda: now_s)
+    counted = router._unread_bytes  # pyright: ignore[reportPrivateUsage]
+
+    def look(fd: int, connection: Any) -> int:
+        looks[connection.let_in] += 1
+        return counted(fd, connection)
+
+    monkeypatch.setattr(router, "_unread_bytes", look)
+    try:
+        with ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(zmtp_connection(router)).sendall(b"\x00\x05hello")
+                router.let_in(receive(router).source)
+            stack.enter_context(zmtp_connection(router))
+            limit = Limit()
+            while not looks[False]:  # until ZeroMQ has said that the stranger is there
+                assert not limit.passed
+                now_s += 0.125
+                router.wait(0.02)
+            looks.clear()
+            for _ in range(100):
+                now_s += 0.125
+                router.wait(0.0)
+        assert looks == {False: 100, True: 4 * 25}, "the stranger at each check, each of 4 peers every 0.5 s"
     finally:
         router.close(linger_s=0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, ValuesView
 from typing import TypeAlias
 
 import msgspec
@@ -14,7 +14,9 @@ import zmq
 from protocol import messages as m
 from protocol.codec import Received, decode, encode
 from protocol.errors import AddressUnusable
+from protocol.handshake import PeerId
 from protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
+from protocol.session import Session
 from protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
 
@@ -453,6 +455,27 @@ def test_a_silent_peer_is_lost_after_the_peer_timeout(server: Server, connect: M
     silent.send(m.Heartbeat(None, {}))
     assert silent.refused().code == "not_hello_first"
     assert silent.greet() == [PeerUp("actor", "actor-0", "first", "")]
+
+
+def test_a_poll_does_not_look_at_all_peers(server: Server, connect: MakePeer, clock: Clock) -> None:
+    connect().greet()
+
+    class Counted(dict[PeerId, Session]):
+        looks = 0
+
+        def values(self) -> ValuesView[Session]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            Counted.looks += 1
+            return super().values()
+
+    server.book.sessions = Counted(server.book.sessions)
+    for _ in range(90):
+        clock.now_s += 0.1
+        server.poll(0)
+    assert server.peers and Counted.looks <= 4
+    clock.now_s += 0.9
+    server.poll(0)
+    clock.now_s += 0.2
+    assert [type(event) for event in server.poll(0)] == [PeerDown], "silent for 10.1 s, of at most 10"
 
 
 def test_a_pause_of_the_server_is_not_the_silence_of_its_peers(server: Server, connect: MakePeer, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""Payloads of the student's likeliest ids against a slow encoder of bit strings, and bytes that are no payload."""
+"""Payloads of the student's likeliest ids against a slow encoder, and bytes that are no payload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from protocol.codec import decode, encode
 from protocol.errors import EncodeError, MalformedMessage
 from protocol.messages import ScoreItem, ScoreWork, Segment
 from protocol.top_ids import HEADER_BYTES, check_top_ids, decode_top_ids, encode_top_ids
-from protocol.topk_codec import MAX_TOKENS_KEPT
+from protocol.topk_layout import MAX_TOKENS_KEPT
+from tests.protocol.slow_planes import slow_pack
 
 SETS = st.lists(st.lists(st.integers(0, 200_000), min_size=1, max_size=20, unique=True), max_size=12)
 
@@ -21,13 +22,12 @@ def arrays(sets: list[list[int]]) -> list[np.ndarray[tuple[int], np.dtype[np.int
 
 
 def slow_encode(sets: list[list[int]]) -> bytes:
-    """One long number of bits."""
+    """One long number of bits per plane."""
     ids = [token for one in sets for token in one]
     width = max([1, *(token.bit_length() for token in ids)])
-    number = sum(token << (i * width) for i, token in enumerate(ids))
-    head = b"TI\x01" + bytes([width]) + len(sets).to_bytes(4, "little")
+    head = b"TI\x02" + bytes([width]) + len(sets).to_bytes(4, "little")
     counts = b"".join(len(one).to_bytes(2, "little") for one in sets)
-    return head + counts + number.to_bytes(-(-len(ids) * width // 8), "little")
+    return head + counts + slow_pack(ids, width)
 
 
 @settings(max_examples=200, deadline=None)
@@ -86,7 +86,7 @@ def test_other_bytes_are_refused(payload: bytes) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_behind_a_good_beginning_are_read_or_refused(rest: bytes) -> None:
-    for payload in (rest, b"TI\x01" + rest):
+    for payload in (rest, b"TI\x02" + rest):
         try:
             decode_top_ids(payload)
         except MalformedMessage:

@@ -1,70 +1,123 @@
-"""Slow decoder of top-k payloads: bits from one long integer, ids checked position by position. Only the arithmetic is
-in NumPy, and in the order of `protocol.topk_codec`, so that its results can be compared bit by bit."""
+"""Slow encoder and decoder of top-k payloads: bits from long integers, everything position by position in Python's
+float64. Nothing here is imported from the code that they check, but the type of its results."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from protocol.topk_codec import LOG_TAIL_FLOOR, TopK
+from protocol.topk_codec import TopK
+from tests.protocol.slow_planes import slow_pack, slow_unpack
+
+LOWEST_TAIL = math.log(1e-7)
+HEADER = "<2sBBBBHII"
+
+
+class Borderline(Exception):
+    """A sum of probabilities so near to what is allowed that the last digits decide."""
+
+
+def slow_encode(
+    ids_TK: Sequence[Sequence[int]],
+    logprobs_TK: Sequence[Sequence[float]],
+    vocab: int,
+    mass: float,
+    max_k: int,
+    bits: int,
+    rest_bits: int = 0,
+) -> bytes:
+    id_bits = max(1, (vocab - 1).bit_length())
+    counts, tails, ids_sent, codes, slots = list[int](), list[int](), list[int](), list[int](), list[int]()
+    ranges = b""
+    for ids, logprobs in zip(ids_TK, logprobs_TK, strict=True):
+        covered, k = 0.0, 0
+        while k < min(max_k, len(ids)) and (k == 0 or covered < mass):
+            covered += math.exp(logprobs[k])
+            k += 1
+        code_of = {
+            token: round(min(math.sqrt(-min(logprob, 0.0)) / math.sqrt(40), 1.0) * (2**bits - 1))
+            for token, logprob in zip(ids[:k], logprobs[:k], strict=True)
+        }
+        ids_sent += sorted(code_of)
+        codes += [code_of[token] >> rest_bits for token in sorted(code_of)]
+        tail = min(0.0, max(LOWEST_TAIL, math.log(max(1 - covered, 1e-300))))
+        counts.append(k)
+        tails.append(0 if k == vocab else 1 + round(-tail / (-LOWEST_TAIL / 65534)))
+        if rest_bits:
+            rest = dict(zip(ids[k:], logprobs[k:], strict=True))
+            near = math.floor(min((-lp for lp in rest.values()), default=0.0) * 1024)
+            far = math.ceil(max((-lp for lp in rest.values()), default=0.0) * 1024)
+            ranges += struct.pack("<HH", near, far)
+            for token in range(vocab):
+                if token in rest:
+                    slots.append(round((-rest[token] * 1024 - near) / (far - near) * (2**rest_bits - 1)))
+                else:
+                    slots.append(code_of[token] % 2**rest_bits)
+    widest = max(counts, default=1)
+    count_bits = max((widest - count).bit_length() for count in [*counts, widest])
+    head = struct.pack(HEADER, b"TK", 3, bits, rest_bits, count_bits, widest, len(counts), vocab)
+    sets = slow_pack(ids_sent, id_bits) + slow_pack(codes, bits - rest_bits)
+    shorts = slow_pack([widest - count for count in counts], count_bits)
+    return head + shorts + struct.pack(f"<{len(tails)}H", *tails) + sets + ranges + slow_pack(slots, rest_bits)
 
 
 def slow_decode(payload: bytes) -> TopK:
     """Raises ValueError for what `decode_top_k` must refuse in a payload whose lengths fit its header."""
-    _, _, bits, rest_bits, n_tokens, vocab = struct.unpack_from("<2sBBBII", payload)
-    counts = list(struct.unpack_from(f"<{n_tokens}H", payload, 13))
-    tail_codes = np.array(struct.unpack_from(f"<{n_tokens}H", payload, 13 + 2 * n_tokens), np.float64)
-    id_bits = max(1, (vocab - 1).bit_length())
-    body_at = 13 + 4 * n_tokens
-    words = _words(payload[body_at:], sum(counts), id_bits + bits)
-    sets, at = list[list[int]](), 0
-    for count in counts:
-        sets.append([word & ((1 << id_bits) - 1) for word in words[at : at + count]])
+    _, _, bits, rest_bits, count_bits, widest, n_positions, vocab = struct.unpack_from(HEADER, payload)
+    shorts, left = slow_unpack(payload[struct.calcsize(HEADER) :], n_positions, count_bits)
+    counts = [widest - short for short in shorts]
+    tail_codes = struct.unpack_from(f"<{n_positions}H", left)
+    ids, left = slow_unpack(left[2 * n_positions :], sum(counts), max(1, (vocab - 1).bit_length()))
+    codes, left = slow_unpack(left, sum(counts), bits - rest_bits)
+    ranges = struct.unpack_from(f"<{2 * n_positions}H", left) if rest_bits else ()
+    slots, _ = slow_unpack(left[2 * len(ranges) :], n_positions * vocab if rest_bits else 0, rest_bits)
+
+    all_ids, all_logprobs, tails, at = list[int](), list[float](), list[float](), 0
+    for t, count in enumerate(counts):
+        own, own_codes, slot = ids[at : at + count], codes[at : at + count], slots[t * vocab : (t + 1) * vocab]
         at += count
-        if max(sets[-1]) >= vocab or len(set(sets[-1])) < count:
-            raise ValueError("an id outside the vocabulary, or twice")
-
-    step = math.sqrt(40.0) / ((1 << bits) - 1)
-    logprobs_S = -np.square(np.array([word >> id_bits for word in words], np.float64) * step)
-    tail_T = np.where(tail_codes == 0, -np.inf, -(tail_codes - 1.0) * (-LOG_TAIL_FLOOR / 65_534))
-    if n_tokens:
-        covered_T = np.add.reduceat(np.exp(logprobs_S), np.cumsum(counts) - counts)
-        one_minus_tail_T = -np.expm1(np.minimum(tail_T, -1e-12))
-        if (np.abs(covered_T - one_minus_tail_T) > 4.0 * step + 1e-3).any():
-            raise ValueError("not a distribution")
-        scale_T = np.where(one_minus_tail_T >= 0.5, np.log(one_minus_tail_T / covered_T), 0.0)
-        tail_T = np.where(one_minus_tail_T >= 0.5, tail_T, np.log1p(-np.minimum(covered_T, 0.9)))
-        logprobs_S = np.minimum(logprobs_S + np.repeat(scale_T, counts), 0.0)
-    ids, logprobs_S, tail_T = sum(sets, list[int]()), logprobs_S.astype(np.float32), tail_T.astype(np.float32)
-    if not rest_bits:
-        return TopK(np.array(counts, np.int64), np.array(ids, np.int32), logprobs_S, tail_T)
-
-    ranges_at = body_at + -(-sum(counts) * (id_bits + bits) // 8)
-    ranges = struct.unpack_from(f"<{2 * n_tokens}H", payload, ranges_at)
-    codes = _words(payload[ranges_at + 4 * n_tokens :], n_tokens * vocab - sum(counts), rest_bits)
-    all_ids, all_logprobs, at, rest_at = list[int](), list[Any](), 0, 0
-    for t, one_set in enumerate(sets):
-        left_out = sorted(set(range(vocab)) - set(one_set))
-        width = max(ranges[2 * t + 1] / 1024 - ranges[2 * t] / 1024, 0.0) / ((1 << rest_bits) - 1)
-        weights = -np.array(codes[rest_at : rest_at + len(left_out)], np.float64) * width
-        mass = 0.0
-        for weight in np.exp(weights).tolist():
-            mass += weight
-        scale = tail_T[t] - np.log(np.maximum(mass, 1e-300)) if left_out else 0.0
-        all_ids += [*one_set, *left_out]
-        all_logprobs += [*logprobs_S[at : at + len(one_set)], *(weights + scale).astype(np.float32)]
-        at, rest_at = at + len(one_set), rest_at + len(left_out)
+        if max(own) >= vocab or any(after <= before for before, after in itertools.pairwise(own)):
+            raise ValueError("an id outside the vocabulary, twice, or not in order")
+        if rest_bits:
+            own_codes = [(upper << rest_bits) + slot[token] for token, upper in zip(own, own_codes, strict=True)]
+        sent, tail = _set(own_codes, tail_codes[t], bits)
+        if rest_bits:
+            by_id = _rest(slot, set(own), ranges[2 * t : 2 * t + 2], tail, rest_bits)
+            by_id.update(zip(own, sent, strict=True))
+            own, sent, tail = list(range(vocab)), [by_id[token] for token in range(vocab)], -math.inf
+        all_ids, all_logprobs, tails = all_ids + own, all_logprobs + sent, [*tails, tail]
     return TopK(
-        np.full(n_tokens, vocab, np.int64),
+        np.array([vocab] * n_positions if rest_bits else counts, np.int64),
         np.array(all_ids, np.int32),
         np.array(all_logprobs, np.float32),
-        np.full(n_tokens, -np.inf, np.float32),
+        np.array(tails, np.float32),
     )
 
 
-def _words(packed: bytes, n_words: int, width: int) -> list[int]:
-    number = int.from_bytes(packed, "little")
-    return [(number >> (i * width)) & ((1 << width) - 1) for i in range(n_words)]
+def _set(codes: list[int], tail_code: int, bits: int) -> tuple[list[float], float]:
+    """The log-probs of one position's sent tokens, and its tail."""
+    step = math.sqrt(40.0) / (2**bits - 1)
+    logprobs = [-((code * step) ** 2) for code in codes]
+    tail = -math.inf if tail_code == 0 else -(tail_code - 1) * (-LOWEST_TAIL / 65_534)
+    covered, expected = sum(map(math.exp, logprobs)), 1.0 if tail_code == 0 else -math.expm1(min(tail, -1e-12))
+    off = abs(covered - expected) - (4.0 * step + 1e-3)
+    if abs(off) < 1e-5:
+        raise Borderline
+    if off > 0:
+        raise ValueError("not a distribution")
+    if expected < 0.5:
+        return logprobs, math.log1p(-min(covered, 0.9))
+    scale = math.log(expected / covered)
+    return [min(logprob + scale, 0.0) for logprob in logprobs], tail
+
+
+def _rest(slot: list[int], sent: set[int], near_far: Sequence[int], tail: float, rest_bits: int) -> dict[int, float]:
+    """The log-probs of one position's other tokens."""
+    width = max(near_far[1] - near_far[0], 0) / 1024 / (2**rest_bits - 1)
+    weights = {token: -code * width for token, code in enumerate(slot) if token not in sent}
+    mass = sum(map(math.exp, weights.values()))
+    return {token: min(weight + tail - math.log(mass), 0.0) for token, weight in weights.items()}

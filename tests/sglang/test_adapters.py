@@ -26,6 +26,7 @@ from learner.config import LoraConfig
 from learner.step.lora import Adapters
 from models.loading import load_causal_lm
 from protocol.messages import Membership, WeightPlan, WeightVersion
+from protocol.object_store import Store
 from sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
@@ -78,11 +79,11 @@ class MisledAdapters(ServerAdapters):
 
 
 class Actor:
-    def __init__(self, server: Server, run_id: str, mode: SwapMode) -> None:
+    def __init__(self, server: Server, run_id: str, mode: SwapMode, copies: Path) -> None:
         self.incarnation = f"incarnation-{next(_numbers)}"
         config = msgspec.structs.replace(SGLANG, update_mode=mode, stream_tokens=2, control_timeout_s=10.0)
         self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
-        self.weights = MisledAdapters(self.engine, student=str(STUDENT))
+        self.weights = MisledAdapters(self.engine, student=str(STUDENT), folder=copies)
         self.receiver = WeightReceiver(self.weights, name="actor-0")
         self.receiver.start()
 
@@ -94,17 +95,20 @@ class Actor:
 class Run:
     """A publisher of adapters, and one actor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, way: str) -> None:
+        """`way`: folder, store or wire."""
         self.id = f"lora-{next(_numbers)}"
-        self.folder = folder / "weights"
+        self.folder, self.copies = folder / "weights", folder / "copies"
+        self.transport = "wire" if way == "wire" else "folder"
         torch.manual_seed(0)
         self.model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="packed")
         self.adapters = Adapters(self.model, LoraConfig(rank=RANK, alpha=16.0), base=str(STUDENT))
         self.published: list[WeightVersion] = []
         self.actor: Actor | None = None
         self.publisher = Publisher(
-            msgspec.structs.replace(CONFIG, transport="folder"),
+            msgspec.structs.replace(CONFIG, transport=self.transport),
             snapshot_dir=self.folder,
+            store=Store(f"file://{folder}/store") if way == "store" else None,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
             members=Members(kind="adapters", check_by="canary", adapter_config=self.adapters.config_text()),
@@ -119,13 +123,13 @@ class Run:
     def join(self, server: Server, mode: SwapMode = "abort") -> Actor:
         if self.actor is not None:
             self.actor.close()
-        self.actor = Actor(server, self.id, mode)
+        self.actor = Actor(server, self.id, mode, self.copies)
         self.publisher.membership(Membership(("actor-0",), (self.actor.incarnation,)))
         assert self.publisher.wait_idle(WAIT_S)
         return self.actor
 
     def post_plan(self, plan: WeightPlan) -> None:
-        assert self.actor is not None and plan.backend == "folder"
+        assert self.actor is not None and plan.backend == self.transport
         self.actor.receiver.handle_plan(plan)
 
     def set(self, version: WeightVersion) -> None:
@@ -169,14 +173,16 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
+    """By the folder, unless a test says otherwise."""
+
     def endless(*args: Any) -> dict[str, Any]:
         body = generate_body(*args)
         body["sampling_params"]["ignore_eos"] = True
         return body
 
     monkeypatch.setattr("engines.sglang.engine.generate_body", endless)
-    run = Run(tmp_path)
+    run = Run(tmp_path, getattr(request, "param", "folder"))
     yield run
     run.close()
 
@@ -200,6 +206,7 @@ def begin(engine: SGLangEngine, names: list[str], n: int, answers: dict[str, Ans
         take(engine, answers, 0.1)
 
 
+@pytest.mark.parametrize("run", ["folder", "store", "wire"], indirect=True)
 def test_a_version_that_comes_while_requests_run_cuts_them_and_every_token_has_its_own(
     run: Run, server: Server
 ) -> None:
@@ -255,8 +262,7 @@ def test_a_file_that_is_not_the_learners_is_found_before_any_request_uses_it(
     server = start(servers, "misled")
     actor = run.join(server)
     run.deliver(V1)
-    other = Path(run.folder / str(V1))
-    actor.weights.other = other
+    actor.weights.other = run.copies / str(V1)
     answers: dict[str, Answer] = {}
     begin(run.engine, ["a"], 300, answers)
     run.publish(V2)

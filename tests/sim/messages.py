@@ -62,6 +62,7 @@ EXAMPLES: list[tuple[m.Message, tuple[Array, ...]]] = [
     (m.RolloutFailed("train-3-0-1", "env_error", "KeyError", "step: 'tool'"), ()),
     (m.RolloutFailedAck("train-3-0-1"), ()),
     (m.CancelRollout("train-3-0-1", "stale"), ()),
+    (m.SegmentsWanted(), ()),
     (m.ScoreCredit(4096, 2, 1), ()),
     (
         m.ScoreWork(

@@ -153,7 +153,7 @@ class Pipeline:
     def _look(self, every_s: float) -> None:
         self._at(every_s, lambda: self._look(every_s))
         shape = self.shape
-        waits = {f"wait_{cause}_s_total": 0.0 for cause in ("weights", "eval", "checkpoint")}
+        waits = {f"wait_{cause}_s_total": 0.0 for cause in ("shards", "weights", "eval", "checkpoint")}
         waits |= {"wait_data_s_total": self._data_s, "wait_scoring_s_total": self._scoring_s}
         peers = [self._peer("learner", 0, self._train_s, waits)]
         for index in range(shape.teachers):

@@ -37,6 +37,7 @@ def run_conversation(seed: int, *, n_events: int, vocabulary: int, segment_token
     talk = Conversation(seed, n_events=n_events, vocabulary=vocabulary)
     graph = TokenGraph()
     cutter = SegmentCutter(graph, segment_tokens)
+    draw = random.Random(seed)
     calls: list[Call] = []
     cuts: list[Cut] = []
     for event in talk.events:
@@ -50,7 +51,7 @@ def run_conversation(seed: int, *, n_events: int, vocabulary: int, segment_token
                 ids = np.array(event.tokens, np.int32)
                 graph.extend(call, ids, logprobs, [VersionSpan(VERSION, 0, len(ids))])
                 assert call.response is not None
-                cuts += cutter.take(call.response)
+                cuts += cutter.take(call.response) if draw.random() < 0.7 else cutter.take_early(call.response)
             case "end":
                 graph.end(calls[event.call], delivered=event.delivered)
     for call, asked in zip(calls, talk.book, strict=True):

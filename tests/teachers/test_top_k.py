@@ -76,7 +76,7 @@ def test_a_teacher_sends_the_likeliest_tokens_of_the_range_beside_the_log_probs(
         by_id = dict(zip(exact.top_ids[3 + t].tolist(), exact.top_logprobs[3 + t].tolist(), strict=True))
         n = int(top.counts_T[t])
         assert n == VOCAB if fields["top_k"] == 20 else n <= 8
-        assert decoded_ids[t, 0] == exact.top_ids[3 + t, 0]
+        assert decoded_ids[t, decoded[t].argmax()] == exact.top_ids[3 + t, 0]
         likely = [i for i in range(n) if by_id[int(decoded_ids[t, i])] > -4]
         for i in likely:
             assert decoded[t, i] == pytest.approx(by_id[int(decoded_ids[t, i])], abs=0.15)

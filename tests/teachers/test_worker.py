@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -212,22 +213,49 @@ def test_scores_that_are_not_finite_are_failures_of_their_item() -> None:
 # ---------------------------------------------------------------------------------------------------------- credit
 
 
-def test_credit_is_what_is_not_held_and_comes_back_with_the_scores() -> None:
+def test_credit_is_what_is_not_held_and_comes_back_with_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer subtracts what it sends, so a teacher says nothing when that arrives."""
+    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 3600.0)
     engine = Fake()
     engine.gate.clear()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
         first = credit(peer, lambda c: True)
         assert (first.tokens, first.items_received_total) == (120, 0)
         peer.send(*work((1, [1] * 40), (1, [1] * 50)), to=TEACHER)
-        held = credit(peer, lambda c: c.items_received_total == 2)
-        assert held.tokens == 120 - 90
+        assert engine.scoring.wait(PATIENCE_S)
+        assert len(peer.got(m.ScoreCredit)) == 1
         engine.gate.set()
         settled(peer, 2)
         back = credit(peer, lambda c: c.items_received_total == 2 and c.tokens == 120)
-        assert first.seq < held.seq < back.seq
+        assert first.seq < back.seq
+        so_far = [(got.message.tokens, got.message.items_received_total) for got in peer.got(m.ScoreCredit)]
+        assert so_far[:2] == [(120, 0), (70, 2)], "50 tokens are held while 40 are scored"
         peer.send(*lease(2, 500), to=TEACHER)
         assert credit(peer, lambda c: c.items_received_total == 3).tokens == 0, "more than all is held: not negative"
         settled(peer, 3)
+        end(peer, ended)
+
+
+@pytest.mark.parametrize(("cache_mb", "expected"), [(0, (60, 1)), (16, None)])
+def test_an_item_that_takes_more_than_the_buffer_counts_is_news(
+    monkeypatch: pytest.MonkeyPatch, cache_mb: int, expected: tuple[int, int] | None
+) -> None:
+    """Without a prefix cache, what the teacher was sent before is computed again."""
+    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 3600.0)
+    engine = Fake()
+    engine.gate.clear()
+    config = msgspec.structs.replace(CONFIG, prefix_cache_mb=cache_mb)
+    with ScriptedBuffer() as peer, teacher(peer.address, engine, config) as (ended, _):
+        credit(peer, lambda c: True)
+        item = m.ScoreItem(0, "train-0-0-0", 50, 60, known_tokens=50)
+        peer.send(m.ScoreWork((item,)), [np.ones(60, np.int32)], to=TEACHER)
+        if expected is not None:
+            held = credit(peer, lambda c: c.items_received_total == 1)
+            assert (held.tokens, held.items_received_total) == expected
+        assert engine.scoring.wait(PATIENCE_S)
+        assert len(peer.got(m.ScoreCredit)) == (1 if expected is None else 2)
+        engine.gate.set()
+        settled(peer, 1)
         end(peer, ended)
 
 

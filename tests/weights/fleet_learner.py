@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from protocol.messages import WeightPlan, WeightVersion
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, digest_of
+from tests.slow_link import SlowLink
 from weights.config import WeightsConfig
 from weights.publisher import Publisher
 
@@ -41,12 +43,24 @@ class FleetLearner:
         self.fleet, self.folder = fleet, folder
         self.plans: list[WeightPlan] = []
         self.announced: list[WeightVersion] = []
+        self.through: dict[str, int] = {}
+        """Actor -> bytes per second of the link (tests.slow_link) that leads it to the learner."""
+        self.links: dict[str, SlowLink] = {}
         self._weights = weights
         self._config = quick(transport)
 
     def post_plan(self, plan: WeightPlan) -> None:
         self.plans.append(plan)
-        self.fleet.post_plan(plan)
+        self.fleet.post_plan(plan, self._rerouted)
+
+    def _rerouted(self, name: str, plan: WeightPlan) -> WeightPlan:
+        if name in self.through and name not in self.links:
+            self.links[name] = SlowLink(plan.control, self.through[name])
+        return plan if name not in self.links else msgspec.structs.replace(plan, control=self.links[name].address)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
 
     def start(self, **changes: Any) -> Publisher:
         return Publisher(
@@ -60,6 +74,17 @@ class FleetLearner:
         """These actors (default: all) end up with exactly this version's tensors."""
         for staged in self.fleet.wait_for(version(step), PATIENCE_S, names or None).values():
             assert (staged.version, staged.digest) == (version(step), digest_of(self._weights(step)))
+
+    def publish_past(self, publisher: Publisher, names: Sequence[str], stopped: str) -> None:
+        """All actors have version 1; then `stopped` stands still, and the others have version 2."""
+        self.fleet.start(names)
+        publisher.membership(self.fleet.membership())
+        publisher.publish(version(1), self._weights(1))
+        self.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        self.fleet.signal(stopped, signal.SIGSTOP)
+        publisher.publish(version(2), self._weights(2))
+        self.delivered(2, *(name for name in names if name != stopped))
 
     @property
     def port(self) -> int:

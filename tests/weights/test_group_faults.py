@@ -1,4 +1,4 @@
-"""A short campaign of bench/group_faults.py, and that it finds what it is there for."""
+"""A short campaign of bench/faults/group_faults.py, and that it finds what it is there for."""
 
 from __future__ import annotations
 

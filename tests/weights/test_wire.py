@@ -6,8 +6,9 @@ import contextlib
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 import pytest
@@ -37,8 +38,8 @@ def weights(step: int, rows: int = ROWS) -> list[tuple[str, Tensor]]:
 
 @pytest.fixture
 def learner(tmp_path: Path) -> Iterator[FleetLearner]:
-    with ActorFleet() as fleet:
-        yield FleetLearner(fleet, tmp_path / "weights", "wire", weights)
+    with ActorFleet() as fleet, closing(FleetLearner(fleet, tmp_path / "weights", "wire", weights)) as learner:
+        yield learner
 
 
 def test_every_version_reaches_every_member_by_one_port_without_a_file_or_a_process_group(
@@ -80,6 +81,72 @@ def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version
         assert publisher.stats.dropped_total == {"no_answer": 1}
 
 
+FAST: Final = 1 << 30
+"""Bytes per second of a link that only passes on."""
+HALF: Final = 6 << 20
+"""Bytes of a version of about 11 MiB."""
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_version_costs_what_was_under_way(learner: FleetLearner) -> None:
+    """It comes from another connection, within the round, and nobody is left out."""
+    learner.through = {NAMES[0]: FAST}
+    with learner.start(broadcast_timeout_s=10 * PATIENCE_S) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        link = learner.links[NAMES[0]]
+        before, connections, link.bytes_per_s = link.passed_bytes, link.accepted, 8 << 20
+        publisher.publish(version(2), weights(2))
+        eventually(lambda: link.passed_bytes - before > HALF, "half a version")
+        link.cut()
+        link.bytes_per_s = FAST
+        learner.delivered(2)
+        assert publisher.wait_idle(PATIENCE_S)
+        stats, passed = publisher.stats, link.passed_bytes - before
+        assert (stats.dropped_total, stats.failed_groups_total, stats.rebuilds_total, stats.members) == ({}, 0, 1, 3)
+        assert link.accepted - connections == 2, "one for weights, one for the control channel"
+        total = len(some_weights(2))
+        assert total < passed < total + WINDOW * PIECE_BYTES + HALF // 2, "what had arrived was not sent again"
+        assert learner.fleet.report(NAMES[0]).stats["weight_reconnects_total"] == 2
+        assert learner.fleet.report(NAMES[1]).stats["weight_reconnects_total"] == 0
+
+
+@pytest.mark.parametrize("how", ["between versions", "after every piece was sent"])
+def test_a_connection_that_breaks_at_another_time_loses_no_version(learner: FleetLearner, how: str) -> None:
+    """The next version reaches the member by another connection; or its last pieces, or its answer, do."""
+    learner.through = {NAMES[0]: FAST}
+    with learner.start(broadcast_timeout_s=10 * PATIENCE_S) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        for step in range(1, 6):
+            publisher.publish(version(step), weights(step))
+            if how == "after every piece was sent" and step > 1:
+                link = learner.links[NAMES[0]]
+                before = link.passed_bytes
+                eventually(lambda b=before, one=link: one.passed_bytes - b > len(some_weights(1)) - HALF // 4, "most")
+                link.cut()
+            learner.delivered(step)
+            assert publisher.wait_idle(PATIENCE_S)
+            learner.links[NAMES[0]].cut()
+        stats = publisher.stats
+        assert (stats.dropped_total, stats.failed_groups_total, stats.rebuilds_total, stats.members) == ({}, 0, 1, 3)
+
+
+def test_the_kernel_watches_over_the_connections_of_a_member(learner: FleetLearner) -> None:
+    """In the kernel's own table: a connection that is silent, with the timer of its keepalive (2)."""
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        timers = [row[5][:2] for row in rows if row[2].endswith(f":{learner.port:04X}") and row[3] == "01"]
+        assert timers == ["02"] * 6, "two of each member"
+
+
 def test_a_newcomer_gets_the_newest_version(learner: FleetLearner) -> None:
     with learner.start() as publisher:
         learner.fleet.start(NAMES[:1])
@@ -98,14 +165,7 @@ def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
     """While a version is being sent. The strangers are made from a plain socket and from ZeroMQ itself, and share no
     code with the members; the same client with a member's keys does get weights."""
     with learner.start() as publisher:
-        learner.fleet.start(NAMES)
-        publisher.membership(learner.fleet.membership())
-        publisher.publish(version(1), weights(1))
-        learner.delivered(1)
-        assert publisher.wait_idle(PATIENCE_S)
-        learner.fleet.signal(NAMES[2], signal.SIGSTOP)
-        publisher.publish(version(2), weights(2))
-        learner.delivered(2, *NAMES[:2])  # and the learner waits for the third
+        learner.publish_past(publisher, NAMES, NAMES[2])  # and the learner waits for the third
 
         talk_tcp(learner.port)
         plan = learner.plans[-1]
@@ -129,6 +189,42 @@ def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
         assert publisher.stats.dropped_total == {} and publisher.stats.members == 3
 
 
+def test_a_member_that_asks_again_and_again_gets_each_piece_once(learner: FleetLearner) -> None:
+    """All that waits for a connection is in the learner's memory: nobody may make it wait there any number of times."""
+    with learner.start() as publisher:
+        learner.publish_past(publisher, NAMES, NAMES[2])  # and the learner waits for the third
+
+        plan = learner.plans[-1]
+        assert plan.control_keys is not None
+        public, secret, server = (key.encode() for key in plan.control_keys)
+
+        def want(first: int, count: int) -> bytes:
+            fields = {"group_epoch": plan.group_epoch, "rank": 3, "number": 2, "first": first, "count": count}
+            return msgspec.msgpack.encode({"type": "Want", **fields})
+
+        with Stranger(plan.control, (public, secret), server, want(0, 2)) as member:
+            for _ in range(20):
+                member.say(want(0, 2))
+            for first, count in ((0, 2**63), (2**63, 2**63), (-1, 2), (2, -1)):
+                member.say(want(first, count))
+            member.say(want(2, 1))
+            eventually(lambda: 2 in pieces_in(member.heard()), "the piece asked for last")
+            assert pieces_in(member.heard()) == [0, 1, 2]
+        learner.fleet.signal(NAMES[2], signal.SIGCONT)
+        learner.delivered(2)
+        assert publisher.wait_idle(PATIENCE_S)
+        assert publisher.stats.dropped_total == {} and publisher.stats.members == 3
+
+
+def pieces_in(frames: list[bytes]) -> list[int]:
+    """Indices of the pieces: a message is a head, the piece and a checksum."""
+    return [msgspec.msgpack.decode(head)["index"] for head in frames[::3]]
+
+
+def some_weights(step: int) -> bytes:
+    return b"".join(tensor.numpy().tobytes() for _, tensor in weights(step))
+
+
 def some_bytes(step: int) -> bytes:
     return weights(step)[1][1].numpy().tobytes()[:64]
 
@@ -146,7 +242,7 @@ def talk_tcp(port: int) -> bytes:
 
 
 class Stranger:
-    """Connects once, says one message, and keeps what comes back."""
+    """Connects once, says a message, and keeps what comes back."""
 
     def __init__(self, endpoint: str, keys: tuple[bytes, bytes] | None, server: bytes, message: bytes) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -157,8 +253,11 @@ class Stranger:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys
             self._socket.curve_serverkey = server
         self._socket.connect(endpoint)
-        self._socket.send_multipart([message, xxh3_64_digest(message)])
+        self.say(message)
         self._heard: list[bytes] = []
+
+    def say(self, message: bytes) -> None:
+        self._socket.send_multipart([message, xxh3_64_digest(message)])
 
     def heard(self) -> list[bytes]:
         while self._socket.poll(100):

@@ -77,32 +77,33 @@ class WireChannel:
         """Members that are on the control channel can reach its port."""
 
     def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
-        """Serve the members until each has all pieces, or has answered that it gives up, or is gone; at the deadline
-        the rest is left to whoever waits for their answers. Raises GroupInterrupted."""
+        """Serve the members until each has answered, or is gone: one whose connection breaks may ask again for what it
+        was sent. At the deadline the rest is left to whoever waits for their answers. Raises GroupInterrupted."""
         deadline_s = time.monotonic() + timeout_s
         pieces = _Pieces(layout, content)
-        sent: dict[int, set[int]] = {rank: set() for rank in range(1, len(self._seats) + 1)}
+        sent: dict[int, dict[bytes, set[int]]] = {rank: {} for rank in range(1, len(self._seats) + 1)}
         while sent and time.monotonic() < deadline_s:
             if self._closing():
                 raise GroupInterrupted("the learner is closing")
             for request in self._control.requests(WAIT_SLICE_S):
                 if request.want.number == round_number and request.want.rank in sent:
-                    sent[request.want.rank].update(self._serve(request, pieces))
+                    self._serve(request, pieces, sent[request.want.rank].setdefault(request.route, set()))
             gone = self._gone()
-            done = {rank for rank, indices in sent.items() if len(indices) == pieces.count}
-            done |= {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
+            done = {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
             done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
             for rank in done:
                 sent.pop(rank, None)
 
-    def _serve(self, request: Request, pieces: _Pieces) -> range:
-        """Send what it wants; returns the indices. What no member of ours asks for is not there."""
-        wanted = range(request.want.first, request.want.first + request.want.count)
-        if not (wanted.start >= 0 and len(wanted) <= WINDOW and wanted.stop <= pieces.count):
-            return range(0)
-        for index in wanted:
-            self._control.send_piece(request, index, pieces.get(index))
-        return wanted
+    def _serve(self, request: Request, pieces: _Pieces, had: set[int]) -> None:
+        """Send what it wants and has not `had` by this connection: who asks again and again and reads nothing would
+        fill our memory. What no member of ours asks for is not there."""
+        first, count = request.want.first, request.want.count
+        if not (first >= 0 and count <= WINDOW and first + count <= pieces.count):
+            return
+        for index in range(first, first + count):
+            if index not in had:
+                had.add(index)
+                self._control.send_piece(request, index, pieces.get(index))
 
     def close(self) -> None: ...
 

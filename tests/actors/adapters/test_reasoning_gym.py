@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -12,13 +13,17 @@ import pytest
 from actors.envs.registry import check_options
 from tests.actors.adapters.conftest import MADE_BY, Play
 
-package: Any = pytest.importorskip("reasoning_gym", reason=MADE_BY)
-
 SUMS: dict[str, object] = {"dataset": "chain_sum", "config": {"max_terms": 2, "seed": 7}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def package() -> Any:
+    """Imported where these tests run, and not wherever they are collected: it takes long."""
+    return pytest.importorskip("reasoning_gym", reason=MADE_BY)
+
+
 def entry(index: int) -> dict[str, Any]:
-    return package.create_dataset("chain_sum", max_terms=2, seed=7)[index]
+    return importlib.import_module("reasoning_gym").create_dataset("chain_sum", max_terms=2, seed=7)[index]
 
 
 def test_the_question_of_the_rows_index_is_asked_and_its_checker_scores(play: Play) -> None:
@@ -58,7 +63,7 @@ def test_without_an_index_the_seed_chooses(play: Play) -> None:
         asked({"index": 500})
 
 
-def test_the_seed_of_a_data_set_is_fixed(play: Play) -> None:
+def test_the_seed_of_a_data_set_is_fixed(package: Any, play: Play) -> None:
     """Else two actors would ask different questions for the same row."""
     plain = {"dataset": "chain_sum"}
     zero = package.create_dataset("chain_sum", seed=0)[1]["question"]
@@ -70,7 +75,7 @@ def test_a_checker_that_fails_on_an_answer_is_counted(play: Play) -> None:
     assert (played.end.reward, played.total("reasoning_gym_checker_errors")) == (0.0, 1.0)
 
 
-def test_data_sets_whose_checker_runs_the_answer_are_known_by_name() -> None:
+def test_data_sets_whose_checker_runs_the_answer_are_known_by_name(package: Any) -> None:
     """What `eval` or `parse_expr` of sympy is given is a program. The names are compared with the package's sources."""
     from actors.envs.adapters.reasoning_gym import EVALUATES_ANSWERS
 

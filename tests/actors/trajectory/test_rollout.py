@@ -72,7 +72,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Event:
-    kind: Literal["sampled", "environment", "take"]
+    kind: Literal["sampled", "environment", "take", "take early"]
     versions: tuple[int, ...] = ()
     n: int = 0
 
@@ -82,6 +82,7 @@ EVENTS = st.lists(
         st.lists(st.integers(0, 3), min_size=1, max_size=9).map(lambda v: Event("sampled", tuple(v))),
         st.integers(0, 9).map(lambda n: Event("environment", n=n)),
         st.just(Event("take")),
+        st.just(Event("take early")),
     ),
     max_size=25,
 )
@@ -96,6 +97,12 @@ def test_segments_laid_end_to_end_are_the_rollout(events: list[Event], n_prompt:
         if event.kind == "take":
             taken += line.rollout.take_segments()
             assert not any(cut.message.final for cut in taken)
+        elif event.kind == "take early":
+            taken += line.rollout.take_early()
+            n_cut, newest = sum(len(cut.arrays[0]) for cut in taken), len(line.version_of) - 1
+            while newest >= 0 and line.version_of[newest] is None:
+                newest -= 1
+            assert newest < 0 or n_cut >= newest or not any(v is not None for v in line.version_of[n_cut:newest])
         elif event.kind == "sampled":
             line.write(list(event.versions))
         else:

@@ -62,6 +62,36 @@ def test_the_last_segment_is_never_missing() -> None:
     assert cutter.dropped() == (Dropped(4, 6, "undelivered"),)
 
 
+def test_what_is_there_leaves_early_but_for_its_newest_token_and_the_next_segment_is_shorter() -> None:
+    graph = TokenGraph()
+    cutter = SegmentCutter(graph, 4)
+    call = graph.begin(ids("rules."))
+    seen: list[str] = []
+    for letter in "abcdefghijk":
+        write(graph, call, letter)
+        assert call.response is not None
+        take = cutter.take_early if letter in "adeh" else cutter.take
+        seen.append(" ".join(shown(cut) for cut in take(call.response)))
+    assert seen == ["", "", "", "0|rules.ABC", "9|D", "", "", "10|EFG", "13|H", "", ""], "whole ones end at d and h"
+    assert [shown(cut) for cut in cutter.take_rest()] == ["14|IJK"]
+
+
+def test_a_segment_that_leaves_early_is_not_one_of_context_alone() -> None:
+    graph = TokenGraph()
+    cutter = SegmentCutter(graph, 9)
+    first = answer(graph, "r.", "ab")
+    assert first.response is not None
+    assert [shown(cut) for cut in cutter.take_early(first.response)] == ["0|r.A"]
+    assert cutter.take_early(first.response) == []
+    second = graph.begin(ids("r.ab+++"))
+    write(graph, second, "c")
+    assert second.response is not None
+    assert [shown(cut) for cut in cutter.take_early(second.response)] == ["3|B+++"]
+    write(graph, second, "d")
+    assert [shown(cut) for cut in cutter.take_early(second.response)] == ["7|C"]
+    assert [shown(cut) for cut in cutter.take_rest()] == ["8|D"]
+
+
 def test_segments_below_one_token_are_refused() -> None:
     with pytest.raises(ValueError, match="got 0, expected at least 1"):
         SegmentCutter(TokenGraph(), 0)

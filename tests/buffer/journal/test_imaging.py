@@ -12,13 +12,15 @@ import psutil
 import pytest
 
 from buffer.core import Core
+from buffer.journal.database import StoreCorrupt
+from buffer.journal.freezer import Frozen
 from buffer.journal.image import make_checked_image, restore_image
 from buffer.journal.imaging import Finished, ImageFork, Outcome, read_image, write_image
 from buffer.journal.journal import Journal
-from buffer.journal.store import SWEPT_PARTS, Store, StoreCorrupt
+from buffer.journal.store import SWEPT_PARTS, Store
 from tests.buffer.driver import Driver
 from tests.buffer.journal.test_journal import opened
-from tests.buffer.shadow import new_book
+from tests.buffer.shadow import new_book, no_blobs
 from tests.full_disk import small_disk
 from tests.patience import PATIENCE_S, eventually
 
@@ -42,10 +44,10 @@ def test_an_image_has_the_state_of_the_fork_and_the_log_what_came_after(tmp_path
     state = ["before"]
     gate = tmp_path / "gate"
 
-    def make() -> bytes:
+    def make() -> Frozen:
         while not gate.exists():
             time.sleep(0.005)
-        return "".join(state).encode()
+        return Frozen("".join(state).encode())
 
     journal = new_journal(tmp_path)
     for turn in (b"one", b"two"):
@@ -67,10 +69,10 @@ def test_an_image_that_no_commit_names_does_not_count(tmp_path: Path) -> None:
     """The buffer dies when the file is complete, or half written."""
     journal = new_journal(tmp_path)
     journal.write(b"one", 0.0)
-    journal.start_image(lambda: b"first")
+    journal.start_image(lambda: Frozen(b"first"))
     outcome_of(journal.tend_image)
     journal.write(b"two", 0.0)
-    write_image(journal.store.next_image, b"second", flush=False)
+    write_image(journal.store.next_image, Frozen(b"second"), flush=False)
     orphan = journal.store.next_image
     journal.close()
     for cut in (None, 3):
@@ -86,7 +88,7 @@ def test_a_death_before_old_turns_are_deleted_changes_nothing_and_they_are_delet
     n = 3 * SWEPT_PARTS
     for i in range(n):
         store.append([b"%d" % i])
-    write_image(store.next_image, b"image", flush=True)
+    write_image(store.next_image, Frozen(b"image"), flush=True)
     store.adopt(store.position)
     store.close()
     assert opened(tmp_path) == (b"image", [])
@@ -104,7 +106,7 @@ def test_a_death_before_old_turns_are_deleted_changes_nothing_and_they_are_delet
 def test_a_damaged_image_is_an_error(tmp_path: Path, damage: str) -> None:
     store = Store(tmp_path, sync="process")
     store.begin(b"meta")
-    write_image(store.next_image, bytes(10_000), flush=False)
+    write_image(store.next_image, Frozen(bytes(10_000)), flush=False)
     file = store.next_image
     store.adopt(store.position)
     store.close()
@@ -126,7 +128,7 @@ def test_the_image_of_a_core_is_restored(tmp_path: Path) -> None:
     assert outcome_of(fork.finished).outcome is Outcome.WRITTEN
     body = read_image(tmp_path / "image")
     assert body is not None
-    core, now_s = restore_image(body, new_book())
+    core, now_s = restore_image(body, new_book(), no_blobs)
     assert now_s == 3.0 and core.snapshot(0.0).ledger == driver.ledger
 
 
@@ -144,7 +146,7 @@ def test_a_segment_that_was_lost_without_a_report_is_found_by_the_recount(tmp_pa
 
 
 def test_an_image_that_cannot_be_made_leaves_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    def fail() -> bytes:
+    def fail() -> Frozen:
         raise RuntimeError("a bug")
 
     journal = new_journal(tmp_path)
@@ -162,7 +164,7 @@ def test_an_image_that_a_full_disk_does_not_take_is_removed(tmp_path: Path) -> N
         journal = new_journal(disk / "journal", log_bytes=0)
         journal.write(b"one", 0.0)
         assert journal.wants_image
-        journal.start_image(lambda: bytes(8 << 20))
+        journal.start_image(lambda: Frozen(bytes(8 << 20)))
         assert outcome_of(journal.tend_image).outcome is Outcome.DISK
         assert not journal.wants_image or journal.store.log_bytes, "the log must grow first"
         assert not list((disk / "journal").glob("image-*"))

@@ -15,10 +15,13 @@ import pytest
 
 from buffer.config import BufferConfig, Sync
 from buffer.core import Joined, Turn, encode_turn
+from buffer.journal.database import StoreCorrupt, StoreUnwritable
+from buffer.journal.freezer import Frozen
 from buffer.journal.imaging import write_image
 from buffer.journal.journal import RETRY_S, Journal
+from buffer.journal.parts import PART_BYTES
 from buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
-from buffer.journal.store import PART_BYTES, Store, StoreCorrupt, StoreUnwritable
+from buffer.journal.store import Store
 from protocol import messages as m
 from protocol.messages import WeightVersion
 from tests.full_disk import fill, small_disk
@@ -50,7 +53,7 @@ def opened(folder: Path) -> tuple[bytes | None, list[bytes]]:
 
 
 def put_image(store: Store, body: bytes) -> None:
-    write_image(store.next_image, body, flush=False)
+    write_image(store.next_image, Frozen(body), flush=False)
     store.adopt(store.position)
 
 
@@ -63,10 +66,20 @@ def filled(folder: Path, bodies: list[bytes] = BODIES) -> None:
 
 
 def joined_turn(now_s: float, name: str = "a") -> bytes:
-    return encode_turn(Turn(now_s, (Joined(m.Hello("actor", name, "1", "run-1", "ab" * 32)),)))
+    return encode_turn(Turn(now_s, (Joined(m.Hello("actor", name, "1", "run-1", "ab" * 32)),)), 0).body
 
 
 # --------------------------------------------------------------------------------------------------------- store
+
+
+def test_a_store_that_is_closed_twice_closes_no_file_of_others(tmp_path: Path) -> None:
+    store = Store(tmp_path, sync="process")
+    store.close()
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # one has the number of the lock's descriptor
+    store.close()
+    for descriptor in others:
+        os.close(descriptor)
+    Store(tmp_path, sync="process").close()
 
 
 def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Re
 from weights.buckets import manifest_of
 from weights.checks import Canary
 from weights.control_messages import Agreed, Check, Round
-from weights.sink import GroupBroken, GroupInterrupted, Taken, WeightsDiffer, WeightsRefused
+from weights.sink import GroupBroken, GroupInterrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
 from weights.snapshot import write_snapshot
 
 V1 = WeightVersion(0, 1)
@@ -274,6 +275,39 @@ def test_a_damaged_file_is_refused_before_the_server_is_asked_for_anything(folde
     assert rig.paths() == [] and rig.sink.version == before
     rig.sink.leave()
     rig.engine.server.raise_if_lost()
+
+
+def malformed(path: Path) -> None:
+    """A tensor ends behind the end of the file: a server that maps it ends."""
+    whole = path.read_bytes()
+    assert b'"data_offsets":[32,4032]' in whole
+    path.write_bytes(whole.replace(b'"data_offsets":[32,4032]', b'"data_offsets":[32,9032]'))
+
+
+def test_a_malformed_file_never_reaches_a_server(folder: tuple[Rig, WeightsRef]) -> None:
+    """Not even if it is what the learner wrote."""
+    rig, file = folder
+    before = rig.sink.version
+    malformed(Path(file.path))
+    sha256 = hashlib.sha256(Path(file.path).read_bytes()).hexdigest()
+    with pytest.raises(
+        WeightsRefused, match=r"'large', expected 4,000 by its dtype F32 .*; it is not loaded"
+    ) as refused:
+        rig.take(file=WeightsRef(file.version, file.path, sha256))
+    assert isinstance(refused.value.__cause__, SnapshotRefused), "as which the receiver counts it"
+    assert rig.paths() == [] and rig.sink.version == before
+    rig.sink.leave()
+    rig.engine.server.raise_if_lost()
+
+
+def test_a_malformed_student_never_reaches_a_server(folder: tuple[Rig, WeightsRef]) -> None:
+    rig, file = folder
+    malformed(Path(file.path))
+    rig.engine.weights_known = False
+    sink = ServerWeights(cast("Any", rig.engine), student=str(Path(file.path).parent))
+    with pytest.raises(SnapshotRefused, match="it is not loaded"):
+        sink.prepare()
+    assert rig.paths() == []
 
 
 def test_a_server_that_computes_with_something_else_than_the_file_is_lost(

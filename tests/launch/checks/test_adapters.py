@@ -42,6 +42,24 @@ def test_servers_on_a_cpu_get_the_arguments_for_adapters_and_a_second_look_chang
 
 
 @pytest.mark.parametrize(
+    ("weights", "way"),
+    [
+        ({"host": "10.0.0.7"}, "wire"),
+        ({"host": "10.0.0.7", "allow_plain_network": True}, "wire"),
+        ({"host": "10.0.0.7", "transport": "folder"}, "folder"),
+        ({"transport": "wire"}, "wire"),
+    ],
+)
+def test_between_machines_they_go_by_wire_unless_a_folder_or_store_was_asked_for(
+    weights: dict[str, Any], way: str
+) -> None:
+    for asked in ("auto", "on"):
+        config, _, mistakes = chosen(None, {**weights, "adapters": asked})
+        assert (config.weights.adapters, config.weights.transport, mistakes) == ("on", way, ())
+        assert choose_adapters(config, ()).config == config, "as in a join, which has the run's config.yaml"
+
+
+@pytest.mark.parametrize(
     ("actor", "weights", "learner", "reason"),
     [
         ({"engine": "torch"}, {}, {}, "take whole weights"),
@@ -51,7 +69,6 @@ def test_servers_on_a_cpu_get_the_arguments_for_adapters_and_a_second_look_chang
         ({}, {"transport": "collective"}, {}, "weights.transport is collective"),
         ({}, {"verify": "reload"}, {}, "weights.verify is reload"),
         ({}, {"backend": "nccl"}, {}, "weights.backend is nccl"),
-        ({}, {"host": "0.0.0.0", "allow_plain_network": True}, {}, "other machines may join"),
         ({}, {}, {"ranks": 2}, "learner.ranks = 2"),
         ({}, {}, {"lora": {"rank": 8, "targets": ["c_attn"]}}, "layers c_attn"),
     ],

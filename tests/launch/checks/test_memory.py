@@ -16,7 +16,7 @@ from launch.config.pools import worker_groups
 from launch.config.run import RunConfig
 from launch.config.tree import build
 from launch.machine.gpus import Places
-from launch.machine.machine import Machine, host_gib
+from launch.machine.machine import Machine
 
 QWEN3_8B = ModelShape(
     parameters=8_190_735_360,
@@ -197,11 +197,3 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     assert mistake.startswith("host: got learner, actor-0 with at least ") and "its 16 GiB" in mistake
     assert mistake.endswith("Use learner.lora.rank, or weights.dtype = bfloat16, or a smaller model")
     assert estimate(config(), machine._replace(gib=(), host_gib=0.0), places).lines == []
-
-
-def test_the_memory_of_a_control_group_counts_where_it_is_less(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text(str(2**30))
-    assert host_gib([tmp_path / "none", limit]) == 1.0
-    limit.write_text("max\n")
-    assert host_gib([limit]) == host_gib([]) > 1.0

@@ -80,6 +80,7 @@ def test_resume_starts_from_the_configuration_of_the_run(tmp_path: Path) -> None
         (["--actor", "3"], r"--actor: unknown key; did you mean actors\?"),
         (["--max-stalenes=3"], r"did you mean max_staleness\?"),
         (["--lr", "3"], r"did you mean learner\.lr\?"),
+        (["--resume-or-start=yes"], "--resume-or-start: takes no value, got 'yes'"),
         (["--steps"], r"--steps: needs a value \(int >= 1\)"),
         (["--steps", "x"], "steps: got 'x', expected int >= 1"),
         (["steps=3"], "flags look like --key value"),

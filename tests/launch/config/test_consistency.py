@@ -62,6 +62,9 @@ def test_a_pool_that_nothing_is_sent_to_and_a_route_to_nobody_are_both_told() ->
 def test_a_run_without_workers_waits_for_those_who_join_and_says_so() -> None:
     assert mistakes(teachers=0, learner={"tasks": {"routes": {"judge": []}}}) == []
     assert [told.split(":")[0] for told in warnings(actors=0, teachers=0)] == ["actors", "teachers"]
+    routes = {"tasks": {"routes": {"math": [], "style": []}}}
+    (told,) = warnings(teachers=1, pools={"math": {"count": 0}, "style": {}}, learner=routes)
+    assert told.startswith("pools.math.count: 0; what is sent to it is not scored until teachers join")
 
 
 def test_open_ports_are_told_of_at_each_start() -> None:
@@ -73,6 +76,9 @@ def test_open_ports_are_told_of_at_each_start() -> None:
     (told,) = warnings(buffer=plain)
     assert told.startswith("buffer.allow_plain_network: the links to tcp://10.0.0.7:0 are not encrypted")
     assert warnings(buffer={"bind": "tcp://10.0.0.7:0"}) == []
+    behind = {"advertise": "tcp://10.0.0.7:5", "encrypt": "off", "allow_plain_network": True}
+    (told,) = warnings(buffer=behind)
+    assert told.startswith("buffer.allow_plain_network: the links to tcp://10.0.0.7:5 are not encrypted")
 
 
 def test_ranks_on_several_hosts_must_be_allowed_to_talk_in_plain_text() -> None:
@@ -244,6 +250,12 @@ def test_a_divergence_between_distributions_needs_teachers_that_send_sets() -> N
         learner={"objective": {"divergence": "jsd"}, "tasks": {"routes": routes}}, pools=of_two, teachers=2
     )
     assert "needs pools.style.top_k: got 0" in told
+    for coefs in ({"teacher_coefs": {"style": 0.0}}, {"coef": 0.0, "teacher_coefs": {"math": 1.0}}):
+        learner = {"objective": {"divergence": "jsd", **coefs}, "tasks": {"routes": routes}}
+        assert mistakes(learner=learner, pools=of_two, teachers=2) == []
+        assert warnings(learner=learner, pools=of_two, teachers=2) == []
+        (told,) = warnings(learner=learner, pools=of_two, teachers=2, teacher={"top_k": 4})
+        assert told.startswith("pools.style.top_k: got 4, but learner.objective has the coefficient 0 for this pool")
 
 
 def test_a_baseline_needs_teachers_that_send_sets_or_hidden_states() -> None:
@@ -293,7 +305,7 @@ def test_sets_that_nobody_looks_at_are_warned_of() -> None:
 def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
     learner: dict[str, Any] = {"objective": {"divergence": "jsd"}}
     (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
-    assert "256 tokens take up to 720 bytes per token, buffer.max_top_k_bytes is 100" in told
+    assert "256 tokens take up to 719 bytes per token, buffer.max_top_k_bytes is 100" in told
     tight = {"batch_rollouts": 20_000}
     assert [told.split(":")[0] for told in warnings(learner=learner, teacher={"top_k": 256}, buffer=tight)] == [
         "buffer.batch_rollouts"
@@ -416,3 +428,10 @@ def test_a_rate_too_high_for_the_bound_gets_a_warning(
 def test_nothing_is_known_of_the_rate_of_other_students() -> None:
     given = {"learner": {"lr": 1e-3}, "models": {"student": str(builtin.STUDENT_DIR)}}
     assert not [one for one in warnings(**given) if "collapsed" in one]
+
+
+def test_a_transport_that_nobody_has_is_told_before_anything_loads() -> None:
+    (told,) = mistakes(weights={"transport": "carrier_pigeon"})
+    assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, folder")
+    for known in ("auto", "wire", "folder", "my_package.doves:Transport"):
+        assert mistakes(weights={"transport": known}) == []

@@ -30,7 +30,7 @@ def one(found: Iterator[str]) -> str:
 def test_tokens_prompts_and_sets_of_a_full_batch_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [*batches_that_will_be_cut(config(), ROWS, None)]
     told = one(batches_that_will_be_cut(config(top_k=256), ROWS, None))
-    a_rollout = 30_768 * 13 + 30_000 * 964
+    a_rollout = 30_768 * 13 + 30_000 * 963
     assert f"64 rollouts of 30768 tokens take {64 * a_rollout >> 20} MiB, but a message 1016" in told
     assert f"down to {(1016 << 20) // a_rollout};" in told
     for key in ("buffer.batch_rollouts", "learner.tasks.max_prompt_tokens", "max_new_tokens", "teacher.top_k"):

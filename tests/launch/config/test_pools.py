@@ -171,7 +171,7 @@ def test_a_wrong_key_of_a_pool_is_told_with_the_nearest_right_one() -> None:
             {"pools": {"a": {"urls": ["http://x"], "engine": "torch"}}},
             "pools.a: urls are for engine sglang, got engine torch",
         ),
-        ({"pools": {"a": {"count": 0}}}, "pools.a.count: got 0 (int), expected int >= 1"),
+        ({"pools": {"a": {"count": -1}}}, "pools.a.count: got -1 (int), expected int >= 0"),
     ],
 )
 def test_pools_that_cannot_be_are_refused(plain: dict[str, Any], message: str) -> None:

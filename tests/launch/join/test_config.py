@@ -18,7 +18,7 @@ from launch.config.run import ALIASES, RunConfig
 from launch.config.tree import Plain, build
 from launch.errors import ConfigError
 from launch.join import config as join_config
-from launch.join.command import parse_join
+from launch.join.command import check_folder, parse_join
 from launch.join.config import Joining, check_joining
 from launch.join.target import Target
 from launch.machine import torch_build
@@ -197,10 +197,21 @@ def test_ranks_of_the_learner_join_a_run_with_several_hosts_from_its_own_folder(
     for one, ranks, said in wrong:
         with pytest.raises(ConfigError, match=said):
             check_joining(one, (), "p", ranks=ranks)
+    elsewhere, line = parse_join(["run", "--learner-ranks=2", "--dir=x"]), parse_join(["run", "--learner-ranks=2"])
+    assert elsewhere is not None and line is not None and line.ranks == 2
     with pytest.raises(ConfigError, match="--dir: with --learner-ranks"):
-        parse_join(["run", "--learner-ranks=2", "--dir=x"])
-    line = parse_join(["run", "--learner-ranks=2"])
-    assert line is not None and line.ranks == 2
+        check_folder(elsewhere, target(learner=learner))
+    check_folder(elsewhere, target(learner=learner, store="s3://bucket/run"))
+    check_folder(line, target(learner=learner))
+
+
+def test_a_join_warns_of_what_it_opens_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "elsewhere", True)
+    plain = target(weights={"host": "10.0.0.1", "allow_plain_network": True})
+    (told,) = joining(plain, "--actors=1").warnings
+    assert "the ports of the weight group accept any client" in told
+    assert joining(plain, "--teachers=1").warnings == (), "teachers are on encrypted links only"
+    assert joining(target(weights={"host": "10.0.0.1"}), "--actors=1").warnings == ()
 
 
 def test_who_joins_from_elsewhere_has_the_cores_of_that_machine(monkeypatch: pytest.MonkeyPatch) -> None:

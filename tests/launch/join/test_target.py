@@ -136,6 +136,14 @@ def test_a_run_on_loopback_is_not_exported(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
+def test_the_exit_code_says_whether_a_run_can_be_exported_later(tmp_path: Path) -> None:
+    """A run that is started again is over until its launcher is ready, whatever it ended with before."""
+    for state, code in (("finished", 0), ("stopped", 130), ("failed", 1)):
+        run = make_run(tmp_path / state, state=state, exit_code=code)
+        assert export_main([str(run), str(tmp_path / "out")]) == 75
+    assert export_main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+
+
 def test_an_address_needs_the_configuration_and_the_keys(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     with pytest.raises(ConfigError, match="needs --config"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from launch.checks.server_preflight import check_servers
 from launch.config.run import RunConfig
 from launch.config.tree import build
-from launch.machine.machine import NO_GPUS, Interpreters, Machine, find_machine, usable_cores
+from launch.machine.machine import NO_GPUS, Interpreters, Machine, find_machine
 from launch.machine.torch_build import TorchBuild
 
 NOWHERE = {"PATH": "/nowhere"}
@@ -107,11 +106,3 @@ def test_nvidia_smi_tells_memory_too(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
     assert find_machine(environment) == Machine(("0", "1"), (80.0, 40.0))
     assert find_machine(environment | {"CUDA_VISIBLE_DEVICES": "1"}) == Machine(("1",), (40.0,))
-
-
-def test_a_control_group_limits_the_cores(tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    limit.write_text("50000 100000\n")
-    assert usable_cores(limit) == 0.5
-    limit.write_text("max 100000\n")
-    assert usable_cores(limit) == len(os.sched_getaffinity(0))

@@ -1,42 +1,60 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own: `python -m tests.launch.ray.nodes`.
+"""A Ray cluster of several nodes on this machine, in a process of its own: `python -m tests.launch.ray.nodes NODES`.
 
-Prints its address, then obeys lines of stdin: `remove` ends the first of the further nodes as if its machine had died,
-`add` adds one, and the end of stdin ends all.
+NODES is a JSON list with the resources of the nodes, as Ray names them; GPUs need not exist. Prints its address, then
+obeys lines of stdin and answers each with a line: `remove` ends the first of the further nodes as if its machine had
+died, `remove PID` the one whose raylet that is, `add` adds one like the last, `free` answers with what is free on all
+nodes, and the end of stdin ends all.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from tests.patience import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[3]
-CPUS: Final = 2
-FURTHER: Final = 2
+PLAIN: Final[Mapping[str, int]] = {"num_cpus": 2}
+MEMORY: Final[Mapping[str, int]] = {"memory": 4 << 30, "object_store_memory": 100 << 20}
 
 
 def main() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    node = {"num_cpus": CPUS, "memory": 4 << 30, "object_store_memory": 100 << 20}
+    first, *beside = json.loads(sys.argv[1])
     cluster: Any = importlib.import_module("ray.cluster_utils").Cluster(
-        initialize_head=True, head_node_args={**node, "include_dashboard": False}
+        initialize_head=True, head_node_args={**MEMORY, **first, "include_dashboard": False}
     )
-    further = [cluster.add_node(**node) for _ in range(FURTHER)]
+    further = [cluster.add_node(**MEMORY, **node) for node in beside]
     print(cluster.address, flush=True)
     for line in sys.stdin:
-        if line.strip() == "remove":
-            cluster.remove_node(further.pop(0), allow_graceful=False)
-        else:
-            further.append(cluster.add_node(**node))
-        print("done", flush=True)
+        answer: Any = "done"
+        match line.split():
+            case ["remove", *pids]:
+                node = next(one for one in further if not pids or _raylet(one) == int(pids[0]))
+                further.remove(node)
+                cluster.remove_node(node, allow_graceful=False)
+            case ["free"]:
+                ray: Any = importlib.import_module("ray")
+                ray.init(address=cluster.address, log_to_driver=False)
+                answer = dict(ray.available_resources())
+                ray.shutdown()  # a node to which this process is connected could not be removed
+            case _:
+                further.append(cluster.add_node(**MEMORY, **beside[-1]))
+        print(json.dumps(answer), flush=True)
     cluster.shutdown()
+
+
+def _raylet(node: Any) -> int:
+    return node.all_processes["raylet"][0].process.pid
 
 
 class Nodes:
@@ -45,21 +63,42 @@ class Nodes:
     def __init__(self, process: subprocess.Popen[str], address: str) -> None:
         self._process, self.address = process, address
 
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """For a launcher that uses the cluster."""
-        return {**os.environ, "RAY_ADDRESS": self.address, "OMP_NUM_THREADS": "1"}
-
-    def order(self, what: str) -> None:
+    def order(self, what: str) -> Any:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{what}\n")
         self._process.stdin.flush()
-        assert self._process.stdout.readline() == "done\n"
+        return json.loads(self._process.stdout.readline())
+
+    def free(self, resource: str) -> float:
+        """How much of it no placement group holds, by Ray's count."""
+        return self.order("free").get(resource, 0.0)
+
+    def joins(self) -> dict[str, psutil.Process]:
+        """Host of a run -> its join, by the processes of this machine alone."""
+        found: dict[str, psutil.Process] = {}
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                if "launch.ray.joined" in words:
+                    found[words[words.index("--name-prefix") + 1]] = process
+        return found
+
+
+def alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def raylet_of(process: psutil.Process) -> int:
+    """The node on which it runs: the pid of its raylet."""
+    return next(parent.pid for parent in process.parents() if parent.name() == "raylet")
 
 
 @contextmanager
-def ray_nodes() -> Generator[Nodes]:
-    command = [sys.executable, "-m", "tests.launch.ray.nodes"]
+def ray_nodes(*further: Mapping[str, int], first: Mapping[str, int] = PLAIN) -> Generator[Nodes]:
+    """Two further nodes like the first one if none are named."""
+    command = [sys.executable, "-m", "tests.launch.ray.nodes", json.dumps([first, *(further or [first, first])])]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )

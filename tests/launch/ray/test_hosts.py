@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,17 @@ import psutil
 import pytest
 
 from launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
+from launch.config.files import write_config
 from launch.config.run import LaunchConfig, RunConfig
+from launch.config.tree import build
 from launch.errors import ConfigError, LaunchError
+from launch.ray.autoscale import Decision
 from launch.ray.host import JoiningHost
-from launch.ray.hosts import RayHosts, Wanted, read_wanted, shares, write_wanted
-from launch.ray.run import beside_the_learner, on_ray
+from launch.ray.hosts import RayHosts
+from launch.ray.run import on_ray
 from launch.ray.scale import main as scale
+from launch.ray.wanted import Wanted, read_wanted, write_wanted
+from launch.runfolder import RunFolder
 from tests.patience import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -38,22 +45,39 @@ class ActorUnavailableError(RayError):
     pass
 
 
-class Method:
-    def __init__(self, function: Callable[..., Any], *, now: bool = False) -> None:
-        self._function, self._now = function, now
+class Reference:
+    """An answer of a host to come."""
 
-    def remote(self, *arguments: Any) -> Callable[[], Any]:
-        if self._now:
-            self._function(*arguments)
-        return lambda: self._function(*arguments)
+    def __init__(self, host: FakeHost, answer: Callable[[], Any]) -> None:
+        self.host, self.answer = host, answer
+
+
+class Method:
+    """`now`: it happens also if nobody asks for the answer."""
+
+    def __init__(self, host: FakeHost, function: Callable[..., Any], *, now: bool = False) -> None:
+        self._host, self._function, self._now = host, function, now
+
+    def remote(self, *arguments: Any) -> Reference:
+        if not self._now or self._host.hangs:
+            return Reference(self._host, lambda: self._function(*arguments))
+        done: Future[Any] = Future()
+        try:
+            done.set_result(self._function(*arguments))
+        except RayError as error:
+            done.set_exception(error)
+        return Reference(self._host, done.result)
 
 
 class FakeHost:
     def __init__(self, words: list[str]) -> None:
         self.words, self.code, self.dead, self.stopped, self.away = words, None, False, False, 0
         self.log = b"written there\n"
-        self.node, self.news = Method(self._node), Method(self._news)
-        self.stop, self.clean = Method(self._stop, now=True), Method(self._clean, now=True)
+        self.last_words, self.lost_stops = "the node died\nmore", 0
+        self.hangs = False
+        """It answers nothing and does nothing."""
+        self.node, self.news = Method(self, self._node), Method(self, self._news)
+        self.stop, self.clean = Method(self, self._stop, now=True), Method(self, self._clean, now=True)
 
     def _node(self) -> str:
         return "10.0.0.9"
@@ -63,11 +87,14 @@ class FakeHost:
             self.away -= 1
             raise ActorUnavailableError
         if self.dead:
-            raise RayError("the node died\nmore")
+            raise RayError(self.last_words)
         rest = self.log[offsets.get("join.log", 0) :]
         return self.code, {"join.log": rest} if rest else {}
 
     def _stop(self) -> None:
+        if self.lost_stops:
+            self.lost_stops -= 1
+            raise ActorUnavailableError
         self.stopped, self.code = True, 143
 
     def _clean(self) -> None:
@@ -79,19 +106,27 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self.hosts: list[FakeHost] = []
+        self.released: list[str] = []
         self.ray, self.exceptions = self, self
         self.RayError, self.ActorUnavailableError = RayError, ActorUnavailableError
 
-    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str]) -> FakeHost:
+    def place(
+        self, name: str, host: HostConfig, files: Mapping[str, bytes], words: list[str], variables: Mapping[str, str]
+    ) -> FakeHost:
         assert files == {"join.json": b"{}"}
+        assert name in words, "the host's name is the prefix of its workers"
         self.hosts.append(FakeHost(words))
         return self.hosts[-1]
 
-    def wait(self, references: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        return references, []
+    def release(self, name: str) -> None:
+        self.released.append(name)
 
-    def get(self, reference: Callable[[], Any]) -> Any:
-        return reference()
+    def wait(self, references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
+        return [one for one in references if not one.host.hangs], [one for one in references if one.host.hangs]
+
+    def get(self, reference: Reference) -> Any:
+        assert not reference.host.hangs, "a wait without end"
+        return reference.answer()
 
     def kill(self, host: FakeHost) -> None:
         host.dead = True
@@ -138,6 +173,13 @@ def test_each_host_gets_its_share_and_its_log_comes_home(watched: tuple[RayHosts
     assert "actors-2 (1 actor) on 10.0.0.9" in texts(hosts)
 
 
+def test_the_headline_has_what_is_asked_of_ray(tmp_path: Path) -> None:
+    learner: dict[str, Any] = {"ranks": 4, "hosts": 2}
+    config = build(RunConfig, {"learner": learner, "cluster": {"actors": {"each": 2}, "teachers": {"each": 1}}})
+    hosts = RayHosts(FakeCluster(), config, tmp_path, Wanted(actors=5, teachers=1), dict)
+    assert hosts.said_of_all() == "5 actors, 1 teacher, 2 further ranks on 5 hosts of Ray"
+
+
 def test_a_lost_host_is_placed_again_until_its_budget_is_spent(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
     hosts, cluster, _ = watched
     cluster.hosts[0].dead = True
@@ -178,6 +220,34 @@ def test_the_numbers_can_change(watched: tuple[RayHosts, FakeCluster, Path]) -> 
     eventually(lambda: [host.stopped for host in cluster.hosts] == [False, True, True], "two hosts to leave")
     write_wanted(run_dir, Wanted(actors=3))
     eventually(lambda: counts(cluster)[3:] == ["1"], "a host of one actor")
+    eventually(lambda: sorted(cluster.released) == ["actors-1", "actors-2"], "both to give back what they had")
+
+
+def test_decisions_are_obeyed_and_said_and_a_repeated_refusal_only_once(tmp_path: Path) -> None:
+    refused = Decision("refused_most", Wanted(actors=7), "the limit is 7")
+    decisions = [Decision("added_actors", Wanted(actors=7), "they are few"), refused, refused]
+    decisions += [Decision("kept", Wanted(actors=7), "all is well"), refused]
+    cluster = FakeCluster()
+    hosts = RayHosts(
+        cluster,
+        CONFIG,
+        tmp_path,
+        Wanted(actors=5),
+        lambda: {"join.json": b"{}"},
+        decide=lambda _wanted, _now_s: decisions.pop(0) if decisions else None,
+    )
+    hosts.start()
+    try:
+        eventually(lambda: not decisions and len(cluster.hosts) == 4, "all decisions, and another host")
+    finally:
+        hosts.close()
+    said = texts(hosts)
+    assert read_wanted(tmp_path) == Wanted(actors=7)
+    assert "autoscaling: added actors: they are few" in said
+    assert said.count("autoscaling: refused most: the limit is 7") == 2, "once, and once more after another decision"
+    assert "all is well" not in said
+    counted = json.loads((tmp_path / "scaling.json").read_text())
+    assert counted == {"added_actors": 1, "refused_most": 3, "kept": 1}, "each decision once"
 
 
 def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> None:
@@ -193,28 +263,11 @@ def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> Non
     assert "broke off" not in texts(hosts)
 
 
-def test_shares() -> None:
-    assert shares(5, 2) == [2, 2, 1]
-    assert shares(4, 2) == [2, 2]
-    assert shares(0, 2) == []
-
-
-def test_the_run_itself_has_no_workers_of_roles_with_hosts() -> None:
-    run = beside_the_learner(CONFIG)
-    assert (run.actors, run.teachers) == (0, 1)
-
-
 def test_a_damaged_file_of_numbers_is_named(tmp_path: Path) -> None:
     assert read_wanted(tmp_path) is None
     (tmp_path / "hosts.json").write_text("{")
     with pytest.raises(LaunchError, match=r"hosts\.json"):
         read_wanted(tmp_path)
-
-
-@pytest.mark.parametrize("backend", ["slurm", "k8s", "spark"])
-def test_other_backends_are_refused_with_what_to_do(backend: str) -> None:
-    with pytest.raises(ValueError, match=r"launch/cluster\.py render"):
-        LaunchConfig(backend=backend)
 
 
 def test_scale_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,6 +279,18 @@ def test_scale_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert scale(words) == 2
         assert message in capsys.readouterr().err
+
+
+def test_scale_leaves_a_worker_for_each_shard_of_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = {"actors": {"each": 1}, "teachers": {"each": 1}}
+    config = build(RunConfig, {"buffer": {"shards": 3}, "cluster": hosts})
+    with RunFolder.open(tmp_path / "run", resume=False) as folder:
+        write_config(config, folder.config_path)
+        write_wanted(folder.path, Wanted(actors=4, teachers=4))
+        assert scale([str(folder.path), "--actors", "3", "--teachers", "2"]) == 2
+        assert "--teachers: got 2, expected at least buffer.shards = 3, or 0" in capsys.readouterr().err
+        assert read_wanted(folder.path) == Wanted(actors=4, teachers=4)
+        assert scale([str(folder.path), "--actors", "3", "--teachers", "0"]) == 0
 
 
 def no_spec(_name: str) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final, Self
@@ -92,12 +93,21 @@ class Slurm:
                 eventually(partial(_gone, pid), f"process {pid} ended")
 
     def run(self, *command: str) -> str:
-        """Run a command of Slurm; returns what it printed."""
-        done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        """Run a command that uses Slurm; returns what it printed."""
+        done = self._done(command)
         assert done.returncode == 0, f"{command}: {done.stderr or done.stdout}"
         return done.stdout.strip()
+
+    def fails(self, *command: str) -> str:
+        """Run a command that is refused; returns why."""
+        done = self._done(command)
+        assert done.returncode == 2, f"{command}: {done.stderr or done.stdout}"
+        return done.stderr
+
+    def _done(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
 
     def states(self, job: str) -> set[str]:
         """States of the components of a job; empty when it is over and forgotten."""

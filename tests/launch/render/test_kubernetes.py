@@ -3,44 +3,42 @@ make a whole run whose record is audited."""
 
 from __future__ import annotations
 
-import base64
 import os
-import re
-import signal
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from launch.audit.run import audit
-from tests.launch.render.test_slurm import ROOT, render
+from tests.launch.render.kubernetes_server import ApiServer
+from tests.launch.render.pods import Manifest
+from tests.launch.render.test_slurm import ROOT, render, steps_made
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
+STEPS = 40
 TOPOLOGY = """\
-steps = 12
+steps = 40
 actors = 3
 teachers = 1
-learner = { lr = 3e-4, eval_every = 0, record = "/runs/record" }
+learner = { lr = 3e-4, eval_every = 0, checkpoint_every = 5, record = "/runs/record" }
 weights = { allow_plain_network = true }
 buffer = { batch_rollouts = 16, encrypt = "on" }
 actor = { engine = "torch" }
 teacher = { engine = "torch" }
-cluster = { port = PORT, actors = { each = 2, gpus = 4 }, teachers = { each = 1 } }
+cluster = { port = PORT, image = "registry/stillhouse:1", actors = { each = 2, gpus = 4 }, teachers = { each = 1 } }
 """
-
-Manifest = dict[str, Any]
 
 
 class Rendered:
     def __init__(self, folder: Path, *arguments: str, port: int = 5555) -> None:
         file, self.private = folder / "topology.toml", folder / "private"
         file.write_text(TOPOLOGY.replace("PORT", str(port)))
-        words = ("k8s", "--name", "big", "--image", "registry/stillhouse:1", "--private", str(self.private))
+        words = ("k8s", "--name", "big", "--private", str(self.private))
         text = render(*words, "--config", str(file), *arguments)
         self.manifests: list[Manifest] = list(yaml.safe_load_all(text))
         self.secrets: list[Manifest] = list(yaml.safe_load_all((self.private / "secrets.yaml").read_text()))
@@ -60,6 +58,23 @@ def test_manifests_fit_the_schemas(tmp_path: Path, more: tuple[str, ...]) -> Non
     broken["spec"]["template"]["spec"]["containers"][0]["imag"] = "x"
     with pytest.raises(validate.ValidationError):
         validate.validate(broken, "1.31", strict=True)
+
+
+def test_each_pool_has_a_job_of_its_own(tmp_path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    pools = ("--pools.math.count=3", "--pools.style.count=1", "--learner.tasks.routes={math: [], style: []}")
+    rendered = Rendered(tmp_path, *pools, "--teachers=4", "--cluster.teachers.each=2")
+    for manifest in [*rendered.manifests, *rendered.secrets]:
+        validate.validate(manifest, "1.31", strict=True)
+    for pool, hosts in (("math", 2), ("style", 1)):
+        spec = rendered.named("Job", f"big-teachers-{pool}")["spec"]
+        assert spec["completions"] == hosts
+        (container,) = spec["template"]["spec"]["containers"]
+        assert f"--pool {pool} --teachers" in container["command"][-1]
+        assert f"--name-prefix teachers-{pool}-$JOB" in container["command"][-1]
+    assert len({one["metadata"]["name"] for one in rendered.manifests if one["kind"] == "Job"}) == 4
+    run = rendered.named("Job", "big-run")["spec"]["template"]["spec"]["containers"][0]["command"][-1]
+    assert "--pools.math.count 0 --pools.style.count 0" in run
 
 
 def test_each_group_gets_its_own_keys_and_no_others(tmp_path: Path) -> None:
@@ -86,89 +101,134 @@ def test_ranks_on_further_hosts_share_the_volume(tmp_path: Path) -> None:
     assert "/runs" in [mount["mountPath"] for mount in mounts]
 
 
+def test_with_a_store_there_is_no_volume_and_credentials_come_from_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-id-of-whoever-renders")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-of-whoever-renders")
+    stored = ("--store=s3://runs/big", "--learner.ranks=4", "--learner.hosts=2", "--buffer.encrypt=auto")
+    rendered = Rendered(tmp_path, *stored)
+    for manifest in [*rendered.manifests, *rendered.secrets]:
+        validate.validate(manifest, "1.31", strict=True)
+    assert not [one for one in rendered.manifests if one["kind"] == "PersistentVolumeClaim"]
+    assert "persistentVolumeClaim" not in yaml.safe_dump_all(rendered.manifests)
+    assert "of-whoever-renders" not in yaml.safe_dump_all([*rendered.manifests, *rendered.secrets])
+    by_name = {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in rendered.manifests if one["kind"] == "Job"
+    }
+    from_secret = [{"secretRef": {"name": "big-store", "optional": True}}]
+    with_store = {name for name, spec in by_name.items() if spec["containers"][0].get("envFrom") == from_secret}
+    assert with_store == {"big-run", "big-ranks"}, "actors get their weights by wire, and teachers need none"
+    variables = {one["name"]: one.get("value") for one in by_name["big-ranks"]["containers"][0]["env"]}
+    assert variables["RUN"] == "tcp://big:5555"
+    assert {one["metadata"]["name"]: set(one["data"]) for one in rendered.secrets}["big-keys-ranks"] == {
+        "server.key",
+        "joiner.key_secret",
+    }
+    average = Rendered(tmp_path, *stored, "--learner.ema.decay=0.9", "--weights.transport=folder")
+    jobs = [one for one in average.manifests if one["kind"] == "Job"]
+    assert all("envFrom" in job["spec"]["template"]["spec"]["containers"][0] for job in jobs)
+
+
+def test_the_pods_that_join_know_that_links_are_encrypted(tmp_path: Path) -> None:
+    """By the address in the configuration that they get; that of the run's pod is known only when it starts."""
+    rendered = Rendered(tmp_path, "--buffer.encrypt=auto")
+    config = yaml.safe_load(rendered.named("ConfigMap", "big-config")["data"]["config.yaml"])
+    assert config["buffer"]["bind"] == "tcp://big:5555" and config["weights"]["host"] == "big"
+
+
 def test_engines_must_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"actor\.engine: got auto"):
         Rendered(tmp_path, "--actor.engine", "auto")
 
 
-class Pod:
-    """One pod of a Job, as a process: mounts are folders, the Service is on loopback."""
-
-    def __init__(self, rendered: Rendered, job: str, index: int, folder: Path) -> None:
-        spec = rendered.named("Job", job)["spec"]["template"]["spec"]
-        container = spec["containers"][0]
-        places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        folders = dict(_volumes(rendered, spec, folder, folder / f"{job}-{index}"))
-        self._places = {places[name]: path for name, path in folders.items()} | {"/tmp": folder / f"{job}-{index}/tmp"}
-        environment = {"POD_IP": "127.0.0.1", "JOB_COMPLETION_INDEX": str(index), "OMP_NUM_THREADS": "1"}
-        for variable in container["env"]:
-            if "value" in variable:
-                environment[variable["name"]] = self._here(variable["value"].replace("tcp://big:", "tcp://127.0.0.1:"))
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        command = [self._here(word) for word in container["command"]]
-        self.log = folder / f"{job}-{index}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, "PATH": path, "PYTHONPATH": str(ROOT)},
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _here(self, text: str) -> str:
-        """With the paths of the container replaced by those of the folders here."""
-        places = "|".join(map(re.escape, self._places))
-        return re.sub(rf"(?<![\w/])({places})(?=[/\s\"]|$)", lambda found: str(self._places[found[1]]), text)
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(PATIENCE_S)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "expected a container image"),
+        (("--cluster.image=x", "--actors=1"), "no kubectl in PATH here"),
+        (("--cluster.image=x", "--cluster.kubectl='"), "which a shell cannot read"),
+        (("--name=Big",), "expected up to 40 lower-case letters"),
+        (("--resume",), "not started with --backend k8s"),
+        (("--resume", "--steps=9"), "got --steps"),
+    ],
+)
+def test_what_is_refused_before_the_cluster_is_asked(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    """kubectl here notes that it was called, and fails."""
+    folder, asked = tmp_path / "bin", tmp_path / "asked"
+    folder.mkdir()
+    if "kubectl" not in says:
+        (folder / "kubectl").write_text(f"#!/bin/sh\n[ $1 = get ] || touch {asked}\n")
+        (folder / "kubectl").chmod(0o755)
+    (tmp_path / "runs" / "big").mkdir(parents=True)
+    if "got --steps" in says:
+        (tmp_path / "runs" / "big" / "manifests.yaml").touch()
+    named = () if any("--name" in word for word in words) else ("--name=big",)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend=k8s", *named, *words],
+        env={**os.environ, "PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 2, done.stdout
+    assert says in done.stderr
+    assert not asked.exists()
 
 
-def _volumes(rendered: Rendered, spec: Manifest, shared: Path, own: Path) -> Iterator[tuple[str, Path]]:
-    (own / "tmp").mkdir(parents=True)
-    for volume in spec["volumes"]:
-        if "configMap" in volume:
-            data: Mapping[str, str] = rendered.named("ConfigMap", volume["configMap"]["name"])["data"]
-            yield volume["name"], _files(own / "config", {k: v.encode() for k, v in data.items()}, shared)
-        elif "secret" in volume:
-            coded = rendered.named("Secret", volume["secret"]["secretName"])["data"]
-            yield volume["name"], _files(own / "secret", {k: base64.b64decode(v) for k, v in coded.items()}, shared)
-        elif "persistentVolumeClaim" in volume:
-            (shared / "volume").mkdir(exist_ok=True)
-            yield volume["name"], shared / "volume"
-
-
-def _files(folder: Path, content: Mapping[str, bytes], shared: Path) -> Path:
-    """As a kubelet mounts them: links to files that the group may read."""
-    (folder / "..data").mkdir(parents=True)
-    for name, written in content.items():
-        (folder / "..data" / name).write_bytes(written.replace(b"/runs/record", f"{shared}/volume/record".encode()))
-        (folder / "..data" / name).chmod(0o440)
-        (folder / name).symlink_to(Path("..data") / name)
-    return folder
+def missing() -> str:
+    return "" if shutil.which("kubectl") else "no kubectl here (package kubernetes-client of Debian)"
 
 
 @pytest.mark.slow
-def test_the_containers_make_a_whole_run(tmp_path: Path) -> None:
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_run_that_is_submitted_is_stopped_and_resumed(tmp_path: Path) -> None:
+    """With the real kubectl, by the lines that the submission prints. Its containers run as processes."""
+    validate = pytest.importorskip("kubernetes_validate")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    rendered = Rendered(tmp_path, port=port)
-    pods = [Pod(rendered, "big-actors", index, tmp_path) for index in range(2)]
-    pods += [Pod(rendered, "big-teachers", 0, tmp_path), Pod(rendered, "big-run", 0, tmp_path)]
-    try:
-        run = pods[-1]
-        eventually(lambda: run.process.poll() is not None, lambda: run.log.read_text(), RUN_PATIENCE_S)
-        assert run.process.returncode == 0, run.log.read_text()
-        for pod in pods:
-            eventually(lambda pod=pod: pod.process.poll() is not None, lambda pod=pod: pod.log.read_text())
-            assert pod.process.returncode == 0, pod.log.read_text()
-    finally:
-        for pod in pods:
-            pod.end()
-    report = audit(tmp_path / "volume" / "big")
+    file, run_dir, pods = tmp_path / "topology.toml", tmp_path / "big", tmp_path / "cluster"
+    file.write_text(TOPOLOGY.replace("PORT", str(port)))
+    pods.mkdir()
+    with ApiServer(pods, lambda one: validate.validate(one, "1.31", strict=True)) as server:
+        launcher = (sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "k8s")
+        typed = (*launcher, "--run-dir", str(run_dir), "--config", str(file), f"--cluster.kubectl={server.options}")
+        assert "actors: 2 hosts with 8 CPUs, 4 GPUs and 32 GiB each" in called(*typed, "--check")
+        said = called(*typed)
+        lines = {words[0]: words[1] for line in said.splitlines() if len(words := line.split(maxsplit=1)) == 2}
+        log = lambda: called(*shlex.split(lines["log"].replace("--follow ", "")))  # noqa: E731
+        volume = pods / "volume" / "big"
+        eventually(lambda: steps_made(volume) >= 4, lambda: f"4 steps; the log:\n{log()}", RUN_PATIENCE_S)
+        assert "the run goes on in big-run-0-" in fails(*shlex.split(lines["resume"]))
+        assert "big is on this cluster already" in fails(
+            *typed[:4], "--run-dir", str(tmp_path / "x" / "big"), *typed[6:]
+        )
+        assert "job.batch" in called(*shlex.split(lines["stop"].split("    (")[0]))
+        stopped_at = steps_made(volume)
+        assert stopped_at < STEPS
+        assert "got --steps" in fails(*shlex.split(lines["resume"]), "--steps", "9")
+        called(*shlex.split(lines["resume"]))
+        ended = lambda: server.phases("run") == ["Succeeded"]  # noqa: E731
+        eventually(ended, lambda: f"the end of the run; the log:\n{log()}", RUN_PATIENCE_S)
+        assert "resuming run" in log()
+        eventually(lambda: set(server.phases()) == {"Succeeded"}, lambda: f"the end of all pods: {server.phases()}")
+        called(*shlex.split(lines["remove"]))
+        assert not server.objects, "nothing is left on the cluster"
+    assert steps_made(volume) == STEPS
+    report = audit(volume)
     assert report.clean, str(report)
+
+
+def called(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def fails(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_PATIENCE_S)
+    assert done.returncode == 2, done.stdout
+    return done.stderr

@@ -49,7 +49,10 @@ def test_each_node_starts_its_part(task: str, tmp_path: Path) -> None:
         said.append(done.stdout.strip())
         (tmp_path / "big" / "run.json").touch()
     run, *joins = said
-    assert "--buffer.bind tcp://10.0.0.1:5555 --weights.host 10.0.0.1 --steps 40 --actors 0 --teachers 0" in run
+    assert (
+        "--buffer.bind tcp://10.0.0.1:5555 --weights.host 10.0.0.1 --steps 40 --backend local --actors 0 --teachers 0"
+        in run
+    )
     assert [join.removeprefix(f"join {tmp_path}/big ").rpartition(" --name-prefix ")[0] for join in joins] == [
         "--teachers 2",
         "--actors 2",

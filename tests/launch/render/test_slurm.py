@@ -4,25 +4,28 @@ goes on from its checkpoint. The record of all batches is audited."""
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from launch.audit.run import audit
 from launch.config.cluster import HostConfig
-from launch.render.hosts import HostGroup
 from launch.render.slurm import SlurmJob, sbatch_script
+from launch.topology import HostGroup
 from tests.launch.render.slurm_cluster import CORES, Slurm, missing
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[3]
-STEPS = 60
+STEPS = 80
 TOPOLOGY = """\
-steps = 60
+steps = 80
 actors = 3
 teachers = 2
 learner = { lr = 3e-4, eval_every = 0, checkpoint_every = 5, record = "RECORD" }
@@ -46,7 +49,8 @@ def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) 
         TOPOLOGY.replace("RECORD", str(tmp_path / "record")).replace("PORT", "5555")
     )
     run = ("--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml"))
-    script = render("slurm", *run, "--sbatch=--partition=gpu --time=1:00:00", "--cluster.actors.gpus", "2")
+    options = "--cluster.sbatch=--partition=gpu --time=1:00:00"
+    script = render("slurm", *run, options, "--cluster.actors.gpus", "2", "--backend", "slurm")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     components = script.split("#SBATCH hetjob")
     assert [part.count("--nodes=") - part.count("srun") for part in components] == [1, 1, 1]
@@ -54,8 +58,23 @@ def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) 
     assert all("#SBATCH --partition=gpu --time=1:00:00" in part for part in components)
     alone = render("slurm", *run, "--cluster.actors.each", "0", "--cluster.teachers.each", "0")
     subprocess.run(["bash", "-n"], input=alone, text=True, check=True)
+    assert all(" --backend local" in text and "--launch.backend" not in text for text in (script, alone)), (
+        "else endless"
+    )
     assert "hetjob" not in alone
     assert "srun" not in alone
+
+
+def test_each_pool_has_a_component_and_joins_as_itself(tmp_path: Path) -> None:
+    pools = ("--pools.math.count=3", "--pools.style.count=1", "--learner.tasks.routes={math: [], style: []}")
+    hosts = ("--cluster.teachers.each=2", "--actors=1", "--weights.allow_plain_network=true")
+    script = render("slurm", "--run-dir", str(tmp_path / "big"), *pools, *hosts)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script.count("#SBATCH hetjob") == 2
+    assert "shares=(2 1); join_run --pool math --teachers ${shares[SLURM_PROCID]}" in script
+    assert "shares=(1); join_run --pool style --teachers ${shares[SLURM_PROCID]}" in script
+    assert "--name-prefix teachers-math-$SLURM_PROCID" in script
+    assert " --backend local --pools.math.count 0 --pools.style.count 0" in script
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
@@ -68,6 +87,7 @@ def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_pa
         name="run",
         run_dir=tmp_path / "run",
         home=tmp_path,
+        where=tmp_path,
         arguments=(),
         groups=(HostGroup("run", (1,), HostConfig()),),
         port=5555,
@@ -76,31 +96,130 @@ def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_pa
     assert subprocess.run(["bash", "-c", script], timeout=PATIENCE_S).returncode == code
 
 
+FAKE_PYTHON: Final = r"""#!/bin/bash
+case "$2" in
+    export) code=$(head -n 1 codes); sed -i 1d codes; echo "export says $code" >&2
+            [ $code -eq 0 ] && mkdir "$4" && touch "$4/join.json"; exit $code ;;
+    join) ls "$3" > joined; touch leave ;;
+    *) trap 'exit 143' TERM; mkdir run; touch run/run.json
+       for _ in $(seq 600); do sleep 0.1; [ ! -f leave ] || exit 0; done; exit 9 ;;
+esac
+"""
+"""In place of all commands of Stillhouse: the run ends when somebody has joined it."""
+
+
+@pytest.mark.parametrize(
+    ("codes", "ends_with", "joined"), [([75, 75, 0], 0, "join.json\n"), ([75, 2], 143, None)], ids=["later", "never"]
+)
+def test_a_run_that_nobody_can_join_is_stopped_with_the_reason(
+    tmp_path: Path, codes: list[int], ends_with: int, joined: str | None
+) -> None:
+    """The whole script of a run with a store, with other programs than Slurm's."""
+    programs = {
+        "python": FAKE_PYTHON,
+        "srun": '#!/bin/bash\nSLURM_PROCID=0 exec "${@:6}"\n',
+        "scontrol": "#!/bin/bash\necho 'NodeName=here NodeAddr=127.0.0.1 '\n",
+    }
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name, text in programs.items():
+        (tmp_path / ".venv" / "bin" / name).write_text(text)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
+    job = SlurmJob(
+        name="run",
+        run_dir=tmp_path / "run",
+        home=tmp_path,
+        where=tmp_path,
+        arguments=(),
+        groups=(HostGroup("run", (1,), HostConfig()), HostGroup("actors", (2,), HostConfig())),
+        port=5555,
+        shares_folder=False,
+    )
+    path = f"{tmp_path / '.venv' / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", sbatch_script(job)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == ends_with, done.stderr
+    assert ("nobody can join this run, so it is stopped:\nexport says 2" in done.stderr) == (joined is None)
+    if joined is not None:
+        assert (tmp_path / "joined").read_text() == joined
+    assert (tmp_path / "codes").read_text() == "", "it has asked as often as there are answers"
+
+
+def refusal(*words: str, path: str = "/usr/bin:/bin", folder: Path = ROOT) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "slurm", *words],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 2, done.stdout
+    return done.stderr
+
+
+def test_without_sbatch_nothing_is_written(tmp_path: Path) -> None:
+    for more in ((), ("--check",)):
+        said = refusal("--run-dir", str(tmp_path / "big"), *more, path=str(tmp_path))
+        assert "there is no sbatch in PATH here" in said and "launch/cluster.py render slurm" in said
+    assert not (tmp_path / "big").exists()
+
+
+def test_what_is_refused_before_sbatch_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    sbatch.chmod(0o755)
+    path, run = str(sbatch.parent), ("--run-dir", str(tmp_path / "big"))
+    assert "which a shell cannot read" in refusal(*run, "--cluster.sbatch='", path=path)
+    assert "not started with --backend slurm" in refusal(*run, "--resume", path=path)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big" / "job.sbatch").touch()
+    assert "got --steps" in refusal(*run, "--resume", "--steps", "9", path=path)
+    assert not (tmp_path / "asked").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_run_over_hosts_is_requeued_and_goes_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_that_is_submitted_is_requeued_stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """As the lines say that the submission prints."""
     folder = Path(tmp_path_factory.mktemp("slurm"))
     run_dir, file = folder / "run", folder / "topology.toml"
+    launcher = (sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "slurm")
     with Slurm(folder, hosts=4) as slurm:
         file.write_text(TOPOLOGY.replace("RECORD", str(folder / "record")).replace("PORT", str(_free_port())))
-        script = folder / "job.sbatch"
-        script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file)))
         assert CORES > 1
-        job = slurm.run("sbatch", "--parsable", str(script)).split(";")[0]
-        log = folder / f"run.slurm-{job}.log"
+        typed = (*launcher, "--run-dir", str(run_dir), "--config", str(file))
+        refused = slurm.fails(*typed, "--cluster.sbatch=--partition=nowhere")
+        assert "sbatch refused the job" in refused and "invalid partition" in refused, refused
+        assert "actors: 2 hosts with 1 CPU, 0 GPUs and 4 GiB each" in slurm.run(*typed, "--check")
+        said = slurm.run(*typed)
+        job, log = _printed(said, r"is job (\d+) of"), Path(_printed(said, r"log +(.*)"))
         text = lambda: log.read_text() if log.is_file() else "(no log yet)"  # noqa: E731
-        eventually(lambda: _steps(run_dir) >= 8, lambda: f"8 steps; the log:\n{text()}", RUN_PATIENCE_S)
+        eventually(lambda: steps_made(run_dir) >= 8, lambda: f"8 steps; the log:\n{text()}", RUN_PATIENCE_S)
         slurm.run("scancel", "--signal=USR1", "--batch", job)
         eventually(lambda: slurm.states(job) == {"PENDING"}, lambda: f"in the queue again; the log:\n{text()}")
-        stopped_at = _steps(run_dir)
+        stopped_at = steps_made(run_dir)
         assert stopped_at < STEPS
         assert "stopped by SIGTERM" in text()
+        time.sleep(2.0)  # in the second in which it ended, the hosts would refuse to start it again
         for component in range(3):
             slurm.run("scontrol", "update", f"JobId={job}+{component}", "StartTime=now")
+        eventually(lambda: steps_made(run_dir) > stopped_at, lambda: f"more steps; the log:\n{text()}", RUN_PATIENCE_S)
+        assert "resuming run" in text()
+        slurm.run(*_printed(said, r"stop +(.*?) {3}").split())
         eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{text()}", RUN_PATIENCE_S)
-        said = text()
-    assert "resuming run" in said
-    assert _steps(run_dir) == STEPS
+        assert steps_made(run_dir) < STEPS, "it was stopped"
+        again = slurm.run(*_printed(said, r"resume +(.*)").split())
+        job, log = _printed(again, r"is job (\d+) of"), Path(_printed(again, r"log +(.*)"))
+        eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{text()}", RUN_PATIENCE_S)
+        assert "resuming run" in text()
+    assert steps_made(run_dir) == STEPS
     report = audit(run_dir)
     assert report.clean, str(report)
     joined = _json(run_dir / "summary.json")["workers"]
@@ -111,7 +230,48 @@ def test_a_run_over_hosts_is_requeued_and_goes_on(tmp_path_factory: pytest.TempP
     assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
 
 
-def _steps(run_dir: Path) -> int:
+def test_with_a_store_joins_get_what_they_need_by_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "topology.toml").write_text(
+        TOPOLOGY.replace("RECORD", str(tmp_path / "record")).replace("PORT", "5555")
+    )
+    run = ("--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml"))
+    script = render("slurm", *run, "--store", "s3://runs/big")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script.count('< "$EXPORTED/run.tar" &') == 2 and 'join "$RUN"' not in script
+    assert "AWS" not in script and "--resume-or-start" in script
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_run_with_a_store_needs_no_shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The joins know an exported folder alone, which came by their standard input."""
+    folder = Path(tmp_path_factory.mktemp("slurm"))
+    run_dir, file, port = folder / "run", folder / "topology.toml", str(_free_port())
+    with Slurm(folder, hosts=4) as slurm:
+        text = re.sub(r"steps = \d+", "steps = 12", TOPOLOGY.replace("RECORD", str(folder / "record")))
+        file.write_text(f'store = "file://{folder}/store"\n{text.replace("PORT", port)}')
+        script, log = folder / "job.sbatch", lambda: "".join(f.read_text() for f in folder.glob("run.slurm-*.log"))
+        # All hosts are this machine, so that the run listens on loopback; else an export would refuse that.
+        more = ("--buffer.advertise", f"tcp://127.0.0.1:{port}", "--buffer.encrypt", "on")
+        script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file), *more))
+        job = slurm.run("sbatch", "--parsable", str(script)).split(";")[0]
+        eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{log()}", RUN_PATIENCE_S)
+    assert steps_made(run_dir) == 12, log()
+    assert audit(run_dir).clean
+    assert not (run_dir / "joined").exists(), "the joins did not see the run's folder"
+    joined = _json(run_dir / "summary.json")["workers"]
+    assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
+    names = _json(folder / "store" / "owner.json")["checkpoints"]
+    assert any("step_000012" in name for name in names)
+
+
+def _printed(text: str, pattern: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return found[1]
+
+
+def steps_made(run_dir: Path) -> int:
     """Steps made, from the metrics alone."""
     file = run_dir / "metrics.jsonl"
     if not file.is_file():

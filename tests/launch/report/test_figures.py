@@ -206,6 +206,14 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
         assert said in text, said
 
 
+def test_a_wait_for_a_shard_is_told_where_there_was_one() -> None:
+    def shown(stats: dict[str, float]) -> str:
+        return line(Rates().figures(view(snapshot(1.0, 12, peer("learner", 0, 100, stats=stats)))))
+
+    assert "shards" not in shown(LEARNER)
+    assert "shards 20%" in shown(LEARNER | {"wait_shards_fraction": 0.2})
+
+
 def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
     usual_snapshot = snapshot(1.0, 3, peer("learner", 0, 5))
     full = msgspec.structs.replace(usual_snapshot, intake_trouble="No space left on device")
@@ -239,6 +247,17 @@ def test_checkpoints_that_could_not_be_written_are_seen() -> None:
             console.print(table(figures))
         assert ("CHECKPOINTS NOT WRITTEN 2" in line(figures)) == (n_failed > 0)
         assert ("2 could not be written" in shown.get()) == (n_failed > 0)
+
+
+def test_averages_that_teachers_did_not_get_are_seen() -> None:
+    for n_failed in (0.0, 2.0):
+        learner = msgspec.structs.replace(peer("learner", 0), stats={"ema_failures_total": n_failed, "step": 3.0})
+        figures = Rates().figures(view(snapshot(1.0, 0, learner)))
+        console = Console(width=200)
+        with console.capture() as shown:
+            console.print(table(figures))
+        assert ("AVERAGES NOT SENT 2" in line(figures)) == (n_failed > 0)
+        assert ("2 could not be sent to teachers" in shown.get()) == (n_failed > 0)
 
 
 def test_the_first_failure_of_each_kind_is_an_event() -> None:

@@ -11,6 +11,7 @@ import buffer.server
 import builtin
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.workers.roles import run_buffer
+from launch.workers.start_role import StartRole
 from models.tokenizer import load_tokenizer, token_map_fingerprint
 from protocol.context import RoleContext
 
@@ -43,3 +44,18 @@ def test_the_buffer_is_told_the_vocabulary_of_the_student_that_the_configuration
     assert run_buffer(context) == 0
     expected = token_map_fingerprint(load_tokenizer(builtin.STUDENT_DIR)) if readable else None
     assert seen["vocab_fingerprint"] == expected
+
+
+def test_workers_wait_for_the_buffer_as_long_as_the_launcher_does(tmp_path: Path) -> None:
+    config = resolve_config(parse_arguments(["--launch.ready_timeout_s=77"]))
+    start = StartRole(
+        entry="",
+        role="actor",
+        index=0,
+        name="actor-0",
+        incarnation="i",
+        run_id="r",
+        buffer_address="",
+        resume=False,
+    )
+    assert start.context(config, tmp_path).buffer_away_s == 77.0

@@ -14,7 +14,7 @@ from launcher_process import StartLauncher
 
 from tests.patience import eventually
 
-BOTH = pytest.mark.parametrize("method", ["fork", "spawn"])
+BOTH = pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 
 
 @BOTH
@@ -159,6 +159,7 @@ def test_an_exit_that_was_lost_on_its_way_is_raised_again_and_cleaning_up_is_lef
     assert ("Exception ignored in" if word == "loses_sigterm" else "swallowed") in launcher.log("actor-0")
 
 
+@pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(start_launcher: StartLauncher) -> None:
     launcher = start_launcher({"actor-0": "deaf"}, settings={"launch": {"shutdown_grace_s": 1.0}})
     launcher.until_ready()
@@ -223,6 +224,7 @@ def test_a_worker_that_never_gets_ready_ends_the_run(start_launcher: StartLaunch
     assert "actor-0 does: mute" in launcher.summary()["reason"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_killed_and_started_again(start_launcher: StartLauncher) -> None:
     launcher = start_launcher(
         {"actor-0": "stop_once"},
@@ -234,6 +236,7 @@ def test_a_worker_that_stands_still_is_killed_and_started_again(start_launcher: 
     assert launcher.wait() == 0, launcher.said
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_may_take_long_to_connect(start_launcher: StartLauncher) -> None:
     """It loads a model, say: that is no silence, however short `silent_kill_s` is."""
     launcher = start_launcher(
@@ -250,6 +253,7 @@ def test_a_restarted_worker_may_take_long_to_connect(start_launcher: StartLaunch
     assert "was silent" not in launcher.log("launcher")
 
 
+@pytest.mark.slow
 def test_a_restarted_worker_that_never_connects_is_replaced(start_launcher: StartLauncher) -> None:
     launcher = start_launcher(
         {"actor-0": "mute_again"},

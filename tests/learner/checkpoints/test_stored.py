@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +11,13 @@ import pytest
 
 from learner.checkpoints.files import NoneUsable, go_on_from, new_draft, verify, write_manifest
 from learner.checkpoints.files import add as give_name
-from learner.checkpoints.stored import StoredCheckpoints, go_on_from_store
+from learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
+from learner.export import main as export
 from protocol.messages import WeightVersion
 from protocol.object_store import Store, StoreError
+from protocol.store_owner import Displaced, Owner, StoreOwner
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
+from tests.store_launches import owned, owner_in, take_from_dead, whole_folders
 
 FILES: Final = ("config.json", "model.safetensors", "optimizer.safetensors", "trainer.json", "deep/tokenizer.json")
 
@@ -56,26 +57,15 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def whole_ones(server: Server, prefix: str) -> dict[int, dict[str, bytes]]:
-    """Step -> files of each prefix whose manifest is true: by boto3, hashlib and json."""
-    found: dict[str, dict[str, bytes]] = {}
-    for key, data in objects(server).items():
-        if key.startswith(f"{prefix}/checkpoints/"):
-            name, _, file = key.removeprefix(f"{prefix}/checkpoints/").partition("/")
-            found.setdefault(name, {})[file] = data
-    whole: dict[int, dict[str, bytes]] = {}
-    for name, files in found.items():
-        try:
-            listed = json.loads(files["manifest.json"])["files"]
-        except (KeyError, ValueError):  # moto keeps what came of a request that was cut
-            continue
-        if all(hashlib.sha256(files.get(f, b"")).hexdigest() == entry["sha256"] for f, entry in listed.items()):
-            whole[int(name.split("_")[1])] = files
-    return whole
+    """Step -> files of each checkpoint that owner.json names, and whose manifest is true."""
+    named = [name.partition("/")[2] for name in owner_in(server, prefix)["checkpoints"]]
+    whole = whole_folders(server, prefix, "checkpoints")
+    return {int(name.split("_")[1]): whole[name] for name in named if name in whole}
 
 
 def test_a_checkpoint_comes_back_into_an_empty_folder_byte_for_byte(server: Server, url: str, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "here", 40)
-    StoredCheckpoints(Store(url)).add(folder, keep=3)
+    owned(url).add(folder, keep=3)
     assert whole_ones(server, tmp_path.name) == {40: content(folder)}
     found = go_on_from_store(tmp_path / "there", url)
     assert found.path is not None and found.path == tmp_path / "there" / "step_000040"
@@ -84,7 +74,7 @@ def test_a_checkpoint_comes_back_into_an_empty_folder_byte_for_byte(server: Serv
 
 
 def test_the_newest_of_folder_and_store_is_chosen(url: str, tmp_path: Path) -> None:
-    stored, here, there = StoredCheckpoints(Store(url)), tmp_path / "here", tmp_path / "there"
+    stored, here, there = owned(url), tmp_path / "here", tmp_path / "there"
     assert go_on_from_store(there, url).path is None
     stored.add(checkpoint(here, 10), keep=3)
     stored.add(checkpoint(here, 4, epoch=1), keep=3)
@@ -95,32 +85,69 @@ def test_the_newest_of_folder_and_store_is_chosen(url: str, tmp_path: Path) -> N
     assert stored.fetch_version(there, WeightVersion(1, 6)) == newer, "it is here, and not in the store"
 
 
+def test_the_newest_is_exported_by_who_has_nothing_but_the_store(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run deletes the one that is being copied, and has a newer one."""
+    stored, here, out = owned(url), tmp_path / "here", tmp_path / "there" / "student"
+    assert export([url, str(out)]) == 1 and "has no complete checkpoint" in capsys.readouterr().err
+    stored.add(checkpoint(here, 10), keep=1)
+    get = Store.get
+
+    def get_after_the_next(store: Store, name: str, file: Path) -> None:
+        if name.endswith("optimizer.safetensors"):
+            monkeypatch.setattr(Store, "get", get)
+            stored.add(checkpoint(here, 20), keep=1)
+        get(store, name, file)
+
+    monkeypatch.setattr(Store, "get", get_after_the_next)
+    assert export([url, str(out)]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out == f"student  {out}\n"
+    assert content(out) == content(here / "step_000020")
+    assert [path.name for path in out.parent.iterdir()] == ["student"], "nothing else is left"
+
+
 def test_old_ones_are_deleted(server: Server, url: str, tmp_path: Path) -> None:
-    stored = StoredCheckpoints(Store(url))
+    stored = owned(url)
     for step in (2, 4, 6, 8):
         stored.add(checkpoint(tmp_path / "here", step), keep=2)
     assert set(whole_ones(server, tmp_path.name)) == {6, 8}
-    assert len(objects_below(server, tmp_path.name)) == 2 * (len(FILES) + 1), "nothing else is left"
+    assert len(objects_below(server, tmp_path.name)) == 2 * (len(FILES) + 1) + 1, "nothing else is left"
 
 
 def objects_below(server: Server, prefix: str) -> list[str]:
     return [name for name in objects(server) if name.startswith(f"{prefix}/")]
 
 
+@pytest.mark.slow
 def test_wherever_the_writing_breaks_off_the_one_before_is_taken(
     server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server goes away after so many bytes; in between, and in the deleting of the oldest at the end."""
     here, prefix = tmp_path / "here", tmp_path.name
     before, new = checkpoint(here, 10), checkpoint(here, 20)
-    StoredCheckpoints(Store(url)).add(before, keep=1)
+    owned(url).add(before, keep=1)
     outcomes: set[int] = set()
-    for cut in (3_000, 9_000, 30_000, 55_000, 63_000, 90_000, 112_000, 113_500, 115_000, 117_000, 119_000, 122_000):
+    for cut in (
+        3_000,
+        9_000,
+        30_000,
+        55_000,
+        63_000,
+        90_000,
+        112_000,
+        113_500,
+        115_000,
+        117_000,
+        119_000,
+        122_000,
+        125_000,
+    ):
         with Gate(server) as gate:
             gate.shut_after_bytes = cut
             use(gate.url, monkeypatch)
             try:
-                StoredCheckpoints(Store(url)).add(new, keep=1)
+                OwnedCheckpoints(StoreOwner(Store(url), "mine")).add(new, keep=1)
             except StoreError as error:
                 assert url in str(error), "says where"
         use(server.url, monkeypatch)
@@ -136,12 +163,12 @@ def test_wherever_the_writing_breaks_off_the_one_before_is_taken(
         gate.shut_after_bytes = 63_000
         use(gate.url, monkeypatch)
         with pytest.raises(StoreError):
-            StoredCheckpoints(Store(url)).add(checkpoint(here, 30), keep=1)
+            OwnedCheckpoints(StoreOwner(Store(url), "mine")).add(checkpoint(here, 30), keep=1)
     use(server.url, monkeypatch)
     assert any("step_000030" in name for name in objects_below(server, prefix)), "something of it is left"
-    StoredCheckpoints(Store(url)).add(checkpoint(here, 40), keep=1)
+    owned(url).add(checkpoint(here, 40), keep=1)
     assert set(whole_ones(server, prefix)) == {40}
-    assert len(objects_below(server, prefix)) == len(FILES) + 1, "what broke off was removed"
+    assert len(objects_below(server, prefix)) == len(FILES) + 1 + 1, "what broke off was removed"
 
 
 def test_a_server_that_is_killed_in_the_middle_costs_that_checkpoint_only(
@@ -150,21 +177,22 @@ def test_a_server_that_is_killed_in_the_middle_costs_that_checkpoint_only(
     folder = checkpoint(tmp_path / "here", 40)
     with s3_server() as server, Gate(server) as gate:
         use(gate.url, monkeypatch)
+        stored = owned(f"s3://{BUCKET}/x")
         gate.shut_after_bytes, gate.when_shut = 60_000, server.kill
         with pytest.raises(StoreError, match=r"step_000040_epoch_0.* could not be written"):
-            StoredCheckpoints(Store(f"s3://{BUCKET}/x")).add(folder, keep=1)
+            stored.add(folder, keep=1)
         with pytest.raises(StoreError, match="no answer from"):
             go_on_from_store(tmp_path / "there", f"s3://{BUCKET}/x")
     assert go_on_from(tmp_path / "here").path == folder, "the one in the folder is untouched"
     with s3_server() as server:
         use(server.url, monkeypatch)
-        StoredCheckpoints(Store(f"s3://{BUCKET}/x")).add(folder, keep=1)
+        owned(f"s3://{BUCKET}/x").add(folder, keep=1)
         assert whole_ones(server, "x") == {40: content(folder)}
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_one_is_left_out_and_named(server: Server, url: str, tmp_path: Path, file: str) -> None:
-    stored, here = StoredCheckpoints(Store(url)), tmp_path / "here"
+    stored, here = owned(url), tmp_path / "here"
     for step in (10, 20):
         stored.add(checkpoint(here, step), keep=3)
     key = f"{tmp_path.name}/checkpoints/step_000020_epoch_0/{file}"
@@ -179,7 +207,75 @@ def test_a_damaged_one_is_left_out_and_named(server: Server, url: str, tmp_path:
 
 
 def test_starting_anew_is_refused_where_all_are_damaged(server: Server, url: str, tmp_path: Path) -> None:
-    StoredCheckpoints(Store(url)).add(checkpoint(tmp_path / "here", 10), keep=3)
+    owned(url).add(checkpoint(tmp_path / "here", 10), keep=3)
     overwrite(server, f"{tmp_path.name}/checkpoints/step_000010_epoch_0/trainer.json", b"x" * 100)
     with pytest.raises(NoneUsable, match="step_000010_epoch_0"):
         go_on_from_store(tmp_path / "there", url)
+
+
+def test_a_checkpoint_of_a_displaced_learner_counts_as_nothing(
+    server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was displaced while it wrote the files; its successor removes them with its own first checkpoint."""
+    here, prefix = tmp_path / "here", tmp_path.name
+    first = owned(url, "first")
+    first.add(checkpoint(here, 10), keep=3)
+
+    update = StoreOwner.update
+
+    def taken_meanwhile(owner: StoreOwner, change: Callable[[Owner], Owner]) -> Owner:
+        monkeypatch.setattr(StoreOwner, "update", update)
+        take_from_dead(url, "second")
+        return owner.update(change)
+
+    monkeypatch.setattr(StoreOwner, "update", taken_meanwhile)
+    with pytest.raises(Displaced, match="may write there no more"):
+        first.add(checkpoint(here, 20), keep=3)
+    assert any("step_000020" in name for name in objects_below(server, prefix)), "all of its files are there"
+    assert set(whole_ones(server, prefix)) == {10}
+    assert go_on_from_store(tmp_path / "there", url).version == WeightVersion(0, 10)
+    second = OwnedCheckpoints(StoreOwner(Store(url), "second"))
+    second.add(checkpoint(here, 12, epoch=1), keep=3)
+    assert set(whole_ones(server, prefix)) == {10, 12}
+    assert not any("step_000020" in name for name in objects_below(server, prefix))
+
+
+def test_a_displaced_learner_removes_nothing_of_its_successor(
+    server: Server, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has looked who owns the store, stands still, and then removes what it takes for broken off."""
+    here, prefix = tmp_path / "here", tmp_path.name
+    first = owned(url, "first")
+    first.add(checkpoint(here, 10), keep=3)
+    confirm = StoreOwner.confirm
+
+    def confirmed_long_ago(owner: StoreOwner) -> Owner:
+        found = confirm(owner)
+        monkeypatch.setattr(StoreOwner, "confirm", confirm)
+        second = take_from_dead(url, "second")
+        folder = checkpoint(here, 12, epoch=1)
+        for file in (*FILES, "manifest.json"):
+            second.store.put(folder / file, f"checkpoints/step_000012_epoch_1/{file}")
+        second.store.put_bytes("rows/.tmp-step_000014_epoch_1-7-abcd/1/model.safetensors", b"rows")
+        return found
+
+    monkeypatch.setattr(StoreOwner, "confirm", confirmed_long_ago)
+    before = set(objects_below(server, prefix))
+    with pytest.raises(Displaced):
+        first.add(checkpoint(here, 20), keep=1)
+    after = set(objects_below(server, prefix))
+    assert before <= after, "its own checkpoint of step 10 as well: it is the successor's now"
+    assert sum("step_000012_epoch_1" in name for name in after) == len(FILES) + 1
+    assert any(name.startswith(f"{prefix}/rows/") for name in after)
+
+
+def test_what_a_run_leaves_replaces_what_was_left_before(server: Server, url: str, tmp_path: Path) -> None:
+    stored, out = owned(url), tmp_path / "export"
+    for step, text in ((4, b"four"), (8, b"eight")):
+        for file in ("merged/model.safetensors", "adapter/adapter_model.safetensors"):
+            (out / file).parent.mkdir(parents=True, exist_ok=True)
+            (out / file).write_bytes(text)
+        stored.add_export(out, WeightVersion(0, step))
+    left = whole_folders(server, tmp_path.name, "export")
+    assert list(left) == ["step_000008_epoch_0"]
+    assert left["step_000008_epoch_0"]["adapter/adapter_model.safetensors"] == b"eight"

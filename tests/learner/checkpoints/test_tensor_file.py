@@ -3,8 +3,10 @@ reads and writes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from learner.checkpoints.tensor_file import DTYPES, Shares, layout_of, pack_share, unpack_share, write_share
+from learner.checkpoints.packed_rows import Span, pack, pack_rest, unpack
+from learner.checkpoints.tensor_file import DTYPES, Shares, layout_of, placed, write_share
 from models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
 from models.transfer import Rows
 from tests.learner.conftest import word_tokenizer
@@ -52,6 +55,21 @@ def same(ones: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     )
 
 
+def put_together(parts: list[Path]) -> bytes:
+    """The slow way: byte by byte, by the description of the format alone. No byte is in two parts."""
+    found: dict[int, int] = {}
+    for part in parts:
+        text, checksum = part.read_bytes()[:-32], part.read_bytes()[-32:]
+        assert hashlib.sha256(text).digest() == checksum
+        while text:
+            at, n_bytes = struct.unpack("<QQ", text[:16])
+            for i, byte in enumerate(text[16 : 16 + n_bytes]):
+                assert at + i not in found
+                found[at + i] = byte
+            text = text[16 + n_bytes :]
+    return bytes(found[i] for i in range(len(found)))
+
+
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(1, 4), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_any_division_in_any_order_gives_the_same_file(
@@ -66,13 +84,23 @@ def test_any_division_in_any_order_gives_the_same_file(
     assert together.read_bytes() == alone.read_bytes()
     for rank in order[::2]:  # ranks on other hosts: their rows come packed
         if rank:
-            assert pack_share(folder / f"packed-{rank}", share(tensors, rank, n_ranks)) == written[order.index(rank)]
+            rows = placed(share(tensors, rank, n_ranks), leads=False)
+            assert pack(folder / f"packed-{rank}", rows) == written[order.index(rank)]
+    spans = list[Span]()
     for rank in order:
         if (packed := folder / f"packed-{rank}").exists():
-            unpack_share(packed, folder / "fetched")
+            spans += unpack(packed, folder / "fetched")
         else:
             write_share(folder / "fetched", share(tensors, rank, n_ranks), leads=rank == 0)
     assert (folder / "fetched").read_bytes() == alone.read_bytes()
+    n_rest = pack_rest(folder / "packed-rest", folder / "fetched", spans)
+    assert n_rest + sum(end - first for first, end in spans) == n_alone, "each byte is in one part"
+    parts = sorted(folder.glob("packed-*"))
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    assert put_together(parts) == alone.read_bytes()
+    for packed in parts:
+        unpack(packed, folder / "again")
+    assert (folder / "again").read_bytes() == alone.read_bytes()
     assert sum(written) == n_alone == alone.stat().st_size == layout_of(Shares(tensors)).total_bytes
     assert same(load_file(together), tensors)
     save_file(tensors, theirs, metadata={"format": "pt"})
@@ -84,16 +112,16 @@ def test_any_division_in_any_order_gives_the_same_file(
 
 def test_packed_rows_that_were_damaged_are_refused(tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    pack_share(packed, share({"a": torch.arange(40.0), "b": torch.arange(6)}, 1, 2))
+    pack(packed, placed(share({"a": torch.arange(40.0), "b": torch.arange(6)}, 1, 2), leads=False))
     whole = packed.read_bytes()
     for n in range(len(whole)):
         for damaged in (whole[:n], whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :]):
             packed.write_bytes(damaged)
             with pytest.raises(ValueError, match="its checksum is not"):
-                unpack_share(packed, tmp_path / "file")
+                unpack(packed, tmp_path / "file")
     assert not (tmp_path / "file").exists(), "nothing was written"
     packed.write_bytes(whole)
-    unpack_share(packed, tmp_path / "file")
+    assert unpack(packed, tmp_path / "file")
 
 
 def test_more_than_the_system_writes_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,10 @@ def test_an_evaluation_goes_out_as_tasks_and_comes_back_as_figures(world: World)
     world.desk.start(V0)
     assert (world.desk.active, len(world.tasks), {task.kind for task in world.tasks}) == (1, 6, {"eval"})
     for half in halves(world.tasks):
-        assert world.figures == []
+        assert world.figures == [] and world.wanted == []
         world.answer(*half)
     assert world.desk.active == 0
+    assert world.wanted == [("000000-greedy", 3), ("000000-sampled", 3)], "the buffer may let go of them"
     (figures,) = world.figures
     assert (figures.step, figures.n_greedy, figures.n_sampled, figures.missing) == (0, 3, 3, 0)
 
@@ -143,6 +144,7 @@ def test_given_up_it_hands_out_what_is_there_and_says_what_is_missing(world: Wor
     world.desk.give_up()
     (figures,) = world.figures
     assert (figures.n_greedy, figures.n_sampled, figures.failed, figures.missing) == (3, 1, 1, 1)
+    assert world.wanted == [("000000-greedy", 3), ("000000-sampled", 1)]
     assert world.desk.active == 0
     world.answer(sampled[1])
     assert len(world.figures) == 1, "too late"

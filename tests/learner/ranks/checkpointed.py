@@ -23,6 +23,7 @@ from torch import Tensor
 from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint, new_draft
 from learner.checkpoints.checkpoint import write_checkpoint as write_it
 from learner.checkpoints.files import latest
+from learner.checkpoints.stored import StoredRows
 from learner.checkpoints.tensor_file import Shares
 from learner.checkpoints.writer import ShareWriter, written_by_others
 from learner.config import LearnerConfig, LoraConfig
@@ -37,6 +38,7 @@ from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import GAE, PLAIN, TIMEOUT_S, items_of, tensors_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_top_k_step import VOCAB
+from tests.store_launches import owned
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "all weights": {},
@@ -64,7 +66,7 @@ def trainer_of(config: LearnerConfig, ranks: RankGroup, checkpoint: Path | None 
 
 
 def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: Store | None = None) -> str:
-    """A checkpoint by all ranks; what became of it, on rank 0. `store`: through which rank 0 gets the others' rows."""
+    """A checkpoint by all ranks; what became of it, on rank 0. `store`: where it goes, and the others' rows before."""
     ranks, version = trainer.ranks, WeightVersion(0, step)
     named = [str(new_draft(root, version)) if ranks.rank == 0 else ""]
     dist.broadcast_object_list(named)
@@ -80,6 +82,7 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
         writer.write(draft, weights, optimizer.shares, adapters=trainer.adapters is not None)
         return ""
     state = LearnerState(version, optimizer, {}, None, capture_rng(), {}, value_head=trainer.critic.state_dict())
+    rows = StoredRows()
     try:
         written = write_it(
             draft,
@@ -88,29 +91,33 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
             word_tokenizer(),
             keep=9,
             adapters=trainer.adapters,
-            others=lambda: written_by_others(ranks, draft, store),
+            others=lambda: written_by_others(ranks, draft, store, rows),
         )
+        if store is not None:
+            owned(store.url).add(written, keep=9, rows=rows)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return written.name
 
 
-def write(folder: Path, ranks: RankGroup, store: Store | None = None) -> dict[str, Any]:
-    """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find."""
+def write(folder: Path, ranks: RankGroup, store: str = "") -> dict[str, Any]:
+    """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find. `store`: URL of
+    one, below which each case has its own."""
     saved: dict[str, Any] = {}
     for name, settings in CASES.items():
-        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks, store)
+        of_case = Store(f"{store}/{name}") if store else None
+        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks, of_case)
         for seed in range(2):
             trainer.step(items_of(seed=seed, top_k=False))
-        saved[name] = save(trainer, writer, folder / name, 2, store)
+        saved[name] = save(trainer, writer, folder / name, 2, of_case)
         writer.wait()
     return saved
 
 
-def write_apart(folder: Path, ranks: RankGroup) -> dict[str, Any]:
-    """As `write`, by ranks on hosts that share no folder, but a store."""
-    store = Store(f"file://{folder}/store")
-    return write(folder, ranks, store) | {"left": list(store.sizes())}
+def write_both_ways(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+    """As `write` into "together"; and into "apart", by ranks on hosts that share no folder, but a store."""
+    together, apart = folder / "together", folder / "apart"
+    return {"together": write(together, ranks), "apart": write(apart, ranks, f"file://{apart}/store")}
 
 
 def read(folder: Path, ranks: RankGroup) -> dict[str, Any]:
@@ -173,7 +180,7 @@ def fail(folder: Path, ranks: RankGroup) -> dict[str, Any]:
 
 DO: Final[dict[str, Callable[[Path, RankGroup], dict[str, Any]]]] = {
     "write": write,
-    "write_apart": write_apart,
+    "write_both_ways": write_both_ways,
     "read": read,
     "fail": fail,
 }

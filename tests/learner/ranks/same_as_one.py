@@ -307,25 +307,27 @@ def of_peak_memory(ranks: Ranks) -> dict[str, float]:
     return {str(expected): abs(expected / measured - 1.0) for expected, measured in found}
 
 
+FURTHER: Final[dict[str, Callable[[Ranks], dict[str, float]]]] = {
+    "bad rollouts": of_bad_rollouts,
+    "gradient not finite": of_gradient_that_is_not_finite,
+    "half precision": of_half_precision,
+    "average": of_average,
+    "resumed": of_a_resumed_optimizer,
+    "bytes": of_items_as_bytes,
+    "gathered": of_gathered_bytes,
+    "peak memory": of_peak_memory,
+}
+
+
 def main(names: Sequence[str]) -> None:
     ranks = group_of(TIMEOUT_S)
-    further: dict[str, Callable[[Ranks], dict[str, float]]] = {
-        "bad rollouts": of_bad_rollouts,
-        "gradient not finite": of_gradient_that_is_not_finite,
-        "half precision": of_half_precision,
-        "average": of_average,
-        "resumed": of_a_resumed_optimizer,
-        "bytes": of_items_as_bytes,
-        "gathered": of_gathered_bytes,
-        "peak memory": of_peak_memory,
-    }
     results: dict[str, dict[str, float]] = {}
     # Nothing is announced here: all ranks run this same program.
     ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]
     for name, settings in CASES.items():
         if not names or name in names:
             results[name] = of_steps(ranks, settings, hidden=name == "hidden states")
-    for name, check in further.items():
+    for name, check in FURTHER.items():
         if not names or name in names:
             results[name] = check(ranks)
     ranks.close()

@@ -20,9 +20,10 @@ def found_by(n_ranks: int, *cases: str, replicas: int = 1) -> dict[str, Any]:
     return {name: of_case for line in ended[0].stdout.splitlines() for name, of_case in json.loads(line).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_ranks", "replicas"),
-    [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [(2, 1), (4, 1), (4, 2)],
 )
 def test_actors_get_what_one_process_has_and_no_rank_holds_it_all(n_ranks: int, replicas: int) -> None:
     cases, shares = [name for name in CASES if name != "dead rank"], n_ranks // replicas

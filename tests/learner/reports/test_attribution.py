@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from learner.reports import work_window
 from learner.reports.attribution import STAGES, Limits, Verdict, attribute
 from learner.reports.work_window import Work, WorkWindow
 from tests.sim.pipeline import Pipeline, Shape
@@ -33,6 +34,8 @@ def followed(shape: Shape, verdict: Verdict) -> Shape:
     """The run with what was advised."""
     if verdict.stage == "learner":
         return replace(shape, train_s=shape.train_s / 2)
+    if verdict.stage == "staleness":
+        return replace(shape, max_staleness=shape.max_staleness + verdict.more)
     count = shape.teachers if verdict.stage == "teachers" else shape.actors
     return replace(shape, **{verdict.stage: count + verdict.more})  # pyright: ignore
 
@@ -47,7 +50,8 @@ def followed(shape: Shape, verdict: Verdict) -> Shape:
         (Shape(train_s=1.0), "learner"),
         (Shape(environment_s=2.0), "environments"),
         (Shape(environment_s=1.0, slots=8), "environments"),
-        (Shape(max_staleness=0, write_s=0.02, score_s=0.02, train_s=0.3), "unknown"),
+        (Shape(max_staleness=0, write_s=0.02, score_s=0.02, train_s=0.3), "staleness"),
+        (Shape(max_staleness=0, write_s=0.02, score_s=0.005, train_s=0.3), "staleness"),
     ],
 )
 def test_the_stage_is_the_one_that_the_service_times_make_the_limit(shape: Shape, stage: str) -> None:
@@ -149,6 +153,33 @@ def test_processors_that_the_run_does_not_fill_are_not_its_limit(seconds: dict[s
     assert verdict is not None and verdict.stage == "unknown"
 
 
+def test_a_quota_that_the_run_uses_up_is_its_limit_on_an_idle_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with two processors of many. Nobody sees its use but its own workers."""
+    run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(SECONDS)
+    shares = {"learner": 0.8, "actor": 0.5, "teacher": 0.65}
+
+    def seen(has_quota: bool) -> Verdict:
+        monkeypatch.setattr(work_window, "has_quota", lambda: has_quota)
+        monkeypatch.setattr(work_window, "usable_cores", lambda: 2.0)
+        window = WorkWindow(60.0)
+        for snapshot in run.snapshots:
+            n = {role: sum(peer.role == role for peer in snapshot.peers) for role in shares}
+            peers = tuple(
+                msgspec.structs.replace(
+                    peer, stats={**peer.stats, "cpu_s_total": shares[peer.role] * snapshot.time_s / n[peer.role]}
+                )
+                for peer in snapshot.peers
+            )
+            window.update(msgspec.structs.replace(snapshot, peers=peers), cpu=0.1)
+        verdict = attribute(window.work())
+        assert verdict is not None
+        return verdict
+
+    assert seen(False).stage == "teachers"
+    bound = seen(True)
+    assert bound.stage == "cpu" and "2 of 2 cores are 98% busy (learner 40%" in bound.text, bound.text
+
+
 def test_a_batch_that_takes_longer_than_the_window_is_no_idle_teacher() -> None:
     """Nothing is reported until it is done: the teacher's totals stand still."""
     verdict = attribute(work(teachers_busy=0.0, scored_tokens=0.0, always_unscored=True, busiest_teacher=0.0))
@@ -160,9 +191,9 @@ def test_one_busy_pool_of_several_gets_no_number() -> None:
     assert verdict is not None and verdict.stage == "teachers" and "their pool" in verdict.text and not verdict.more
 
 
-@pytest.mark.parametrize("stage", ["weights", "eval", "checkpoint"])
+@pytest.mark.parametrize("stage", ["shards", "weights", "eval", "checkpoint"])
 def test_other_waits_of_the_learner_are_named(stage: str) -> None:
-    waits = dict.fromkeys(("weights", "eval", "checkpoint", "data", "scoring"), 0.0)
+    waits = dict.fromkeys(("shards", "weights", "eval", "checkpoint", "data", "scoring"), 0.0)
     verdict = attribute(work(learner=waits | {"busy": 0.3, stage: 0.6, "data": 0.1}))
     assert verdict is not None and verdict.stage == stage and f"{stage}-bound" in verdict.text
 
@@ -221,7 +252,7 @@ def test_one_line_of_status_leaves_out_why_nothing_can_be_said() -> None:
 
 
 def test_a_learner_that_works_four_fifths_of_the_time_is_the_limit_if_no_other_role_is() -> None:
-    waits = dict.fromkeys(("weights", "eval", "checkpoint", "scoring"), 0.0)
+    waits = dict.fromkeys(("shards", "weights", "eval", "checkpoint", "scoring"), 0.0)
     seen = work(learner=waits | {"busy": 0.86, "data": 0.14}, actors_busy=0.2, teachers_busy=0.2, busiest_teacher=0.2)
     verdict = attribute(seen)
     assert verdict is not None and verdict.stage == "learner" and verdict.text.startswith("learner-bound 86%")

@@ -35,7 +35,7 @@ def test_waits_are_booked_by_cause_and_the_rest_is_busy() -> None:
     time.pass_s(1)
     report = clock.take()
     assert (report.wall_s, report.busy_s) == (8.0, 5.0)
-    assert report.wait_s == {"data": 1.0, "scoring": 2.0, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
+    assert report.wait_s == {"data": 1.0, "scoring": 2.0, "shards": 0.0, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
     assert report.busy_fraction == 5 / 8
     assert report.wait_fraction["scoring"] == 2 / 8
     assert report.gauges()["wait_scoring_fraction"] == 2 / 8
@@ -49,7 +49,14 @@ def test_a_wait_inside_a_wait_is_not_counted_twice() -> None:
         with clock.waiting("weights"):
             time.pass_s(2)
         time.pass_s(4)
-    assert clock.total().wait_s == {"data": 0.0, "scoring": 0.0, "weights": 2.0, "eval": 5.0, "checkpoint": 0.0}
+    assert clock.total().wait_s == {
+        "data": 0.0,
+        "scoring": 0.0,
+        "shards": 0.0,
+        "weights": 2.0,
+        "eval": 5.0,
+        "checkpoint": 0.0,
+    }
 
 
 def test_an_open_wait_counts_up_to_now_and_an_error_ends_it() -> None:

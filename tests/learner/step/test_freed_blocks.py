@@ -34,6 +34,7 @@ print(held, resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_blocks_of_a_step_do_not_stay_with_the_learner() -> None:
     """50 blocks of 3 MiB, each followed by one of 16 KiB that is kept. Without a trainer they stay."""

@@ -76,7 +76,7 @@ def built(kind: str) -> PreTrainedModel:
 def allocated(run: Callable[[], object]) -> tuple[int, int]:
     """Bytes that torch has allocated on the CPU after `run`, and most that it had meanwhile, both beyond what it had at
     the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     found: Any = seen.profiler
     live = most = 0

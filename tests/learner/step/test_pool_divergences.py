@@ -289,6 +289,36 @@ def test_only_payloads_that_a_divergence_needs_are_read(tiny_student: Student, m
         assert trainer.steps_done == 0
 
 
+@pytest.mark.parametrize(
+    "of_style",
+    [{"coef": 0.3, "teacher_coefs": {"style": 0.0}}, {"coef": 0.0, "teacher_coefs": {"default": 0.3, "math": 0.3}}],
+)
+def test_a_pool_without_weight_in_the_loss_needs_no_payloads(
+    tiny_student: Student, make_item: Make, of_style: dict[str, Any]
+) -> None:
+    """Its figure is the cost of sampled tokens, s - q."""
+    payloads = {"default": "sets", "math": "sets"}
+    items, common = items_with(make_item, payloads), ("reverse_kl", dict[str, Any]())
+    slow = Slow(
+        tiny_student("eager", torch.float64),
+        {"default": common, "math": common, "style": ("k1", {})},
+        payloads,
+        {"default": 0.3, "math": 0.3, "style": 0.0},
+        of_rollouts=False,
+        rewards=False,
+    )
+    expected, config = slow.gradients(items), config_of(divergence="reverse_kl", logprob_chunk_tokens=4, **of_style)
+    got = step_gradients(trainer_of(tiny_student(dtype=torch.float64), config), items)
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, atol=3e-4 * scale, rtol=3e-3, msg=name)
+    metrics = trainer_of(tiny_student(dtype=torch.float64), config).step(items)
+    assert metrics.of_pools() == {
+        f"teachers/{pool}/divergence": pytest.approx(np.mean(told), rel=3e-3, abs=1e-4)
+        for pool, told in slow.told.items()
+    }
+
+
 def test_the_null_teacher_has_no_figures_of_pools(tiny_student: Student, make_item: Make) -> None:
     items = items_with(make_item, {})
     assert not trainer_of(tiny_student(), config_of(divergence="null")).step(items).of_pools()

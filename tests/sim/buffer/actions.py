@@ -81,6 +81,7 @@ def finish(world: World, rng: Random) -> None:
     """RunFinished: nothing may be left, everybody is sent home, and late messages are still answered."""
     learner.returns(world, rng)
     learner.repeats(world, rng)
+    world.deliver_all()
     world.over = True
     out = world.send("learner", "learner", m.RunFinished(True, "done"))
     dismissed = {(o.role, o.name) for o in out if isinstance(o.message, m.Shutdown)}

@@ -123,7 +123,7 @@ def restarts(world: World, rng: Random) -> None:
     world.model.learner_restarted()
     world.join("learner", "learner", world.learner.incarnation)
     world.broadcast = version
-    world.model.tree.fork(version, parent)
+    world.learner_restarted(version, parent)
     world.send("learner", "learner", stream.started(version, parent))
 
 
@@ -132,7 +132,7 @@ def evaluates(world: World, rng: Random) -> None:
     learner = _learner(world)
     if learner is None:
         return
-    if len(learner.evaluations) < 2 and rng.random() < 0.3:
+    if len(learner.evaluations) < (2 if rng.random() < 0.9 else 8) and rng.random() < 0.3:
         world.n_evals += 1
         eval_id = f"eval-{world.n_evals}"
         teachers = rng.choice((*world.task_teachers, ()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from buffer.core import Core, Entry, Turn, decode_turn, encode_turn
 from buffer.journal.image import make_image, restore_image
 from buffer.state import BufferState
@@ -23,28 +25,40 @@ class SimJournal:
     """The contents of the disk from which a buffer process would recover."""
 
     def __init__(self, state: BufferState, now_s: float) -> None:
+        self._blobs: dict[int, bytes] = {}
         self._image = make_image(Core(state), no_sessions(), now_s)
         self._turns: list[tuple[bytes, Turn]] = []
 
-    def write(self, now_s: float, *entries: Entry, tick_s: float | None = None) -> None:
+    def write(self, state: BufferState, now_s: float, *entries: Entry, tick_s: float | None = None) -> None:
+        """`state`: before this turn."""
         turn = Turn(now_s, entries, tick_s)
-        self._turns.append((encode_turn(turn), turn))
+        body, blobs = encode_turn(turn, state.blobs_total)
+        self._turns.append((body, turn))
+        self._blobs.update(blobs)
 
     def restarted(self, state: BufferState, now_s: float) -> BufferState:
         """The state of another process, which must be the same as `state`; the journal goes on from its image."""
-        core, _ = restore_image(self._image, no_sessions())
+        core, _ = restore_image(self._image.body, no_sessions(), self._load)
         for body, turn in self._turns:
-            core.apply(_read(body, turn))
+            core.apply(self._read(body, turn))
         image = make_image(core, no_sessions(), now_s)
         assert image == make_image(Core(state), no_sessions(), now_s), "the journal tells another story"
         self._image = image
         self._turns.clear()
+        self._blobs = {number: self._blobs[number] for number in image.blobs}
         return core.state
 
+    @property
+    def n_blobs(self) -> int:
+        """Blobs that are kept."""
+        return len(self._blobs)
 
-def _read(body: bytes, turn: Turn) -> Turn:
-    """From the journal; `turn` itself where the simulation sent what no wire can carry."""
-    try:
-        return decode_turn(body)
-    except RemoteProtocolError:
-        return turn
+    def _load(self, number: int) -> list[bytes]:
+        return msgspec.msgpack.decode(self._blobs[number], type=list[bytes])
+
+    def _read(self, body: bytes, turn: Turn) -> Turn:
+        """From the journal; `turn` itself where the simulation sent what no wire can carry."""
+        try:
+            return decode_turn(body, self._load)
+        except RemoteProtocolError:
+            return turn

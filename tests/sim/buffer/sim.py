@@ -4,7 +4,8 @@ Each chapter of a few thousand events is a new buffer with other settings (stale
 group size, teacher pools, hedges, breakers, how many departed peers are remembered). Actors and the learner die, lie
 and come back; teachers do too, and are slow, sick, stuck, or leave in good order; some items are more than any teacher
 can take. In half of the chapters the buffer is restarted from its journal now and then, and must come back as the same
-bytes. A chapter ends with everybody working together (batches must come) and RunFinished (nothing may be left).
+bytes; what its image does not refer to is deleted then. In two thirds, small arrays are blobs, too. A chapter ends with
+everybody working together (batches must come) and RunFinished (nothing may be left).
 
 After every event: the ledger balances in all units and agrees with an account kept from the messages alone, the pacing
 bound holds, hedges are accounted for; no lease goes where it may not (`buffer_teacher_model`); in every batch no token
@@ -20,15 +21,20 @@ import os
 import signal
 import threading
 import time
+import zlib
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from itertools import repeat
 from random import Random
 
+import msgspec
+
+from buffer import blobs
 from buffer.config import BufferConfig, Release
 from buffer.peers import PeerTable
 from tests.sim.buffer.actions import ACTIONS, finish, work_together
+from tests.sim.buffer.sharded import ShardedWorld
 from tests.sim.buffer.world import World
 
 EVENTS_PER_CHAPTER = 5_000
@@ -37,8 +43,9 @@ _WEIGHTS = [weight for _, weight in ACTIONS]
 RELEASES: tuple[Release, ...] = ("rollout", "segment", "deadline")
 
 
-def random_world(rng: Random, check_every: int) -> World:
-    """Small enough that looking at everything after each event is cheap."""
+def random_world(rng: Random, check_every: int, shards: int = 1) -> World:
+    """Small enough that looking at everything after each event is cheap. Each shard has as much of everything as a
+    buffer by itself."""
     release = rng.choice(RELEASES)
     by_group = release == "rollout" and rng.random() < 0.7
     config = BufferConfig(
@@ -67,10 +74,11 @@ def random_world(rng: Random, check_every: int) -> World:
     # Groups of one have equal rewards always: nothing would ever be trained.
     sizes = ((2,), (2, 3)) if by_group else ((1,), (2,), (1, 2))
     most = (config.max_staleness + 1) * config.batch_rollouts
-    return World(
-        config,
-        n_actors=rng.choice((1, 3, 5)),
-        pools=pools,
+    whole = msgspec.structs.replace(config, shards=shards, batch_rollouts=shards * config.batch_rollouts)
+    return (World if shards == 1 else ShardedWorld)(
+        whole,
+        n_actors=shards * rng.choice((1, 3, 5)),
+        pools=tuple((name, shards * n) for name, n in pools),
         task_teachers=rng.choice(((names,), (("default",),), ((), names, names[::-1]))),
         group_sizes=rng.choice((*(tuple(min(n, most) for n in some) for some in sizes), (min(4, most),))),
         check_every=check_every,
@@ -92,11 +100,12 @@ def _work_quietly() -> None:
     threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
-def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
+def chapter(seed: str, events: int, check_every: int, shards: int = 1) -> Counter[str]:
     """One buffer's life. Raises AssertionError at the first violation, naming the chapter's seed."""
     rng = Random(seed)
-    world = random_world(rng, check_every)
+    world = random_world(rng, check_every, shards)
     remembered, PeerTable.remembered = PeerTable.remembered, rng.choice((1, 2, 256))
+    blob_bytes, blobs.BLOB_BYTES = blobs.BLOB_BYTES, (1, 24, blobs.BLOB_BYTES)[zlib.crc32(seed.encode()) % 3]  # pyright: ignore[reportConstantRedefinition]
     try:
         while world.tally.events < events:
             for action in rng.choices(_ACTIONS, _WEIGHTS, k=64):
@@ -107,6 +116,7 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
         raise AssertionError(f"chapter {seed}, event {world.tally.events}, {world.config}: {error}") from error
     finally:
         PeerTable.remembered = remembered
+        blobs.BLOB_BYTES = blob_bytes  # pyright: ignore[reportConstantRedefinition]
     snapshot = world.state.snapshot(world.now_s)
     ledger, queues = snapshot.ledger, snapshot.queues
     counts = Counter(
@@ -133,9 +143,12 @@ def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
     return counts + Counter({f"tokens_dropped:{reason}": n for reason, n in ledger.tokens.dropped.items()})
 
 
-def run(events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s: float = math.inf) -> Counter[str]:
+def run(
+    events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s: float = math.inf, shards: int = 1
+) -> Counter[str]:
     """Simulate at least `events` events, a line of progress every `progress_s`. The chapters are the same for any
-    number of `jobs` (processes). Ctrl-C ends it with what there is. Raises AssertionError as `chapter` does."""
+    number of `jobs` (processes). `shards`: of each buffer (tests.sim.buffer.sharded). Ctrl-C ends it with what there
+    is. Raises AssertionError as `chapter` does."""
     budgets = [EVENTS_PER_CHAPTER] * (events // EVENTS_PER_CHAPTER)
     budgets += [events % EVENTS_PER_CHAPTER] if events % EVENTS_PER_CHAPTER else []
     seeds = [f"{seed}/{i}" for i in range(len(budgets))]
@@ -143,11 +156,11 @@ def run(events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s:
     began_s = told_s = time.monotonic()
     with ExitStack() as stack:
         if jobs == 1:
-            chapters = map(chapter, seeds, budgets, repeat(check_every))
+            chapters = map(chapter, seeds, budgets, repeat(check_every), repeat(shards))
         else:
             pool = stack.enter_context(ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _work_quietly))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            chapters = pool.map(chapter, seeds, budgets, repeat(check_every))
+            chapters = pool.map(chapter, seeds, budgets, repeat(check_every), repeat(shards))
         try:
             for counts in chapters:
                 totals += counts

@@ -231,7 +231,7 @@ def teacher_leaves(world: World, rng: Random) -> None:
         return
     world.tally.deaths += 1
     teacher.connected = False
-    world.model.teachers.lost(teacher.name)
+    world.teacher_lost(teacher)
     if rng.random() < 0.5:
         teacher.inbox.clear()
     world.lose("teacher", teacher.name)
@@ -245,14 +245,14 @@ def teacher_returns(world: World, rng: Random) -> None:
     teacher.connected = True
     if teacher.leaving or rng.random() < 0.5:
         teacher = world.teachers[teacher.name] = SimTeacher(teacher.name, world.incarnation(), teacher.pool)
-        world.model.teachers.lost(teacher.name, new_process=True)
+        world.teacher_lost(teacher, new_process=True)
     world.join("teacher", teacher.name, teacher.incarnation, teacher.pool)
 
 
 def _send_failure(world: World, teacher: SimTeacher, lease: int, reason: str) -> None:
     del teacher.items[lease]
     if not world.over:
-        world.model.teachers.failed(world.now_s, lease, world.state)
+        world.teacher_failed(teacher, lease)
     world.send("teacher", teacher.name, m.ScoreFailed((lease,), reason))
     _leave_if_done(world, teacher)
 
@@ -261,7 +261,7 @@ def _leave_if_done(world: World, teacher: SimTeacher) -> None:
     if teacher.leaving and not teacher.items and not teacher.inbox:
         world.tally.drains += 1
         teacher.connected = False
-        world.model.teachers.lost(teacher.name)
+        world.teacher_lost(teacher)
         world.send("teacher", teacher.name, m.Goodbye("asked to leave"))
 
 

@@ -6,6 +6,7 @@ ledger and the model's counts are compared, and every `check_every` events the b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from buffer.config import BufferConfig
@@ -55,9 +56,7 @@ class World:
         start = start or WeightVersion(0, 0)
         self.config = config
         self.now_s = 0.0
-        self.state = BufferState(config, version=start, vocab_size=VOCAB_SIZE, carried=carried)
-        self._journal = SimJournal(self.state, self.now_s) if journal and can_be_journaled(self.state) else None
-        self.model = BufferModel(config, start)
+        self._open(config, start, carried, journal=journal)
         self.tally = Tally()
         self.check_every = check_every
         self.learner_dies_often = learner_dies_often
@@ -81,6 +80,11 @@ class World:
             self.join("teacher", teacher.name, teacher.incarnation, teacher.pool)
         self.join("learner", "learner", self.learner.incarnation)
 
+    def _open(self, config: BufferConfig, start: WeightVersion, carried: m.Ledger | None, *, journal: bool) -> None:
+        self.state = BufferState(config, version=start, vocab_size=VOCAB_SIZE, carried=carried)
+        self._journal = SimJournal(self.state, self.now_s) if journal and can_be_journaled(self.state) else None
+        self.model = BufferModel(config, start)
+
     def incarnation(self) -> str:
         """A new process."""
         self._n_incarnations += 1
@@ -90,18 +94,18 @@ class World:
 
     def join(self, role: Role, name: str, incarnation: str, pool: str = "") -> None:
         if self._journal is not None:
-            self._journal.write(self.now_s, Joined(m.Hello(role, name, incarnation, "sim", "", pool)))
+            self._journal.write(self.state, self.now_s, Joined(m.Hello(role, name, incarnation, "sim", "", pool)))
         self._route(self.state.peer_joined(self.now_s, role, name, incarnation, pool))
 
     def lose(self, role: Role, name: str) -> None:
         if self._journal is not None:
-            self._journal.write(self.now_s, Left(role, name))
+            self._journal.write(self.state, self.now_s, Left(role, name))
         self._route(self.state.peer_lost(self.now_s, role, name))
 
     def send(self, role: Role, name: str, message: m.Message, arrays: tuple[Array, ...] = ()) -> list[Outgoing]:
         """A peer's message reaches the buffer. Returns what the buffer sent; it has been delivered."""
         if self._journal is not None:
-            self._journal.write(self.now_s, FromPeer(role, name, Received(message, arrays)))
+            self._journal.write(self.state, self.now_s, FromPeer(role, name, Received(message, arrays)))
         out = self.state.handle(self.now_s, role, name, message, arrays)
         self._route(out)
         return out
@@ -109,10 +113,24 @@ class World:
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
         if self._journal is not None:
-            self._journal.write(self.now_s, tick_s=self.now_s)
+            self._journal.write(self.state, self.now_s, tick_s=self.now_s)
         if not self.over:
             self.model.teachers.ticked(self.now_s, self.state)
         self._route(self.state.tick(self.now_s))
+
+    def deliver_all(self) -> None:
+        """Nothing is on its way here: what is sent arrives at once."""
+
+    def teacher_failed(self, teacher: SimTeacher, lease: int) -> None:
+        """The teacher is about to say that it cannot score this."""
+        self.model.teachers.failed(self.now_s, lease, self.state)
+
+    def teacher_lost(self, teacher: SimTeacher, *, new_process: bool = False) -> None:
+        self.model.teachers.lost(teacher.name, new_process=new_process)
+
+    def learner_restarted(self, version: WeightVersion, parent: WeightVersion) -> None:
+        """Another process of the learner has said Hello, and goes on from `parent` under the name `version`."""
+        self.model.tree.fork(version, parent)
 
     def restart_buffer(self) -> None:
         """It is killed; another process goes on from the journal."""
@@ -120,25 +138,36 @@ class World:
             self.tally.buffer_restarts += 1
             self.state = self._journal.restarted(self.state, self.now_s)
 
-    def _route(self, outgoing: list[Outgoing]) -> None:
+    def _deliver(
+        self, model: BufferModel, state: BufferState, outgoing: list[Outgoing], to_learner: Callable[[Outgoing], None]
+    ) -> None:
+        """What a buffer has answered to one event goes to its model and to the peers."""
         self.tally.events += 1
         for out in outgoing:
             assert not isinstance(out.message, m.Refused), out
             pool = self.teachers[out.name].pool if out.role == "teacher" else ""
-            self.model.watch(self.now_s, self.state, out, pool)
+            model.watch(self.now_s, state, out, pool)
             if out.role == "actor":
                 self._actor_receives(self.actors[out.name], out)
             elif out.role == "teacher":
                 self._teacher_receives(self.teachers[out.name], out)
             else:
-                self._learner_receives(out)
-        self.model.teachers.event_over(self.now_s, self.state)
+                to_learner(out)
+        model.teachers.event_over(self.now_s, state)
+
+    def _route(self, outgoing: list[Outgoing]) -> None:
+        self._deliver(self.model, self.state, outgoing, self._learner_receives)
         self.model.check(self.state.snapshot(self.now_s), self.state)
         if self.tally.events % self.check_every == 0:
             audit(self.state)
             audit_samples(self.state, self.learner)
         if self.tally.events % 500 == 0:
             self.model.forget(self.state)
+
+    def _acknowledged(self, batch_id: int, masked: tuple[str, ...]) -> None:
+        """The learner hears that a batch counts as trained."""
+        if not self.over:
+            self.model.batch_trained(batch_id, masked)
 
     # ------------------------------------------------------------------------------------------------ deliveries
 
@@ -175,9 +204,7 @@ class World:
                 learner.receives(batch, out.arrays)
             case m.BatchTrainedAck(batch_id=batch_id):
                 if batch_id in learner.unacked:
-                    masked = learner.unacked.pop(batch_id).masked
-                    if not self.over:
-                        self.model.batch_trained(batch_id, masked)
+                    self._acknowledged(batch_id, learner.unacked.pop(batch_id).masked)
             case m.EvalResult() as result:
                 evaluation = learner.evaluations[result.eval_id]
                 evaluation.received.update(dict.fromkeys(item.rollout_id for item in result.items))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -40,9 +40,9 @@ def audit(
     """`whole_ledger`: the ledger covers the whole run, so that its tokens must be those of the kept branch."""
     complaints: list[str] = []
     batches, trained = _pair(seen, complaints)
-    kept = {version: batch for version, batch in trained.items() if not _abandoned(version, batch, trained)}
-    answered = {record.version for record in seen if isinstance(record, TrainedSeen) and record.acknowledged}
-    acknowledged = [batch for version, batch in kept.items() if version in answered]
+    kept = {place: batch for place, batch in trained.items() if not _abandoned(place, batch, trained)}
+    answered = {_place(record) for record in seen if isinstance(record, TrainedSeen) and record.acknowledged}
+    acknowledged = [batch for place, batch in kept.items() if place in answered]
     _once(acknowledged, complaints)
     staleness_max, other = _stalest(kept.values())
     bound = int(summary["staleness"]["bound"])
@@ -58,18 +58,30 @@ def audit(
         complaints.append(f"{at_least} tokens were acknowledged as trained, {tokens} said to be, "
                           f"the ledger says {summary['tokens']['trained']}")  # fmt: skip
     return Audit(
-        batches=len(kept), tokens=tokens, staleness_max=staleness_max, other_epoch_tokens=other, complaints=complaints
+        batches=len({version for version, _ in kept}),
+        tokens=tokens,
+        staleness_max=staleness_max,
+        other_epoch_tokens=other,
+        complaints=complaints,
     )
+
+
+Place: TypeAlias = tuple[WeightVersion, int]
+"""The version that was made, and the shard whose piece of the batch it is."""
+
+
+def _place(record: TrainedSeen) -> Place:
+    return record.version, record.shard
 
 
 def _pair(
     seen: Sequence[BatchSeen | TrainedSeen], complaints: list[str]
-) -> tuple[dict[tuple[int, int], BatchSeen], dict[WeightVersion, BatchSeen]]:
-    """(batches by epoch and id, batches by the version they made). The same again is no news, another is."""
-    batches: dict[tuple[int, int], BatchSeen] = {}
-    trained: dict[WeightVersion, BatchSeen] = {}
+) -> tuple[dict[tuple[int, int, int], BatchSeen], dict[Place, BatchSeen]]:
+    """(batches by epoch, id and shard; batches by what they made). The same again is no news, another is."""
+    batches: dict[tuple[int, int, int], BatchSeen] = {}
+    trained: dict[Place, BatchSeen] = {}
     for record in seen:
-        key = (record.version.epoch, record.batch_id)
+        key = (record.version.epoch, record.batch_id, record.shard)
         if isinstance(record, BatchSeen):
             former = batches.setdefault(key, record)
             if former.digest != record.digest:
@@ -78,7 +90,7 @@ def _pair(
         batch = batches.get(key)
         if batch is None:
             complaints.append(f"batch {record.batch_id} of epoch {key[0]} was trained, and never handed out")
-        elif trained.setdefault(record.version, _without(batch, record.masked)).digest != batch.digest:
+        elif trained.setdefault(_place(record), _without(batch, record.masked)).digest != batch.digest:
             complaints.append(f"two batches are said to have made version {record.version}")
     return batches, trained
 
@@ -88,11 +100,12 @@ def _without(batch: BatchSeen, masked: Collection[str]) -> BatchSeen:
     return msgspec.structs.replace(batch, items=[item for item in batch.items if item.rollout_id not in masked])
 
 
-def _abandoned(version: WeightVersion, batch: BatchSeen, trained: Mapping[WeightVersion, BatchSeen]) -> bool:
+def _abandoned(place: Place, batch: BatchSeen, trained: Mapping[Place, BatchSeen]) -> bool:
     """A later launch, with another buffer, made this step anew."""
+    version, _ = place
     return any(
         other.epoch > version.epoch and other.step <= version.step and anew.run_id != batch.run_id
-        for other, anew in trained.items()
+        for (other, _), anew in trained.items()
     )
 
 
@@ -136,15 +149,15 @@ def _tokens(batch: BatchSeen) -> int:
     return sum(end - start for item in batch.items for start, end in item.runs)
 
 
-def _compare_steps(
-    kept: Mapping[WeightVersion, BatchSeen], steps: Iterable[Mapping[str, Any]], complaints: list[str]
-) -> None:
-    """The learner's line of a step tells as many tokens as the batch of that step had."""
+def _compare_steps(kept: Mapping[Place, BatchSeen], steps: Iterable[Mapping[str, Any]], complaints: list[str]) -> None:
+    """The learner's line of a step tells as many tokens as the batch of that step had, in all its pieces."""
+    tokens = Counter[WeightVersion]()
+    for (version, _), batch in kept.items():
+        tokens[version] += _tokens(batch)
     wrong = [
-        f"step {row['step']}: the learner trained {row['train/tokens']} tokens, its batch had {_tokens(batch)}"
+        f"step {row['step']}: the learner trained {row['train/tokens']} tokens, its batch had {n}"
         for row in steps
-        if (batch := kept.get(WeightVersion(row["epoch"], row["step"]))) is not None
-        and _tokens(batch) != row["train/tokens"]
+        if (n := tokens.get(WeightVersion(row["epoch"], row["step"]))) is not None and n != row["train/tokens"]
     ]
     complaints += wrong[:MAX_COMPLAINTS]
     if len(wrong) > MAX_COMPLAINTS:

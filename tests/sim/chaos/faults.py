@@ -5,14 +5,18 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
+from tests.hosts.network import Network
 from tests.sim.chaos.commands import Break, Meddle, Proxy, Weather
 from tests.sim.chaos.disk import SmallDisk
 from tests.sim.chaos.harness import Run
+from tests.sim.chaos.joins import Guest
+from tests.sim.chaos.limits import ALL_LIMITS, HOME, PARTITION_SHARE
 from tests.sim.chaos.meddling import Meddling
 from tests.sim.chaos.stranger import knock
 from tests.sim.chaos.traps import AT_A_NEW_LEARNER, POINTS, Side
@@ -20,7 +24,7 @@ from tests.sim.chaos.traps import AT_A_NEW_LEARNER, POINTS, Side
 Kind: TypeAlias = Literal[
     "kill", "stop", "hang", "cut", "reset", "blackhole", "delay", "throttle",
     "duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise", "stranger", "disk",
-    "together", "trap", "relaunch", "interrupt",
+    "together", "trap", "relaunch", "interrupt", "partition",
 ]  # fmt: skip
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DEADLY: Final[frozenset[Kind]] = frozenset(
@@ -28,10 +32,11 @@ DEADLY: Final[frozenset[Kind]] = frozenset(
 )
 """The target may die of these, by the signal or because its messages are refused, so they strike only roles that are
 restarted. The other kinds heal by themselves."""
-UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version"})
+UNUSUAL: Final[frozenset[Kind]] = frozenset({"disk", "version", "partition"})
 """Not among the kinds that are drawn unless asked for. disk: the run folder needs a file system of its own. version: a
-Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends."""
-LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher")
+Hello of another version in the middle of a link; its peer takes the refusal for its own, and the run ends. partition:
+the run needs hosts."""
+LINKS: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "launcher", "joiner")
 """Processes that have a link to the buffer."""
 PROCESSES: Final[tuple[str, ...]] = ("actor", "teacher", "learner", "buffer")
 """Roles whose process may be killed or stopped."""
@@ -53,7 +58,7 @@ class Fault(msgspec.Struct, frozen=True):
 
     kind: Kind
     target: str
-    """A worker; `run` for its disk and its launcher."""
+    """A worker; `run` for its disk and its launcher; a host for its network and its join."""
     seconds: float = 0.0
     """Duration in seconds; 0: instantaneous."""
     direction: Literal["up", "down"] = "up"
@@ -61,14 +66,30 @@ class Fault(msgspec.Struct, frozen=True):
     others: tuple[str, ...] = ()
     """Other targets that die at the same moment."""
     point: str = ""
-    """trap: the function (tests.sim.chaos.traps)."""
+    """trap: the function (tests.sim.chaos.traps). partition: the limit."""
     side: Side = "before"
 
     @property
     def restarts_run(self) -> bool:
         """The launcher ends, and --resume follows."""
         dies = self.kind in ("together", "trap") and LAUNCHER in (self.target, *self.others)
-        return dies or self.kind in ("relaunch", "interrupt")
+        return dies or (self.kind in ("relaunch", "interrupt") and self.target == "run")
+
+    @property
+    def role(self) -> str:
+        """Of the target."""
+        role, _, rest = self.target.partition("-")
+        if self.kind in ("partition", "relaunch", "interrupt"):
+            return "run" if self.target == "run" else "host"
+        return f"joined {role}" if role in PROCESSES and "-" in rest else role
+
+    def concerns(self, worker: str) -> bool:
+        """Whether this worker's work shows that the fault is over."""
+        if self.restarts_run or self.target == "run" or self.target.startswith("buffer-"):
+            return True
+        if self.target == HOME:
+            return worker.count("-") > 1  # those on other hosts
+        return f"-{self.target}-" in worker if self.role == "host" else worker == self.target
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.1f} s" if self.seconds else ""
@@ -80,8 +101,13 @@ class Fault(msgspec.Struct, frozen=True):
 def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]], restartable: frozenset[str]) -> Fault:
     """Kind first, then role, then worker: each kind and each role has its share."""
     kind = rng.choice(list(kinds))
+    hosts = list(names.get("host", ()))
     if kind in ("relaunch", "interrupt"):
-        return Fault(kind, "run")
+        return Fault(kind, rng.choice(["run", *hosts[1:]]) if hosts else "run")
+    if kind == "partition":
+        limit = rng.choice(list(ALL_LIMITS))
+        side: Side = rng.choice(("before", "after"))
+        return partition(rng.choice(hosts), limit, side)
     if kind == "disk":
         return Fault(kind, "run", rng.uniform(1.0, 4.0))
     if kind == "stranger":
@@ -101,6 +127,20 @@ def draw(rng: Random, kinds: Sequence[Kind], names: Mapping[str, Sequence[str]],
     return Fault(kind, target, seconds, rng.choice(("up", "up", "down")), rng.randrange(1 << 30))
 
 
+def partition(host: str, limit: str, side: Side) -> Fault:
+    seconds = PARTITION_SHARE[side] * ALL_LIMITS[limit]
+    return Fault("partition", host, seconds, point=limit, side=side)
+
+
+def partitions(hosts: Sequence[str]) -> tuple[Fault, ...]:
+    """One that heals before and one that heals after each limit, the hosts taking turns."""
+    found: list[Fault] = []
+    for side in PARTITION_SHARE:
+        for limit in ALL_LIMITS:
+            found.append(partition(hosts[len(found) % len(hosts)], limit, side))
+    return tuple(found)
+
+
 def _together(rng: Random, names: Sequence[str]) -> Fault:
     dying = rng.sample(list(names), rng.randint(min(2, len(names)), len(names)))
     dying += [LAUNCHER] if rng.random() < LAUNCHER_SHARE else []
@@ -118,10 +158,20 @@ def _trap(rng: Random, names: Mapping[str, Sequence[str]]) -> Fault:
 class Striker:
     """Makes faults happen to one run."""
 
-    def __init__(self, run: Run, proxy: Proxy, disk: SmallDisk | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        proxy: Proxy,
+        disk: SmallDisk | None,
+        network: Network | None = None,
+        guests: Mapping[str, Guest] | None = None,
+    ) -> None:
+        """`guests`: the other hosts of the network, by name."""
         self._run = run
         self._proxy = proxy
         self._disk = disk
+        self._network = network
+        self._guests = guests or {}
         self._timers: list[threading.Timer] = []
         self.complaints: list[str] = []
         """Errors while a fault struck."""
@@ -148,6 +198,12 @@ class Striker:
                 assert knock(self._proxy.address, Random(fault.seed)), "strangers were not answered"
             case "together" | "trap":
                 return self._kill_all(fault)
+            case "partition":
+                assert self._network is not None, "a partition needs hosts"
+                self._network.cut_off(name)
+                self._later(fault.seconds, partial(self._network.connect, name))
+            case "relaunch" | "interrupt" if name in self._guests:
+                return self._guests[name].signal(signal.SIGKILL if fault.kind == "relaunch" else signal.SIGINT)
             case "relaunch":
                 self._relaunch()
             case "interrupt":
@@ -173,6 +229,9 @@ class Striker:
         for role in PROCESSES:
             for name in self._run.names(role):
                 self._run.signal_worker(name, signal.SIGCONT)
+        if self._network is not None:
+            for host in (HOME, *self._guests):
+                self._network.connect(host)
         if self._disk is not None:
             self._disk.free()
 

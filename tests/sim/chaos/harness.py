@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,7 @@ READY: Final = "workers are ready after"
 STARTS: Final = " starts, pid "
 LAUNCHER_HERE: Final = "launcher launcher is here"
 LAUNCHES: Final = 5
+LOOPBACK: Final = "127.0.0.1"
 READY_S: Final = 2 * PATIENCE_S
 GONE_S: Final = PATIENCE_S
 
@@ -76,6 +78,8 @@ class Run:
     def __init__(self, run_dir: Path, arguments: Sequence[str], mark: str) -> None:
         self.run_dir = run_dir
         self.mark = mark
+        self.folders = {mark: run_dir}
+        """Where the processes with that mark have their logs; joins add theirs."""
         self._steps: list[dict[str, Any]] = []
         self._read_bytes = 0
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -208,20 +212,23 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
+    def logs(self, name: str = "*") -> list[Path]:
+        """Of the workers on all hosts."""
+        return sorted(log for folder in self.folders.values() for log in (folder / "logs").glob(f"{name}.log"))
+
     def names(self, role: str) -> list[str]:
-        return sorted(file.stem for file in (self.run_dir / "logs").glob(f"{role}-*.log"))
+        return [log.stem for log in self.logs(f"{role}-*")]
 
     def pid(self, name: str) -> int | None:
         """Process id of the worker's current process, from its log; None if this run has none."""
-        file = self.run_dir / "logs" / f"{name}.log"
-        lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+        lines = [line for log in self.logs(name) for line in log.read_text(errors="replace").splitlines()]
         started = [line for line in lines if STARTS in line]
         if not started:
             return None
         pid = int(started[-1].rsplit(" ", 1)[1])
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) in self.folders:
                 return pid
         return None
 
@@ -249,28 +256,45 @@ class Run:
                 process.kill()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Living processes that were started with this mark."""
+def marked(*marks: str) -> list[psutil.Process]:
+    """Living processes that were started with one of these marks."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) in marks:
                 found.append(process)
     return found
 
 
+def free_ports(n: int) -> int:
+    """The first of `n` ports in a row that nobody listens at."""
+    while True:
+        first = free_port()
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + n):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("127.0.0.1", port))
+            return first
+
+
 @contextmanager
-def proxied_run(run_dir: Path, arguments: Sequence[str], mark: str) -> Generator[tuple[Run, Proxy]]:
-    """Start the run and its proxy, until all workers are ready; both are gone afterwards. The proxy's tap is RUN.tap
-    beside the run folder."""
+def proxied_run(
+    run_dir: Path, arguments: Sequence[str], mark: str, listen_host: str = LOOPBACK
+) -> Generator[tuple[Run, Proxy]]:
+    """Start the run and its proxy; `run.ready_behind(proxy)` waits for its workers. Both are gone afterwards. The
+    proxy's tap is RUN.tap beside the run folder. `listen_host`: where workers reach the proxy and the learner; other
+    hosts may, and what passes the proxy is not encrypted, because it must read it."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    with running_proxy(
-        port, tap=run_dir.with_name(f"{run_dir.name}.tap"), environment={MARK: f"{mark}-proxy"}
-    ) as proxy:
-        run = Run(run_dir, [*arguments, f"--buffer.bind=tcp://127.0.0.1:{port}"], mark)
+    shards = int(next((one.partition("=")[2] for one in arguments if one.startswith("--buffer.shards=")), 1))
+    port = free_ports(shards)
+    tap, environment = run_dir.with_name(f"{run_dir.name}.tap"), {MARK: f"{mark}-proxy"}
+    with running_proxy(port, shards=shards, listen_host=listen_host, tap=tap, environment=environment) as proxy:
+        where = [f"--buffer.bind=tcp://{LOOPBACK}:{port}"]
+        if listen_host != LOOPBACK:
+            where += [f"--buffer.advertise={proxy.address}", "--buffer.encrypt=off"]
+            where += ["--buffer.allow_plain_network=true", f"--weights.host={listen_host}"]
+        run = Run(run_dir, [*arguments, *where], mark)
         try:
-            run.ready_behind(proxy)
             yield run, proxy
         finally:
             run.end()

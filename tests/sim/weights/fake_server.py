@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class FakeServer:
     def __init__(self, weights: dict[str, Tensor], *, store_timeout_s: float = 5.0) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights.items()}
         self.label = "default"
+        self.adapters: dict[str, tuple[str, Body, dict[str, Tensor]]] = {}
+        """Name -> folder, configuration and tensors of what is loaded."""
         self.calls: list[tuple[str, Body]] = []
         self.before: dict[str, Callable[[Body], None]] = {}
         """Called in the scheduler's thread before a request of this path is done: may block, or raise Refused."""
@@ -79,6 +82,7 @@ class FakeServer:
     async def _open(self) -> str:
         app = web.Application()
         app.router.add_get("/model_info", self._model_info)
+        app.router.add_get("/v1/models", self._models)
         app.router.add_post("/{path}", self._post)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -96,6 +100,10 @@ class FakeServer:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.label, "model_path": ""})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        listed = [{"id": name, "root": folder, "max_model_len": 64} for name, (folder, _, _) in self.adapters.items()]
+        return web.json_response({"data": listed})
 
     async def _post(self, request: web.Request) -> web.Response:
         path, body = request.match_info["path"], await request.json()
@@ -154,6 +162,15 @@ class FakeServer:
         self.weights = load_file(file)
         self.label = body.get("weight_version", self.label)
 
+    def _load_lora_adapter(self, body: Body) -> None:
+        folder = Path(body["lora_path"])
+        (file,) = folder.glob("*.safetensors")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        self.adapters[body["lora_name"]] = (str(folder), config, load_file(file))
+
+    def _unload_lora_adapter(self, body: Body) -> None:
+        del self.adapters[body["lora_name"]]
+
     def _destroy_weights_update_group(self, body: Body) -> None:
         group = self._groups.pop(body["group_name"], None)
         if group is None:
@@ -179,7 +196,7 @@ def _n_bytes(dtype: str, shape: list[int]) -> int:
 
 
 class FakeServerEngine:
-    """The part of an engine that ServerWeights uses."""
+    """The part of an engine that ServerWeights and ServerAdapters use."""
 
     def __init__(self, url: str, config: SGLangConfig, run_id: str = "run") -> None:
         self.config = config
@@ -195,6 +212,12 @@ class FakeServerEngine:
 
     def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
         self.version = version
+
+    def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
+        self.version, self._adapter = version, name
+
+    def unused_adapters(self, loaded: Iterable[str], timeout_s: float) -> list[str]:
+        return [name for name in loaded if name != self._adapter]
 
     def close(self) -> None:
         self.server.close()

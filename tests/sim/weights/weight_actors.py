@@ -17,7 +17,7 @@ import multiprocessing.context
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -237,10 +237,13 @@ class ActorFleet:
         present = [actor for actor in self.actors.values() if actor.name not in without]
         return Membership(tuple(actor.name for actor in present), tuple(actor.incarnation for actor in present))
 
-    def post_plan(self, plan: WeightPlan) -> None:
+    def post_plan(
+        self, plan: WeightPlan, change: Callable[[str, WeightPlan], WeightPlan] = lambda _name, plan: plan
+    ) -> None:
+        """`change`: what this actor gets in its place."""
         self.plans.append(plan)
         for name in plan.members:
-            self.order(name, plan)
+            self.order(name, change(name, plan))
 
     def order(self, name: str, order: object) -> None:
         """A dead actor does not hear it."""

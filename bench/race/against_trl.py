@@ -1,0 +1,174 @@
+"""Seconds to the same accuracy: TRL's on-policy distillation and ours, in turn, on the built-in models and prompts.
+
+    make trl                                                               once: TRL in an environment of its own
+    python bench/race/against_trl.py --folder DIR [--settings same,best] [--seeds 0,1,2] [--lr 1e-3]
+    python bench/race/against_trl.py --folder DIR --sweep                       TRL's settings, one after the other
+    python bench/race/against_trl.py --folder DIR --markdown                    the tables of what is in DIR, no runs
+
+A pair is one run of each side with the same seed, one after the other, each alone on the same cores; who goes first
+alternates. Both train the built-in student on the same 8,192 prompts with 64 rollouts per step in float32. Seconds
+count from the moment a side is ready to train. Checkpoints are evaluated afterwards, both by the same program
+(bench/race/evaluate_checkpoints.py), so evaluation is in neither side's time. A run that is in DIR is not made again.
+
+same: equal learning rate, schedule, divergence (reverse KL of whole distributions) and number of steps.
+best: each side's own best settings. TRL's is TRL_BEST below, found by --sweep; ours is examples/demo.toml as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from bench.race.race import OURS, PEER, Race, pair_table, role_table, run_table
+from bench.race.race_runs import ROOT, TRL_PYTHON, make, ours, read, trl
+from builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
+
+ROLLOUTS: Final = 64
+SAME: Final[dict[str, Any]] = {
+    "lr": 1e-3,
+    "warmup_steps": 10,
+    "min_lr_ratio": 0.1,
+    "steps": 100,
+    "threads": 2,
+    "rollouts": ROLLOUTS,
+    "max_new_tokens": 96,
+    "student": str(STUDENT_DIR),
+    "teacher": str(TEACHER_DIR),
+    "prompts": str(TRAIN_JSONL),
+    "privileged": "",
+    "trl": {"beta": 1.0, "gradient_checkpointing": False},
+}
+"""TRL with the schedule of the demo. Computing activations twice (gradient_checkpointing) is TRL's default; it saves
+memory that nobody needs here, and costs time."""
+JSD: Final[dict[str, Any]] = SAME["trl"] | {"beta": 0.5}
+SWEEP: Final[dict[str, dict[str, Any]]] = {
+    "lr 1e-3": SAME,
+    "lr 3e-4": SAME | {"lr": 3e-4},
+    "lr 2e-3": SAME | {"lr": 2e-3},
+    "lr 1e-3, 1 thread": SAME | {"threads": 1},
+    "lr 1e-3, beta 0.5": SAME | {"trl": JSD},
+    "lr 2e-3, beta 0.5": SAME | {"lr": 2e-3, "trl": JSD},
+    "lr 1e-3, beta 0.5, 32 rollouts": SAME | {"trl": JSD, "rollouts": 32, "steps": 200},
+    "lr 1e-3, 32 rollouts": SAME | {"rollouts": 32, "steps": 200},
+}
+TRL_BEST: Final = "lr 1e-3, beta 0.5"
+SMOLLM2: Final[dict[str, Any]] = {
+    "lr": 2e-5,
+    "warmup_steps": 2,
+    "min_lr_ratio": 0.1,
+    "steps": 6,
+    "threads": 2,
+    "rollouts": 8,
+    "max_new_tokens": 48,
+    "student": str(ROOT / "examples/smollm2/model"),
+    "prompts": str(ROOT / "examples/smollm2/questions.jsonl"),
+    "privileged": "Answer in at most five words. ",
+    "trl": {"gradient_checkpointing": False},
+}
+"""examples/smollm2/context.toml: the teacher is the student itself with an instruction in its prompt."""
+OURS_SMOLLM2: Final = (
+    *("--config", "examples/smollm2/context.toml", "--divergence=reverse_kl", "--teacher.payload=hidden"),
+    "--buffer.max_top_k_bytes=2048",  # a hidden state of 576 numbers has 1,152 bytes
+)
+EVALUATORS: Final = {"builtin": "bench.race.evaluate_checkpoints", "smollm2": "bench.race.evaluate_context"}
+SCORES: Final = {"builtin": ("accuracy_sampled",), "smollm2": ("reverse_kl", "mean_tokens")}
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    evaluator = [EVALUATORS[args.model], *([f"--answers={args.answers}"] if args.model == "builtin" else [])]
+    for side, settings, seed in [] if args.markdown else wanted(args):
+        run = args.folder / f"{side.lower()}-{settings.replace(' ', '_').replace(',', '')}-{seed}"
+        if not (run / "result.json").exists():
+            train = partial(ours, words=our_words(args, settings, seed), save_every=args.save_every)
+            if side == PEER:
+                train = partial(trl, given=trl_settings(args, settings, seed))
+            race = make(run, settings, seed, train, evaluator)
+            print(run_table([race], SCORES[args.model][0], steps_shown([race]))[-1], flush=True)
+    print("\n".join(report(read(args.folder), args)))
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where runs are kept; one folder per model")
+    parser.add_argument("--model", choices=tuple(EVALUATORS), default="builtin")
+    parser.add_argument("--settings", default="", help="default: same,best; same for smollm2")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--lr", type=float, default=0.0, help="learning rate of `same`; 1e-3, smollm2: 2e-5")
+    parser.add_argument("--steps", type=int, default=0, help="steps of `same`; 100, smollm2: 6")
+    parser.add_argument("--threads", type=int, default=0, help="TRL's threads, if not those of its settings (2)")
+    parser.add_argument("--only", choices=(OURS, PEER), help="make the runs of one side only")
+    parser.add_argument("--sweep", action="store_true", help="make TRL's rows of SWEEP with the first seed")
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two evaluated checkpoints")
+    parser.add_argument("--answers", type=int, default=4, help="sampled answers per evaluation problem")
+    parser.add_argument("--target", type=float, default=0.75)
+    parser.add_argument("--markdown", action="store_true", help="only print the tables")
+    args = parser.parse_args(arguments)
+    builtin = args.model == "builtin"
+    args.settings = args.settings or ("same,best" if builtin else "same")
+    args.lr = args.lr or (SAME if builtin else SMOLLM2)["lr"]
+    args.steps = args.steps or (SAME if builtin else SMOLLM2)["steps"]
+    if unknown := set(args.settings.split(",")) - ({"same", "best"} if builtin else {"same"}):
+        parser.error(f"unknown settings {sorted(unknown)}; there are same and, for the built-in models, best")
+    if args.sweep and not builtin:
+        parser.error("--sweep is for the built-in models")
+    if not builtin:
+        args.save_every = 0  # a checkpoint has 540 MB: only the last one is evaluated
+    if not args.markdown and args.only != OURS and not TRL_PYTHON.exists():
+        parser.error(f"{TRL_PYTHON} is not there; make trl installs it")
+    return args
+
+
+def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Side, settings and seed of each run, in order."""
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    if args.sweep:
+        return [(PEER, name, seeds[0]) for name in SWEEP]
+    runs: list[tuple[str, str, int]] = []
+    for settings in args.settings.split(","):
+        for seed in seeds:
+            sides = (OURS, PEER) if seed % 2 == 0 else (PEER, OURS)
+            runs += [(side, settings, seed) for side in sides if args.only in (None, side)]
+    return runs
+
+
+def our_words(args: argparse.Namespace, settings: str, seed: int) -> list[str]:
+    equal = [f"--learner.lr={args.lr}", f"--steps={args.steps}"]
+    if args.model == "smollm2":
+        return [*OURS_SMOLLM2, f"--seed={seed}", *equal]
+    words = ["--config", "examples/demo.toml", f"--seed={seed}"]
+    if settings == "same":
+        words += [*equal, f"--buffer.batch_rollouts={ROLLOUTS}", "--learner.updates_per_batch=1"]
+        words += [f"--learner.warmup_steps={SAME['warmup_steps']}", "--learner.schedule=cosine"]
+        words += [f"--learner.min_lr_ratio={SAME['min_lr_ratio']}"]
+    return words
+
+
+def trl_settings(args: argparse.Namespace, settings: str, seed: int) -> dict[str, Any]:
+    own: dict[str, Any] = {"seed": seed, "save_every": args.save_every}
+    if args.threads:
+        own["threads"] = args.threads
+    if settings == "same":
+        return (SAME if args.model == "builtin" else SMOLLM2) | {"lr": args.lr, "steps": args.steps} | own
+    return SWEEP[TRL_BEST if settings == "best" else settings] | own
+
+
+def steps_shown(races: Sequence[Race]) -> list[int]:
+    return sorted({point.step for race in races for point in race.points})
+
+
+def report(races: Sequence[Race], args: argparse.Namespace) -> list[str]:
+    target = args.target if args.model == "builtin" else None
+    lines = [] if target is None else pair_table(races, SCORES["builtin"][0], target)
+    for score in SCORES[args.model]:
+        lines += ["", f"{score}:", "", *run_table(races, score, steps_shown(races), target)]
+    return [*lines, "", *role_table(races)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

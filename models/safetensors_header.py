@@ -1,0 +1,86 @@
+"""The header of a safetensors file, checked without a look at the weights. No torch.
+
+A file begins with 8 bytes (the length of its header), the header (JSON: name -> dtype, shape, offsets) and then the
+weights without gaps, so the header says how long the file must be. Programs that map such a file, an SGLang server
+among them, may end where it says otherwise. Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000
+"""The limit of the safetensors library."""
+_BITS: Final = {
+    **{f"{kind}{bits}": bits for kind in "FIU" for bits in (8, 16, 32, 64) if (kind, bits) != ("F", 8)},
+    **{"BOOL": 8, "BF16": 16, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8},
+}
+"""Bits per number. Of other dtypes only the places are checked."""
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.shape)
+
+
+class Header(NamedTuple):
+    """What a whole file says of itself."""
+
+    metadata: Mapping[str, str]
+    parameters: int
+    """Numbers in all tensors."""
+
+
+def read_header(file: Path) -> Header:
+    """The header. Raises ValueError if the file is not whole or its tensors are not where they must be, and OSError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or not 2 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"got {size:,} bytes without a safetensors header")
+        text = stream.read(length)
+    if len(text) < length:
+        raise ValueError(f"got {size:,} bytes, expected at least {LENGTH_BYTES + length:,}: it is cut short")
+    try:
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(field, type=_Entry) for name, field in fields.items()}
+    except ValueError as error:  # msgspec's errors are ValueErrors, too
+        raise ValueError(f"its safetensors header cannot be read: {error}") from error
+    expected = LENGTH_BYTES + length + _end(entries)
+    if size != expected:
+        why = "it is cut short" if size < expected else "there is more data after the weights"
+        raise ValueError(f"got {size:,} bytes, expected {expected:,} by its header: {why}")
+    return Header(metadata, sum(entry.numbers for entry in entries.values()))
+
+
+def _end(entries: Mapping[str, _Entry]) -> int:
+    """Where the last tensor ends. Raises ValueError unless each begins where the one before it ends, and is as long as
+    its dtype and shape say."""
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda one: one[1].data_offsets):
+        begin, end = entry.data_offsets
+        if begin != at or end < begin or min(entry.shape, default=0) < 0:
+            raise ValueError(
+                f"its safetensors header has {name!r} with the shape {list(entry.shape)} at bytes {begin:,} to "
+                f"{end:,}; expected it to begin at {at:,}, where the tensor before it ends"
+            )
+        bits = _BITS.get(entry.dtype)
+        if bits is not None and 8 * (end - begin) != bits * entry.numbers:
+            raise ValueError(
+                f"its safetensors header has {end - begin:,} bytes for {name!r}, expected "
+                f"{bits * entry.numbers // 8:,} by its dtype {entry.dtype} and its shape {list(entry.shape)}"
+            )
+        at = end
+    return at

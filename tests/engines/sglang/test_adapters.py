@@ -1,0 +1,151 @@
+"""Adapters on their way to a server, by each transport: what a server sees of them when it is told to load one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from engines.sglang.adapters import ServerAdapters
+from engines.sglang.config import SGLangConfig
+from protocol.messages import Membership, WeightVersion
+from protocol.object_store import Store
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.fake_server import FakeServer, FakeServerEngine
+from tests.weights.fleet_learner import quick
+from weights.publisher import Publisher
+from weights.receiver import WeightReceiver
+from weights.roster import Members
+from weights.wire import PIECE_BYTES
+
+CONFIG = {"r": 8, "peft_type": "LORA"}
+WAYS = ("folder", "store", "wire")
+
+
+def adapters(step: int) -> list[tuple[str, Tensor]]:
+    """Larger than one piece, with tensors of several sizes and in an order that is not that of their sizes."""
+    generator = torch.Generator().manual_seed(step)
+    shapes = {"b": (7,), "large": (PIECE_BYTES // 4 + 5,), "a": (3, 5)}
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
+
+
+class Actor:
+    """One actor process: a new engine, sink and receiver of the same server."""
+
+    def __init__(self, server: FakeServer, folder: Path, number: int) -> None:
+        self.incarnation = f"incarnation-{number}"
+        self.engine = FakeServerEngine(server.url, SGLangConfig(control_timeout_s=PATIENCE_S))
+        self.sink = ServerAdapters(cast("Any", self.engine), student="/nowhere", folder=folder)
+        self.receiver = WeightReceiver(self.sink, name="actor-0")
+        self.receiver.start()
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.engine.close()
+
+
+class Rig:
+    """A learner that publishes adapters, and an actor on a host of its own: of the learner's files it sees only what
+    the transport brings."""
+
+    def __init__(self, folder: Path, way: str) -> None:
+        self.way = way
+        self.weights, self.copies = folder / "weights", folder / "adapters"
+        self.server = FakeServer({})
+        self.actors = [Actor(self.server, self.copies, 0)]
+        self.published: list[WeightVersion] = []
+        self.publisher = Publisher(
+            quick("folder" if way == "store" else way),
+            snapshot_dir=self.weights,
+            store=Store(f"file://{folder}/store") if way == "store" else None,
+            post_plan=lambda plan: self.actors[-1].receiver.handle_plan(plan),
+            published=lambda version, _: self.published.append(version),
+            members=Members(kind="adapters", adapter_config=msgspec.json.encode(CONFIG)),
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        self.publisher.membership(Membership(("actor-0",), (self.actors[-1].incarnation,)))
+
+    def restart_actor(self) -> None:
+        self.actors[-1].close()
+        self.actors.append(Actor(self.server, self.copies, len(self.actors)))
+        self.begin()
+
+    def deliver(self, step: int) -> None:
+        self.publisher.publish(WeightVersion(0, step), adapters(step))
+        assert self.publisher.wait_idle(PATIENCE_S)
+        assert self.published[-1] == WeightVersion(0, step), self.publisher.stats
+
+    def expect_loaded(self, *steps: int) -> None:
+        """These versions, and no other, and a copy of each."""
+        eventually(lambda: len(self.server.adapters) == len(steps), "others are unloaded")
+        for step in steps:
+            folder, config, tensors = self.server.adapters[self.actors[-1].engine.labels.of(WeightVersion(0, step))]
+            assert folder == str(self.copies / f"0.{step}") and config == CONFIG
+            assert tensors.keys() == dict(adapters(step)).keys()
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in adapters(step))
+        eventually(
+            lambda: sorted(path.name for path in self.copies.iterdir()) == sorted(f"0.{step}" for step in steps),
+            "copies of what is unloaded are gone",
+        )
+
+    def close(self) -> None:
+        self.publisher.close()
+        for actor in self.actors:
+            actor.close()
+        self.server.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig = Rig(tmp_path, request.param)
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("rig", WAYS, indirect=True)
+def test_a_server_loads_each_version_from_a_copy_of_its_own_with_its_configuration(rig: Rig) -> None:
+    for step in (1, 2, 3):
+        rig.deliver(step)
+        rig.expect_loaded(step)
+    assert (rig.weights.exists(), rig.publisher.stats.dropped_total) == (rig.way != "wire", {})
+
+
+@pytest.mark.parametrize("rig", WAYS, indirect=True)
+def test_an_actor_that_starts_again_uses_what_its_server_has_and_removes_what_it_has_not(rig: Rig) -> None:
+    rig.deliver(1)
+    (rig.copies / ".tmp-0.2").mkdir()  # the actor died while it copied this
+    (rig.copies / "0.7").mkdir()  # the server has unloaded it, or was started again
+    rig.restart_actor()
+    eventually(lambda: rig.actors[-1].engine.version == WeightVersion(0, 1), "the newest version")
+    rig.expect_loaded(1)
+    assert [path for path, _ in rig.server.calls].count("/load_lora_adapter") == 1
+    rig.deliver(2)
+    rig.expect_loaded(2)
+
+
+@pytest.mark.parametrize("rig", ["store"], indirect=True)
+def test_what_the_store_lost_is_refused_and_written_again(rig: Rig, tmp_path: Path) -> None:
+    rig.deliver(1)
+    put = Store.put
+
+    def half(self: Store, file: Path, name: str) -> None:
+        put(self, file, name)
+        if name.startswith("weights/0.2/") and not damaged:
+            damaged.append(name)
+            there = tmp_path / "store" / name
+            there.write_bytes(there.read_bytes()[:-1] + b"?")
+
+    damaged: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "put", half)
+        rig.publisher.publish(WeightVersion(0, 2), adapters(2))
+        eventually(lambda: rig.actors[-1].engine.version == WeightVersion(0, 2), "the second attempt")
+    assert damaged and rig.publisher.stats.dropped_total == {"refused": 1}
+    rig.expect_loaded(2)

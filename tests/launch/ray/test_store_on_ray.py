@@ -1,0 +1,110 @@
+"""A run on a real Ray cluster with a store, as a folder and behind the S3 API: its learner's second rank has no folder
+of the run, its actor fetches weights from the store, and it goes on in an empty folder with the numbers of workers that
+`scale` had set.
+
+Access to the store goes with the messages of Ray: the nodes' own environment has none. What is in the store is read by
+pathlib and by boto3."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from launch.audit.run import audit
+from tests.launch.ray.nodes import ray_nodes, raylet_of
+from tests.launch.ray.ray_run import ray_run
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
+from tests.s3_server import BUCKET, KEYS, environment_of, object_named, objects, s3_server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray (make ray)"),
+]
+STEPS_AFTER = 30
+TOPOLOGY = """\
+steps = 100000
+teachers = 1
+store = "STORE"
+learner = { ranks = 2, hosts = 2, lr = 3e-4, eval_every = 0, checkpoint_every = 3, record = "RECORD" }
+weights = { allow_plain_network = true, transport = "folder" }
+buffer = { batch_rollouts = 16, peer_timeout_s = 3.0 }
+launch = { backend = "ray", status = "plain", threads_per_worker = 1 }
+cluster = { learner = { cpus = 1, memory_gib = 1 }, actors = { each = 1, cpus = 1, memory_gib = 1 } }
+"""
+
+
+class Kept(NamedTuple):
+    """A store, from outside."""
+
+    url: str
+    variables: Mapping[str, str]
+    files: Callable[[], dict[str, bytes]]
+    """All that is there. While a run goes on, files come and go."""
+    read: Callable[[str], bytes]
+
+
+def test_a_run_with_a_folder_as_store(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+
+    def files() -> dict[str, bytes]:
+        return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    def read(name: str) -> bytes:
+        return (folder / name).read_bytes()
+
+    _goes_on_elsewhere(tmp_path, Kept(f"file://{folder}", {}, files, read))
+
+
+def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
+    with s3_server() as server:
+
+        def files() -> dict[str, bytes]:
+            return {name.removeprefix("big/"): content for name, content in objects(server).items()}
+
+        def read(name: str) -> bytes:
+            return object_named(server, f"big/{name}")
+
+        _goes_on_elsewhere(tmp_path, Kept(f"s3://{BUCKET}/big", environment_of(server.url), files, read))
+
+
+def _goes_on_elsewhere(folder: Path, kept: Kept) -> None:
+    topology = TOPOLOGY.replace("STORE", kept.url)
+    with ray_nodes() as nodes:
+        with ray_run(folder, topology, "--actors=1", RAY_ADDRESS=nodes.address, **kept.variables) as run:
+            run.until(lambda: len(run.steps()) >= 4, "four steps")
+            rank = nodes.joins()["ranks-0"]
+            assert not any(str(run.folder) in word for word in rank.cmdline()), "it has no folder of the run"
+            shown = [word for join in nodes.joins().values() for word in join.cmdline()]
+            assert not [word for word in shown if KEYS["AWS_SECRET_ACCESS_KEY"] in word], "no key in a command"
+            inherited = psutil.Process(raylet_of(rank)).environ()
+            assert not inherited.keys() & KEYS.keys(), "the node itself has no access"
+            run.scale("--actors", "2")
+            run.until("joined the run: actor-actors-1-0", "another actor")
+            eventually(lambda: json.loads(kept.read("hosts.json"))["actors"] == 2, "the numbers in it", PATIENCE_S)
+            run.stop()
+            stopped_at = len(run.steps())
+        saved = sorted(
+            int(name.split("/")[1].split("_")[1])
+            for name in kept.files()
+            if name.endswith("manifest.json") and name.startswith("checkpoints/")
+        )
+        assert saved[-1] == stopped_at, "the last checkpoint is there, too"
+        assert not [name for name in kept.files() if "key" in name], "no keys"
+        shutil.rmtree(run.folder)
+        steps = stopped_at + STEPS_AFTER
+        words = ("--resume", f"--store={kept.url}", f"--steps={steps}")
+        with ray_run(folder, topology, *words, RAY_ADDRESS=nodes.address, **kept.variables) as again:
+            assert again.process.wait(RUN_PATIENCE_S) == 0, again.text()
+    assert "1 teacher, 2 actors, 1 further rank on 3 hosts of Ray" in again.text(), again.text()
+    assert [row["step"] for row in again.steps()] == list(range(stopped_at + 1, steps + 1))
+    wrote = {name for name, worker in again.summary()["workers"].items() if name.startswith("actor") and worker["done"]}
+    assert wrote == {"actor-actors-0-0", "actor-actors-1-0"}
+    report = audit(again.folder)
+    assert report.clean, str(report)

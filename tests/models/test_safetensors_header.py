@@ -1,0 +1,107 @@
+"""The check of a safetensors file by its header, against the safetensors library itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from models.safetensors_header import read_header
+
+Header = dict[str, Any]
+
+
+def written(path: Path) -> Path:
+    """A file with tensors of several dtypes, one of them empty and one a scalar."""
+    tensors = {
+        "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "b": torch.arange(5, dtype=torch.bfloat16),
+        "c": torch.zeros(0, 7),
+        "d": torch.tensor(3),
+        "e": torch.tensor([True, False]),
+    }
+    save_file(tensors, path, metadata={"version": "1.7"})
+    return path
+
+
+def refused_by_the_library(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                file.get_tensor(name)
+    except SafetensorError:
+        return True
+    return False
+
+
+def test_a_whole_file_says_what_is_in_it(tmp_path: Path) -> None:
+    path = written(tmp_path / "whole")
+    assert not refused_by_the_library(path)
+    assert read_header(path) == ({"version": "1.7"}, 12 + 5 + 0 + 1 + 2)
+    assert path.stat().st_size < 1000, "all dtypes that torch has, in files of one tensor each"
+    for dtype in (torch.float64, torch.float16, torch.int8, torch.uint16, torch.int64, torch.complex64, torch.uint8):
+        save_file({"t": torch.zeros(3, 2, dtype=dtype)}, tmp_path / "one")
+        assert read_header(tmp_path / "one").parameters == 6
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        save_file({"t": torch.zeros(3, 2).to(dtype)}, tmp_path / "one")
+        assert read_header(tmp_path / "one").parameters == 6
+
+
+def moved(name: str, begin: int, end: int) -> Callable[[Header], None]:
+    def change(header: Header) -> None:
+        header[name]["data_offsets"] = [header[name]["data_offsets"][0] + begin, header[name]["data_offsets"][1] + end]
+
+    return change
+
+
+def set_to(name: str, key: str, value: object) -> Callable[[Header], None]:
+    return lambda header: header[name].update({key: value})
+
+
+MALFORMED: Final[dict[str, Callable[[Header], object]]] = {
+    "ends after the file": moved("e", 0, 4096),
+    "far behind the file": moved("a", 1 << 40, 1 << 40),
+    "over the next one": moved("a", 0, 8),
+    "over the one before": moved("b", -8, -8),
+    "a hole": moved("b", 4, 0),
+    "backwards": set_to("a", "data_offsets", [48, 0]),
+    "negative": set_to("a", "data_offsets", [-48, 0]),
+    "a larger shape": set_to("a", "shape", [1 << 30, 4]),
+    "a smaller shape": set_to("a", "shape", [3, 3]),
+    "a negative shape": set_to("a", "shape", [-3, -4]),
+    "a wider dtype": set_to("a", "dtype", "F64"),
+    "no shape": lambda header: header["a"].pop("shape"),
+    "a dtype that is a number": set_to("a", "dtype", 32),
+    "a tensor that is none": lambda header: header.update(a=3),
+    "metadata that are no texts": lambda header: header.update(__metadata__={"version": 3}),
+    "no tensors": lambda header: [header.pop(name) for name in "abcde"],
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_the_library_refuses_is_refused(tmp_path: Path, case: str) -> None:
+    whole = written(tmp_path / "whole").read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    MALFORMED[case](header)
+    text = json.dumps(header).encode()
+    path = tmp_path / "malformed"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    assert refused_by_the_library(path)
+    with pytest.raises(ValueError, match=r"safetensors header|by its header"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 7, 8, 9, 100, -1])
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, n_bytes: int) -> None:
+    path = tmp_path / "cut"
+    path.write_bytes(written(tmp_path / "whole").read_bytes()[:n_bytes])
+    assert refused_by_the_library(path)
+    with pytest.raises(ValueError, match=r"cut short|without a safetensors header"):
+        read_header(path)

@@ -1,0 +1,99 @@
+"""Versions that actors fetch from the learner and hand to real SGLang servers as files: the way between hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+import weights.transports.wire
+import weights.wire
+from sglang_server.servers import Server, Servers
+from tests.sglang.test_weight_push import (
+    V1,
+    V2,
+    WAIT_S,
+    Named,
+    Run,
+    start,
+    student_weights,
+    three,
+    wait_until,
+)
+from weights.wire import WINDOW
+
+PIECE_BYTES: Final = 32 << 10
+"""So small that a version of the built-in student does not fit into one window."""
+__all__ = ["student_weights", "three"]  # fixtures
+
+
+@pytest.fixture
+def run(tmp_path: Path, student_weights: Named, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    files = tmp_path / "files"
+    files.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(files))
+    for module in (weights.wire, weights.transports.wire):
+        monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
+    assert sum(tensor.nbytes for _, tensor in student_weights) > WINDOW * PIECE_BYTES
+    run = Run(tmp_path, student_weights)
+    yield run
+    run.close()
+    assert list(files.iterdir()) == [], "no copy of a version is left"
+
+
+@pytest.mark.parametrize("n_servers", [1, 3])
+def test_each_server_answers_under_the_version_that_its_actor_fetched(
+    run: Run, three: list[Server], n_servers: int
+) -> None:
+    publisher = run.start(three[:n_servers], check_by="canary", transport="wire")
+    for version in (V1, V2):
+        run.publish(version)
+        assert publisher.wait_idle(WAIT_S)
+        run.delivered(version)
+    assert {plan.backend for plan in run.plans} == {"wire"}
+    assert run.published == [V1, V2]
+    assert (publisher.stats.members, publisher.stats.dropped_total) == (n_servers, {})
+    assert not list(run.folder.glob("**/*.safetensors")), "nothing was written where only the learner's host sees it"
+    for actor in run.actors.values():
+        assert actor.stats["weight_canaries_total"] == 1
+
+
+def test_a_server_that_dies_is_left_out_and_the_others_get_the_version(
+    run: Run, servers: Servers, three: list[Server]
+) -> None:
+    (doomed,) = start(servers, "wire-doomed")
+    publisher = run.start([three[0], doomed], check_by="canary", transport="wire")
+    run.publish(V1)
+    assert publisher.wait_idle(WAIT_S)
+    run.delivered(V1)
+    os.kill(doomed.pid, signal.SIGKILL)
+    run.publish(V2)
+    wait_until(lambda: V2 in run.published)
+    run.delivered(V2, "actor-0")
+    assert sum(publisher.stats.dropped_total.values()) >= 1, publisher.stats
+
+
+def test_a_file_that_its_server_cannot_see_is_refused_by_name_and_the_next_one_arrives(
+    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a server on another machine than its actor would see of it: nothing."""
+    publisher = run.start(three[:1], check_by="canary", transport="wire")
+    (actor,) = run.actors.values()
+    from_disk = actor.weights._from_disk  # pyright: ignore[reportPrivateUsage]
+
+    def from_another_disk(folder: str, label: dict[str, str]) -> dict[str, Any]:
+        return from_disk(f"{folder}-elsewhere", label)
+
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(actor.weights, "_from_disk", from_another_disk)
+        run.publish(V1)
+        wait_until(lambda: publisher.stats.dropped_total.get("refused", 0) >= 1)
+        assert actor.weights.version is None, "it samples under no version until it has one whole"
+    assert "/update_weights_from_disk" in caplog.text and "-elsewhere" in caplog.text
+    run.publish(V2)
+    run.delivered(V2)
