@@ -7,7 +7,8 @@ Where tokens run out,
 - a batch leaves when the learner needs it, and not as soon as it is full, unless nothing more can come. It takes all
   tokens that may leave;
 - shortly before that, actors are asked to send what they hold of unfinished segments. They take turns, in ever shorter
-  rounds: all at once would be more than teachers can score in the time that is left.
+  rounds: all at once would be more than teachers can score in the time that is left. Each is one more segment to score,
+  so none is asked where teachers need a notable part of a step to answer: whole rollouts would be scored later for it.
 
 The end of a step is known from the learner's pace in the step before. A batch leaves as much earlier as the last one
 took from here to a learner that waited for it. While the learner never waits this time is taken for a little shorter
@@ -21,6 +22,8 @@ ASK_SHARE: Final = 0.25
 """Actors are asked for what they hold when this share of the step is left."""
 SHORTEST_ROUND_S: Final = 0.1
 """Shortest time in which each of them is asked once."""
+SCORED_SHARE: Final = 0.05
+"""They are not asked where segments are scored later than this share of a step after they came."""
 SHORTER: Final = 0.9
 """What a batch's way is multiplied by after each step for which the learner did not wait."""
 
@@ -74,12 +77,14 @@ class Departure:
         leaves_s = self._leaves_s
         return self._began_s is None or (leaves_s is not None and now_s >= leaves_s)
 
-    def turns(self, now_s: float, round_s: float) -> float:
+    def turns(self, now_s: float, round_s: float, scoring_s: float | None) -> float:
         """Share of the actors that are to be asked for what they hold, since this was last called. `round_s`: shortest
-        time in which all of them may be asked."""
+        time in which all of them may be asked. `scoring_s`: from a segment to its scores, if that is known."""
         leaves_s, looked_s = self._leaves_s, self._looked_s
         self._looked_s = now_s
-        if leaves_s is None or looked_s is None:
+        if leaves_s is None or looked_s is None or scoring_s is None or self._s_per_token is None:
+            return 0.0
+        if scoring_s > SCORED_SHARE * self._n_tokens * self._s_per_token:
             return 0.0
         if self._began_s is not None and leaves_s - now_s > ASK_SHARE * (leaves_s - self._began_s):
             return 0.0

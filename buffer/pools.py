@@ -2,7 +2,7 @@
 
 Hedging gives a lease to a second teacher as well, when it has been out for much longer than is usual in its pool:
 
-    overdue   after max(hedge_floor_s, hedge_multiple * q), q = the HEDGE_QUANTILE of the pool's last WINDOW lease times
+    overdue   after max(hedge_floor_s, hedge_multiple * q), q = the USUAL_QUANTILE of the pool's last WINDOW lease times
     budget    at most hedge_budget of the pool's last WINDOW leases are hedges, so that a pool that is slow as a whole
               is not asked for twice the work
 
@@ -26,7 +26,7 @@ from buffer.rooms import Rooms
 
 WINDOW: Final = 256
 """Leases of a pool that count as recent."""
-HEDGE_QUANTILE: Final = 0.95
+USUAL_QUANTILE: Final = 0.95
 """Quantile of a pool's recent lease times that counts as usual."""
 LONGEST_BACKOFF: Final = 60.0
 """Longest time without work after a breaker opened, in units of breaker_backoff_s."""
@@ -125,11 +125,16 @@ class Pool:
         if not lease.job.hedged:
             self.unhedged[lease.lease_id] = lease
 
+    @property
+    def usual_s(self) -> float | None:
+        """Lease time that counts as usual. None: not known yet."""
+        return self.times.quantile(USUAL_QUANTILE)
+
     def overdue(self, now_s: float, config: BufferConfig) -> Iterator[Lease]:
         """Leases that may be hedged now, oldest first. The caller may hedge each before it asks for the next."""
         if not config.hedge_multiple or len(self.teachers) < 2 or not self.unhedged:
             return
-        usual_s = self.times.quantile(HEDGE_QUANTILE)
+        usual_s = self.usual_s
         if usual_s is None:
             return
         overdue_s = max(config.hedge_floor_s, config.hedge_multiple * usual_s)

@@ -138,12 +138,12 @@ class BatchDesk:
         self._departure.batch_left(now_s, awaited=self._idle_since_s is not None)
         return batch
 
-    def actors_to_ask(self, now_s: float, round_s: float) -> float:
-        """Share of the actors that are to be asked for what they hold, because a batch is about to leave without it.
-        `round_s`: shortest time in which all of them may be asked."""
+    def actors_to_ask(self, now_s: float, round_s: float, scoring_s: float | None) -> float:
+        """Share of the actors that are to be asked for what they hold, because a batch is about to leave without it
+        (`Departure.turns`)."""
         if self.wanted is None or not self._runs_out(self.wanted):
             return 0.0
-        return self._departure.turns(now_s, round_s)
+        return self._departure.turns(now_s, round_s, scoring_s)
 
     def settle(
         self, now_s: float, batch: LeasedBatch, version: WeightVersion, masked: Collection[str]

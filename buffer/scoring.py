@@ -91,6 +91,12 @@ class ScoreDesk:
         }
 
     @property
+    def usual_s(self) -> float | None:
+        """Lease time that is usual in the slowest pool. None: not known yet."""
+        times = [pool.usual_s for pool in self._pools.values() if len(pool.times)]
+        return max((time_s for time_s in times if time_s is not None), default=None)
+
+    @property
     def held_back(self) -> dict[str, str]:
         """Teachers whose breaker is open, and the items that they failed."""
         return {

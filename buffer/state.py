@@ -183,7 +183,8 @@ class BufferState:
                 self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
             self._batches.tick(now_s)
             if not self.intake_trouble:
-                self._tickets.ask_for_segments(self._batches.actors_to_ask(now_s, self._tickets.round_s))
+                share = self._batches.actors_to_ask(now_s, self._tickets.round_s, self._scoring.usual_s)
+                self._tickets.ask_for_segments(share)
             self._pump(now_s)
         return self._out.take()
 

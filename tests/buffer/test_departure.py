@@ -17,9 +17,10 @@ STEP_S = 40.0
 TICK_S = 0.05
 
 
-def in_second_step(*, actors: int = 4) -> Driver:
-    """The learner has needed 40 s for four tokens, and is 0 s into the step of four others. Each of `actors` has a
-    rollout of which nothing has come; all others are with `writer`."""
+def in_second_step(*, actors: int = 4, scoring_s: float = 0.0) -> Driver:
+    """The learner has needed 40 s for a batch, and is 0 s into the step of one of the same size. Each of `actors` has a
+    rollout of which nothing has come; all others are with `writer`. The teacher has scored each of the 32 segments
+    `scoring_s` after it came."""
     driver = Driver(staleness=1, batch=4, peers=False)
     for i in range(actors):
         driver.actor(f"a{i}", n=1)
@@ -29,17 +30,25 @@ def in_second_step(*, actors: int = 4) -> Driver:
     driver.send("learner", "learner", m.VersionPublished(v(0)))
     driver.offer(*range(40))
     for _ in range(4):
-        driver.roll(next_of_writer(driver), n=1)
+        in_four_segments(driver, next_of_writer(driver), scoring_s)
     first = driver.want(0)
     assert first is not None and driver.want(1) is None
     driver.wait(STEP_S)
     driver.trained(first)
     driver.send("learner", "learner", m.VersionPublished(v(1)))
     for _ in range(4):
-        driver.roll(next_of_writer(driver), n=1, step=1)
+        in_four_segments(driver, next_of_writer(driver), scoring_s, step=1)
     assert len(rollout_ids(driver.batch())) == 4 and driver.want(2) is None
     assert driver.take(m.SegmentsWanted) == [], "nothing was known of the learner's pace"
     return driver
+
+
+def in_four_segments(driver: Driver, task_id: int, scoring_s: float, *, step: int = 0) -> None:
+    """A rollout of four tokens, each scored `scoring_s` after it came."""
+    for number in range(4):
+        driver.write(f"train-{task_id}-0-0", 1, final=number == 3, step=step)
+        driver.wait(scoring_s)
+        driver.score()
 
 
 def with_a_prefix_that_is_a_batch(driver: Driver) -> m.Batch:
@@ -133,7 +142,7 @@ def test_the_way_is_taken_for_shorter_until_the_learner_waits_again() -> None:
 
 def test_a_learner_that_waits_for_a_batch_that_has_left_measures_its_way() -> None:
     driver = in_second_step()
-    driver.write(next(rollout_id for rollout_id, name in driver.holder.items() if name == "a0"), 9, step=1)
+    driver.write(next(rollout_id for rollout_id, name in driver.holder.items() if name == "a0"), 17, step=1)
     driver.score()
     driver.wait(STEP_S)
     batch = driver.batch()
@@ -205,11 +214,30 @@ def test_actors_without_rollouts_and_a_buffer_that_takes_nothing_in_ask_for_noth
     assert driver.take(m.SegmentsWanted, to="idle") == [] and driver.take(m.SegmentsWanted, to="a0")
 
 
+@pytest.mark.parametrize(("share", "asked"), [(0.04, True), (0.06, False)])
+def test_nobody_is_asked_where_scores_take_a_notable_part_of_a_step(share: float, asked: bool) -> None:
+    """A segment that is sent early is one more to score, and teachers that are slow already would score whole rollouts
+    later for it: a run whose teacher needed 1 s for a batch became 1.5 times slower."""
+    driver = in_second_step(scoring_s=share * STEP_S)
+    driver.wait(0.9 * STEP_S)
+    for _ in range(100):
+        driver.wait(TICK_S)
+    assert bool(driver.take(m.SegmentsWanted)) == asked
+
+
+def test_nobody_is_asked_while_it_is_not_known_how_long_scores_take() -> None:
+    clock = Departure()
+    clock.batch_left(0.0, awaited=False)
+    clock.step_began(0.0, 1)
+    clock.step_ended(100.0)
+    assert [clock.turns(100.0 + 0.05 * i, 0.0, None) for i in range(21)] == [0.0] * 21
+
+
 def test_more_rollouts_than_can_be_taken_in_are_not_asked_for() -> None:
     """4,000 segments/s: with 8,000 rollouts at actors a round takes 2 s."""
     clock = Departure()
     clock.batch_left(0.0, awaited=False)
     clock.step_began(0.0, 1)
     clock.step_ended(100.0)
-    shares = [clock.turns(100.0 + 0.05 * i, 2.0) for i in range(21)]
+    shares = [clock.turns(100.0 + 0.05 * i, 2.0, 0.0) for i in range(21)]
     assert sum(shares) == pytest.approx(0.5)
