@@ -54,7 +54,8 @@ def test_a_slow_teacher_is_the_limit_and_another_one_gives_what_was_predicted(la
 PLAIN = ("--teachers=1", "--learner.eval_every=0", "--max-staleness=1", "--steps=8")
 
 
-def test_a_slow_learner_is_the_limit(launch: Launch) -> None:
+def test_a_slow_learner_is_the_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(slow_cost.PASS_S, "1.5")
     run = launch(*PLAIN, "--actors=1", f"--divergence={slow_cost.__name__}:k1_after_a_sleep")
     assert run.wait() == 0, run.text()
     row = run.steps()[-1]

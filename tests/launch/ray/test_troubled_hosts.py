@@ -240,6 +240,8 @@ def test_counts_go_on_after_a_restart_of_the_launcher(tmp_path: Path) -> None:
 
 
 def counted(folder: Path) -> dict[str, int]:
+    """The counts in the run's folder, which are written after it is said what happened."""
+    eventually((folder / "scaling.json").exists, "a file of counts")
     return json.loads((folder / "scaling.json").read_text())
 
 

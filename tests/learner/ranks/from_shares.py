@@ -36,7 +36,7 @@ from protocol.messages import WeightVersion
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import PLAIN, items_of
 from tests.learner.settings import learner_config
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, RUN_PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
 from weights.buckets import Layout, PackedLayout
 from weights.config import WeightsConfig
@@ -122,14 +122,14 @@ class Learner:
     def join(self, *names: str) -> None:
         self.fleet.start(names)
         self.publisher.membership(self.fleet.membership())
-        assert self.publisher.wait_idle(PATIENCE_S)
+        assert self.publisher.wait_idle(RUN_PATIENCE_S)
 
     def publish(self, step: int, trainer: Trainer) -> None:
         self.publisher.publish(WeightVersion(0, step), trainer.named_weights())
 
     def wrong(self, step: int, expected: Sequence[tuple[str, Tensor]], *names: str) -> list[str]:
         """Actors that did not get exactly these tensors."""
-        assert self.publisher.wait_idle(PATIENCE_S)
+        assert self.publisher.wait_idle(RUN_PATIENCE_S)
         staged = self.fleet.wait_for(WeightVersion(0, step), PATIENCE_S, names or None)
         return [name for name, one in staged.items() if one.digest != digest_of(expected)]
 
@@ -233,7 +233,7 @@ def of_dead_rank(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, An
         learner.join("actor-0")
         learner.publish(1, trainer)
         try:
-            learner.publisher.wait_idle(PATIENCE_S)
+            learner.publisher.wait_idle(RUN_PATIENCE_S)
         except PublisherFailed as failed:
             return {"said": str(failed), "cause": type(failed.__cause__).__name__}
     return {"said": "nothing"}

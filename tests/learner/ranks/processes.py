@@ -11,7 +11,7 @@ import torch
 
 from learner.ranks.group import RankGroup
 from protocol.addresses import free_port
-from tests.patience import PATIENCE_S
+from tests.patience import RUN_PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 REPLICAS = "TEST_REPLICAS"
@@ -44,11 +44,13 @@ def run_ranks(
         for rank in range(n_ranks)
     ]
     try:
-        said = [rank.communicate(timeout=3 * PATIENCE_S) for rank in ranks]
+        said = [rank.communicate(timeout=2 * RUN_PATIENCE_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+            for pipe in filter(None, (rank.stdout, rank.stderr)):
+                pipe.close()  # those of a rank that took too long are open, which a later test would be blamed for
     return [
         subprocess.CompletedProcess(rank.args, rank.returncode, output, errors)
         for rank, (output, errors) in zip(ranks, said, strict=True)
