@@ -144,6 +144,12 @@ def resources(cpus: int, gpus: int, memory_gib: int) -> str:
 def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bool) -> Iterator[str]:
     names = [group.name for group in groups]
     yield from too_few_workers(config)
+    for role, hosts in (("actors", config.cluster.actors), ("teachers", config.cluster.teachers)):
+        if hosts.most and not hosts.each:
+            yield (
+                f"cluster.{role}.most: got {hosts.most} with cluster.{role}.each = 0, so that no host could be added; "
+                f"set cluster.{role}.each to the number of {role} on each host"
+            )
     if "actors" in names and config.actor.urls:
         yield "cluster.actors.each: expected 0 with actor.urls, whose servers are there already"
     if "teachers" in names and (config.teacher.urls or any(pool.urls for pool in config.pools.values())):

@@ -232,7 +232,8 @@ def _described(
         chosen = f" (auto: {why[group.key]})" if group.key in why else ""
         yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
     if config.weights.way == "folder":
-        yield "weights by files in the run folder (weights.transport)"
+        folder = f"the store {config.store}" if config.store else "the run folder"
+        yield f"weights by files in {folder} (weights.transport)"
     elif config.weights.way == "wire":
         yield "weights over encrypted connections to the learner (weights.transport wire)"
     else:

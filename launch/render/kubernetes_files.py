@@ -10,6 +10,7 @@ from typing import Final
 from engines.registry import AUTO
 from launch.checks.preflight import replace
 from launch.config.files import config_text
+from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.render.kubernetes import KubernetesRun, manifests, secrets
@@ -68,8 +69,14 @@ def _at_service(config: RunConfig, groups: Sequence[HostGroup], name: str) -> Ru
 
 def _refuse_undecided(config: RunConfig, groups: Sequence[HostGroup]) -> None:
     """Raise ConfigError where hosts would choose engines by themselves, each what it finds."""
-    engines = {"actors": ("actor.engine", config.actor.engine), "teachers": ("teacher.engine", config.teacher.engine)}
-    found = [engines[group.name] for group in groups if group.name in engines]
-    undecided = [key for key, engine in found if engine == AUTO]
+    on_own_hosts = {(group.name, group.pool) for group in groups}
+    engines = {
+        f"{pool.key}.engine": pool.config.teacher.engine
+        for pool in teacher_pools(config)
+        if ("teachers", pool.name if config.pools else "") in on_own_hosts
+    }
+    if ("actors", "") in on_own_hosts:
+        engines["actor.engine"] = config.actor.engine
+    undecided = [key for key, engine in engines.items() if engine == AUTO]
     if undecided:
         raise ConfigError(*(f"{key}: got {AUTO}, expected torch or sglang, the same on all hosts" for key in undecided))

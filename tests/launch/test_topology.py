@@ -108,6 +108,12 @@ def test_pools_that_cannot_be_spread_are_refused_by_name(keys: dict[str, Any], s
         host_groups(config(cluster={"teachers": teachers}, **keys))
 
 
+@pytest.mark.parametrize("role", ["actors", "teachers"])
+def test_a_limit_for_hosts_that_a_role_does_not_have_is_refused(role: str) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.{role}\.most: got 5 with cluster\.{role}\.each = 0"):
+        host_groups(config(cluster={role: {"most": 5}}))
+
+
 def test_teachers_alone_elsewhere_need_no_open_weights() -> None:
     groups = host_groups(build(RunConfig, {"teachers": 3, "cluster": {"teachers": {"each": 2}}}))
     assert [(group.name, group.workers) for group in groups] == [("run", (1,)), ("teachers", (2, 1))]

@@ -216,3 +216,11 @@ def test_a_layout_that_cannot_be_is_refused_and_pretending_is_for_check_only(sai
 def test_cuda_without_a_gpu_is_refused(said: Said, key: str) -> None:
     code, _, err = said(f"--{key}=cuda")
     assert code == 2 and "got cuda" in err and "use auto or cpu" in err
+
+
+def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    for words, place in (((), "the run folder"), ((f"--store={store}",), f"the store {store}")):
+        code, out, err = said("--weights.transport=folder", *words)
+        assert code == 0, err
+        assert f"weights by files in {place} (weights.transport)" in out

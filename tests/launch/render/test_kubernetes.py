@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,14 @@ def test_the_pods_that_join_know_that_links_are_encrypted(tmp_path: Path) -> Non
 def test_engines_must_be_chosen(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"actor\.engine: got auto"):
         Rendered(tmp_path, "--actor.engine", "auto")
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("auto", True), ("torch", False)])
+def test_the_engine_of_each_pool_counts(tmp_path: Path, engine: str, refused: bool) -> None:
+    pools = ("--pools.math.count=1", "--pools.style.count=1", "--learner.tasks.routes={math: [], style: []}")
+    words = (*pools, "--teachers=2", "--teacher.engine=auto", "--pools.math.engine=torch")
+    with pytest.raises(AssertionError, match=r"pools\.style\.engine: got auto") if refused else nullcontext():
+        Rendered(tmp_path, *words, f"--pools.style.engine={engine}")
 
 
 @pytest.mark.parametrize(
