@@ -22,7 +22,7 @@ ASK_SHARE: Final = 0.25
 """Actors are asked for what they hold when this share of the step is left."""
 SHORTEST_ROUND_S: Final = 0.1
 """Shortest time in which each of them is asked once."""
-SCORED_SHARE: Final = 0.05
+SCORED_SHARE: Final = 0.1
 """They are not asked where segments are scored later than this share of a step after they came."""
 SHORTER: Final = 0.9
 """What a batch's way is multiplied by after each step for which the learner did not wait."""
