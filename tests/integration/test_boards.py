@@ -40,7 +40,7 @@ class Raising:
 def test_trackers_that_hang_or_raise_stop_no_run_and_prometheus_sees_it(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "broken_trackers.py").write_text(BROKEN)
     run = launch(
-        *("--actors=1", "--steps=6", "--learner.eval_every=0", "--launch.prometheus=0"),
+        *("--actors=1", "--steps=30", "--learner.eval_every=0", "--launch.prometheus=0"),
         "--track=broken_trackers:Hanging,broken_trackers:Raising",
     )
     run.until(lambda: "figures for Prometheus" in run.text(), "the endpoint's address")
@@ -59,7 +59,7 @@ def test_trackers_that_hang_or_raise_stop_no_run_and_prometheus_sees_it(launch: 
     run.until(stepped, "a step in Prometheus")
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
-    assert run.summary()["steps"] == 6
+    assert run.summary()["steps"] == 30
     assert 'stillhouse_workers_alive{role="actor"} 1.0' in seen[-1]
     assert run.text().count("the tracker broken_trackers:Raising loses rows") == 1
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -29,7 +29,7 @@ READY_S: Final = PATIENCE_S
 TOLERANCE: Final = 1e-4
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     if not DEFAULT_PYTHON.exists():
         pytest.skip("no .venv-sglang: make sglang-cpu")
@@ -37,21 +37,21 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield servers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def student(servers: Servers) -> Server:
     server = servers.start("student", STUDENT)
     servers.wait_ready([server], READY_S)
     return server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def teacher(servers: Servers) -> Server:
     server = servers.start("teacher", TEACHER)
     servers.wait_ready([server], READY_S)
     return server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def retracts(student: Server) -> None:
     """Skips where requests cannot stay at a server while its weights change."""
     try:
@@ -153,11 +153,11 @@ class Reference:
         return ids[len(prompt) :]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def student_reference() -> Reference:
     return Reference(STUDENT)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def teacher_reference() -> Reference:
     return Reference(TEACHER)

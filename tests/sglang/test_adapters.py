@@ -64,7 +64,7 @@ def start(servers: Servers, name: str) -> Server:
     return server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(servers: Servers) -> Server:
     return start(servers, "adapters")
 

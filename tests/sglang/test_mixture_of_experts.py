@@ -39,7 +39,7 @@ SHAPE: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE with random weights, of the built-in student's vocabulary and attention."""
     path = tmp_path_factory.mktemp("mixture")
@@ -51,7 +51,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mixture_weights(mixture: Path) -> Named:
     model = load_causal_lm(mixture, device="cpu", dtype="float32", attention="sdpa")
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
@@ -59,7 +59,7 @@ def mixture_weights(mixture: Path) -> Named:
     return named
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def two(servers: Servers, mixture: Path) -> list[Server]:
     started = [servers.start(name, mixture) for name in ("mixture-0", "mixture-1")]
     servers.wait_ready(started, READY_S)

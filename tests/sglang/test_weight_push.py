@@ -68,13 +68,13 @@ Named = list[tuple[str, Tensor]]
 _run_numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def student_weights() -> Named:
     model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="sdpa")
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def three(servers: Servers) -> list[Server]:
     """Servers that outlive a test, with whatever weights it left there."""
     return start(servers, "push-0", "push-1", "push-2")

@@ -28,7 +28,7 @@ LABELS = Labels("")
 OLD, NEW = WeightVersion(0, 0), WeightVersion(0, 1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that differs from the student's in every tensor."""
     path = tmp_path_factory.mktemp("weights") / "other"
