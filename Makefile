@@ -95,14 +95,14 @@ $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about a minute on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
-# Tests mostly wait, hence more processes than cores; a file stays together.
+# Tests mostly wait, hence more processes than cores; a file stays together. Slow ones begin in the order of tests/conftest.py.
 PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile
 
 test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) --no-loadscope-reorder -m slow $(ARGS)
 
 test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +37,12 @@ SLOW_FILES: Final = (
     "learner/reports/test_tracker_packages.py",
 )
 """Soaks, campaigns, what kills and stops whole launchers, and what writes or scores with models for many seconds."""
+LONGEST: Final = (
+    *("launch/render/test_slurm.py", "launch/ray", "chaos", "hosts", "learner/ranks"),
+    *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
+    *("sglang", "integration"),
+)
+"""Files and folders whose slow tests begin first, because they take minutes: one that begins last would run alone."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
 REPRESENTATIVE: Final = "integration/test_whole_run.py"
 """Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
@@ -58,8 +64,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    """Mark the slow ones, and give each test its time."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow ones, give each test its time, and put those first that take longest."""
     for item in items:
         path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
         in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
@@ -68,6 +74,16 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("timeout") is None:
             limit_s = SLOW_TEST_S if item.get_closest_marker("slow") else TEST_S
             item.add_marker(pytest.mark.timeout(limit_s * SLOWNESS))
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Its place among the slow tests; the others come after them, in the order in which they were found."""
+    if item.get_closest_marker("slow"):
+        for turn, name in enumerate(LONGEST):
+            if item.path.is_relative_to(HERE / name):
+                return turn
+    return len(LONGEST)
 
 
 class _NamesFailures:

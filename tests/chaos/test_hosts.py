@@ -30,14 +30,14 @@ SURELY: Final = (
 
 def test_faults_over_slow_links_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     plan = Plan(
-        faults=14,
+        faults=11,
         seed=3,
         kinds=tuple(kind for kind in KINDS if kind not in UNUSUAL),
         surely=SURELY,
         hosts=3,
         delay_ms=50.0,
         loss=0.01,
-        steps=110,
+        steps=90,
         gap_s=(0.5, 2.0),
         end_timeout_s=RUN_PATIENCE_S,
         arguments=("--learner.tasks.eval_greedy=32", "--learner.tasks.eval_sampled=64"),

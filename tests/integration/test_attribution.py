@@ -16,8 +16,8 @@ from tests.integration.conftest import ROOT, Launched
 
 Launch = Callable[..., Launched]
 ENGINE = f"--teacher.engine={slow_teacher.__name__}:PROVIDER"
-ITEM_S = 0.25
-"""Several times what a whole rollout costs elsewhere on a busy machine: 16 rollouts take 4 s of one teacher."""
+ITEM_S = 0.18
+"""Several times what a whole rollout costs elsewhere on a busy machine: 16 rollouts take 2.9 s of one teacher."""
 
 
 @pytest.fixture(autouse=True)

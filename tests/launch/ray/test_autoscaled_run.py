@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the package ray (make ray)"),
 ]
-ITEM_S = 0.4
-"""16 rollouts take 6.4 s of one teacher, and everything else of a step far less."""
-STEPS_AFTER = 16
+ITEM_S = 0.3
+"""16 rollouts take 4.8 s of one teacher, and everything else of a step far less."""
+STEPS_AFTER = 12
 TOPOLOGY = """\
 buffer = { batch_rollouts = 16, max_staleness = 1 }
 actor = { segment_tokens = 256 }

@@ -1,9 +1,9 @@
-"""A run on a real Ray cluster with a store, as a folder and behind the S3 API: its learner's second rank has no folder
+"""A run on a real Ray cluster with a store behind the S3 API: its learner's second rank has no folder
 of the run, its actor fetches weights from the store, and it goes on in an empty folder with the numbers of workers that
 `scale` had set.
 
 Access to the store goes with the messages of Ray: the nodes' own environment has none. What is in the store is read by
-pathlib and by boto3."""
+boto3."""
 
 from __future__ import annotations
 
@@ -48,18 +48,6 @@ class Kept(NamedTuple):
     files: Callable[[], dict[str, bytes]]
     """All that is there. While a run goes on, files come and go."""
     read: Callable[[str], bytes]
-
-
-def test_a_run_with_a_folder_as_store(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-
-    def files() -> dict[str, bytes]:
-        return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-
-    def read(name: str) -> bytes:
-        return (folder / name).read_bytes()
-
-    _goes_on_elsewhere(tmp_path, Kept(f"file://{folder}", {}, files, read))
 
 
 def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
