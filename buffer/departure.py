@@ -8,7 +8,7 @@ Where tokens run out,
   tokens that may leave;
 - shortly before that, actors are asked to send what they hold of unfinished segments. They take turns, in ever shorter
   rounds: all at once would be more than teachers can score in the time that is left. Each is one more segment to score,
-  so none is asked where teachers need a notable part of a step to answer: whole rollouts would be scored later for it.
+  so none is asked where teachers could not answer in time: whole rollouts would be scored later for it.
 
 The end of a step is known from the learner's pace in the step before. A batch leaves as much earlier as the last one
 took from here to a learner that waited for it. While the learner never waits this time is taken for a little shorter
@@ -19,11 +19,9 @@ from __future__ import annotations
 from typing import Final
 
 ASK_SHARE: Final = 0.25
-"""Actors are asked for what they hold when this share of the step is left."""
+"""Actors are asked for what they hold when this share of the step is left, if teachers usually answer within it."""
 SHORTEST_ROUND_S: Final = 0.1
 """Shortest time in which each of them is asked once."""
-SCORED_SHARE: Final = 0.1
-"""They are not asked where segments are scored later than this share of a step after they came."""
 SHORTER: Final = 0.9
 """What a batch's way is multiplied by after each step for which the learner did not wait."""
 
@@ -84,7 +82,7 @@ class Departure:
         self._looked_s = now_s
         if leaves_s is None or looked_s is None or scoring_s is None or self._s_per_token is None:
             return 0.0
-        if scoring_s > SCORED_SHARE * self._n_tokens * self._s_per_token:
+        if scoring_s > ASK_SHARE * self._n_tokens * self._s_per_token:
             return 0.0
         if self._began_s is not None and leaves_s - now_s > ASK_SHARE * (leaves_s - self._began_s):
             return 0.0

@@ -380,9 +380,10 @@ class LearnerLoop:
     def _finish(self, *, ok: bool, reason: str) -> None:
         """End the run for all workers. Raises RunStopped unless it ended well."""
         self._metrics.ended(ok=ok)
+        sigterms = self._stop.count  # before the launcher can hear of the end, or its answer would be missed
         self._client.send(RunFinished(ok=ok, reason=reason))
         self._heartbeat(at_once=True)  # the last figures, for the buffer's final report
-        deadline_s, sigterms = time.monotonic() + GOODBYE_S, self._stop.count
+        deadline_s = time.monotonic() + GOODBYE_S
         while time.monotonic() < deadline_s:
             try:
                 self._inbox.pump(PUMP_S)

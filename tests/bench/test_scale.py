@@ -172,8 +172,8 @@ def test_at_bound_one_little_is_lost_between_two_batches() -> None:
         mean_tokens=200.0,
         segment_tokens=64,
         batch_rollouts=128,
-        steps=14,
-        warm_up=6,
+        steps=24,
+        warm_up=12,
     )
     cells = row(scenario, virtual_run(scenario))
     assert float(str(cells["share"])) > 0.95 and float(str(cells["masked"])) < 0.03, cells
