@@ -322,7 +322,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from launch.ray.host import JoiningHost
-JoiningHost({"keys/joiner.key_secret": b"secret"}, ["--help"], "10.0.0.9")
+host = JoiningHost({"keys/joiner.key_secret": b"secret"}, ["--help"], "10.0.0.9")  # else its folder goes with it
 print("made", flush=True)
 time.sleep(1000)
 """
