@@ -80,20 +80,27 @@ class Departure:
         time in which all of them may be asked. `scoring_s`: from a segment to its scores, if that is known."""
         leaves_s, looked_s = self._leaves_s, self._looked_s
         self._looked_s = now_s
-        if leaves_s is None or looked_s is None or scoring_s is None or self._s_per_token is None:
+        step_s = self._step_s
+        if leaves_s is None or looked_s is None or scoring_s is None or step_s is None:
             return 0.0
-        if scoring_s > ASK_SHARE * self._n_tokens * self._s_per_token:
+        if scoring_s > ASK_SHARE * step_s:
             return 0.0
         if self._began_s is not None and leaves_s - now_s > ASK_SHARE * (leaves_s - self._began_s):
             return 0.0
         return (now_s - looked_s) / max(SHORTEST_ROUND_S, round_s, abs(leaves_s - now_s))
 
     @property
+    def _step_s(self) -> float | None:
+        """How long the learner's step takes, by its pace in the last one, or took."""
+        return None if self._s_per_token is None else self._n_tokens * self._s_per_token
+
+    @property
     def _ends_s(self) -> float | None:
-        """When the learner's step ends, by its pace in the last one, or has ended."""
+        """When the learner's step ends, or has ended."""
         if self._began_s is None:
             return self._ended_s
-        return None if self._s_per_token is None else self._began_s + self._n_tokens * self._s_per_token
+        step_s = self._step_s
+        return None if step_s is None else self._began_s + step_s
 
     @property
     def _leaves_s(self) -> float | None:
