@@ -10,9 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import pytest
@@ -40,32 +38,12 @@ cluster = { learner = { cpus = 1, memory_gib = 1 }, actors = { each = 1, cpus = 
 """
 
 
-class Kept(NamedTuple):
-    """A store, from outside."""
-
-    url: str
-    variables: Mapping[str, str]
-    files: Callable[[], dict[str, bytes]]
-    """All that is there. While a run goes on, files come and go."""
-    read: Callable[[str], bytes]
-
-
 def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
-    with s3_server() as server:
-
-        def files() -> dict[str, bytes]:
-            return {name.removeprefix("big/"): content for name, content in objects(server).items()}
-
-        def read(name: str) -> bytes:
-            return object_named(server, f"big/{name}")
-
-        _goes_on_elsewhere(tmp_path, Kept(f"s3://{BUCKET}/big", environment_of(server.url), files, read))
-
-
-def _goes_on_elsewhere(folder: Path, kept: Kept) -> None:
-    topology = TOPOLOGY.replace("STORE", kept.url)
-    with ray_nodes() as nodes:
-        with ray_run(folder, topology, "--actors=1", RAY_ADDRESS=nodes.address, **kept.variables) as run:
+    url = f"s3://{BUCKET}/big"
+    topology = TOPOLOGY.replace("STORE", url)
+    with s3_server() as server, ray_nodes() as nodes:
+        access = environment_of(server.url)
+        with ray_run(tmp_path, topology, "--actors=1", RAY_ADDRESS=nodes.address, **access) as run:
             run.until(lambda: len(run.steps()) >= 4, "four steps")
             rank = nodes.joins()["ranks-0"]
             assert not any(str(run.folder) in word for word in rank.cmdline()), "it has no folder of the run"
@@ -75,20 +53,25 @@ def _goes_on_elsewhere(folder: Path, kept: Kept) -> None:
             assert not inherited.keys() & KEYS.keys(), "the node itself has no access"
             run.scale("--actors", "2")
             run.until("joined the run: actor-actors-1-0", "another actor")
-            eventually(lambda: json.loads(kept.read("hosts.json"))["actors"] == 2, "the numbers in it", PATIENCE_S)
+            eventually(
+                lambda: json.loads(object_named(server, "big/hosts.json"))["actors"] == 2,
+                "the numbers in it",
+                PATIENCE_S,
+            )
             run.stop()
             stopped_at = len(run.steps())
+        names = [name.removeprefix("big/") for name in objects(server)]
         saved = sorted(
             int(name.split("/")[1].split("_")[1])
-            for name in kept.files()
+            for name in names
             if name.endswith("manifest.json") and name.startswith("checkpoints/")
         )
         assert saved[-1] == stopped_at, "the last checkpoint is there, too"
-        assert not [name for name in kept.files() if "key" in name], "no keys"
+        assert not [name for name in names if "key" in name], "no keys"
         shutil.rmtree(run.folder)
         steps = stopped_at + STEPS_AFTER
-        words = ("--resume", f"--store={kept.url}", f"--steps={steps}")
-        with ray_run(folder, topology, *words, RAY_ADDRESS=nodes.address, **kept.variables) as again:
+        words = ("--resume", f"--store={url}", f"--steps={steps}")
+        with ray_run(tmp_path, topology, *words, RAY_ADDRESS=nodes.address, **access) as again:
             assert again.process.wait(RUN_PATIENCE_S) == 0, again.text()
     assert "1 teacher, 2 actors, 1 further rank on 3 hosts of Ray" in again.text(), again.text()
     assert [row["step"] for row in again.steps()] == list(range(stopped_at + 1, steps + 1))
