@@ -104,7 +104,7 @@ test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but serve
 test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
 	$(PYTEST) --no-loadscope-reorder -m slow $(ARGS)
 
-test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; within 40 minutes on two cores
+test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; up to an hour on two cores
 
 check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
