@@ -20,16 +20,21 @@ from tests.integration.test_whole_run import assert_balanced
 from tests.patience import Limit
 
 EXAMPLES = ROOT / "examples" / "agents"
-SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1", "--buffer.heartbeat_s=0.1")  # figures in each step
+SHORT = ("--steps=3", "--learner.eval_every=3", "--actors=1", "--buffer.heartbeat_s=0.1")
+LONGER = 24
+"""Steps of a run of short turns: three end before an actor's heartbeat has told the environment's figures."""
 
 
-def run_example(launch: Callable[..., Launched], name: str, config: Path | None = None, *more: str) -> Launched:
-    """The example for three steps. Its prompts are named from the repository's top, and runs start elsewhere."""
+def run_example(
+    launch: Callable[..., Launched], name: str, config: Path | None = None, *more: str, steps: int = 3
+) -> Launched:
+    """A few steps of the example. Its prompts are named from the repository's top, and runs start elsewhere."""
     path = str(config or EXAMPLES / f"{name}.toml")
-    run = launch("--config", path, f"--prompts={EXAMPLES / name}.jsonl", *SHORT, *more)
+    length = (f"--steps={steps}", f"--learner.eval_every={steps}")
+    run = launch("--config", path, f"--prompts={EXAMPLES / name}.jsonl", *SHORT, *length, *more)
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
-    assert [row["step"] for row in run.steps()] == [1, 2, 3]
+    assert [row["step"] for row in run.steps()] == list(range(1, steps + 1))
     run.expect_clean_audit()
     return run
 
@@ -50,14 +55,14 @@ def test_the_student_is_taught_on_tasks_of_reasoning_gym(launch: Callable[..., L
 
 def test_the_student_plays_games_of_gymnasium(launch: Callable[..., Launched]) -> None:
     pytest.importorskip("gymnasium", reason="make agents installs what this needs")
-    run = run_example(launch, "gymnasium")
+    run = run_example(launch, "gymnasium", steps=LONGER)
     assert invalid_actions(run) > 0
     assert all(-4.0 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
 
 
 def test_the_student_is_taught_in_an_environment_written_for_skyrl(launch: Callable[..., Launched]) -> None:
     pytest.importorskip("skyrl_gym", reason="make agents installs what this needs")
-    run = run_example(launch, "skyrl_gym")
+    run = run_example(launch, "skyrl_gym", steps=LONGER)
     assert all(row["train/grad_norm"] > 0 and row["train/reverse_kl"] > 0 for row in run.steps())
     before, _ = run.summary()["eval"]
     assert 0.0 < before["accuracy_sampled"] < 1.0
@@ -66,7 +71,7 @@ def test_the_student_is_taught_in_an_environment_written_for_skyrl(launch: Calla
 
 def test_the_student_plays_games_of_textarena(launch: Callable[..., Launched]) -> None:
     pytest.importorskip("textarena", reason="make agents installs what this needs")
-    run = run_example(launch, "textarena")
+    run = run_example(launch, "textarena", steps=LONGER)
     assert all(-0.5 <= row["rollouts/reward_mean"] <= 1.0 for row in run.steps())
     assert max(row.get("env/textarena_moves_per_rollout", 0.0) for row in run.steps()) > 0
 
