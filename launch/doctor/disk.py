@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from launch.checks.model_files import check_weights
+from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.doctor.case import Case
 from launch.doctor.finding import Finding
@@ -31,6 +32,8 @@ STUCK_SYNC_S: Final = 1.0
 """Without: checkpoints and summaries are synced too."""
 STEP_BYTES: Final = 4 + 8
 """Bytes of a checkpoint per parameter: float32 weights, and both moments of AdamW."""
+HELD_TOKEN_BYTES: Final = 12
+"""Of a token that the buffer holds, besides the teacher's set: docs/results/reliability.md."""
 
 
 class Speed(NamedTuple):
@@ -47,7 +50,9 @@ class Need(NamedTuple):
 
     checkpoint: float
     least: float
-    """One checkpoint, and the journal."""
+    """One checkpoint, and the journal while little is held."""
+    journal: float
+    """Its logs, its reserve and all that the buffer may hold."""
     whole: float
     """All that is kept at one time."""
 
@@ -81,8 +86,8 @@ def _room(folder: Path, free: int, need: Need, config: RunConfig) -> Finding:
         status=status,
         measured=f"{free / MB:,.0f} MB free in {folder}",
         normal=f"at least {need.whole / MB:,.0f} MB: {config.learner.keep_checkpoints + 1} checkpoints of "
-        f"{need.checkpoint / MB:,.1f} MB, copies of the weights, and a journal of up to "
-        f"{2 * config.buffer.journal_log_mb + config.buffer.journal_reserve_mb} MiB; recordings come on top",
+        f"{need.checkpoint / MB:,.1f} MB, copies of the weights, and {need.journal / MB:,.0f} MB of journal with all "
+        "that the buffer may hold; recordings come on top",
         advice="free some room, another --run-dir, fewer learner.keep_checkpoints, or a smaller buffer.journal_log_mb",
         figures={"free_bytes": float(free), "needed_bytes": need.whole},
     )
@@ -114,10 +119,21 @@ def needed(config: RunConfig) -> Need:
     trained = 0 if learner.frozen or learner.lora.rank else parameters
     averages = 4 * parameters if learner.ema.decay else 0
     checkpoint = float(STEP_BYTES * trained + averages)
-    journal = float((2 * buffer.journal_log_mb + buffer.journal_reserve_mb) << 20) if buffer.journal else 0.0
     snapshots = 4 * parameters * SNAPSHOTS
-    least = checkpoint + (float((buffer.journal_log_mb + buffer.journal_reserve_mb) << 20) if buffer.journal else 0.0)
-    return Need(checkpoint, least, checkpoint * (learner.keep_checkpoints + 1) + snapshots + averages + journal)
+    journal = least_journal = 0.0
+    if buffer.journal:
+        log, reserve = buffer.journal_log_mb << 20, buffer.journal_reserve_mb << 20  # each shard has its own
+        least_journal = float(buffer.shards * (log + reserve))
+        journal = float(buffer.shards * (2 * log + reserve)) + held_bytes(config)
+    whole = checkpoint * (learner.keep_checkpoints + 1) + snapshots + averages + journal
+    return Need(checkpoint, checkpoint + least_journal, journal, whole)
+
+
+def held_bytes(config: RunConfig) -> float:
+    """Of what the buffer holds at most while it keeps its pace: twice a batch, all of the greatest length."""
+    sends = any(pool.config.teacher.sends_distributions for pool in teacher_pools(config))
+    sets = config.buffer.max_top_k_bytes if sends else 0
+    return 2.0 * config.buffer.batch_rollouts * config.learner.tasks.max_new_tokens * (HELD_TOKEN_BYTES + sets)
 
 
 def measure(folder: Path) -> Speed:

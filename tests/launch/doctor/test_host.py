@@ -17,7 +17,7 @@ import pytest
 from launch.checks import preflight
 from launch.doctor import host
 from launch.doctor.case import Case
-from launch.doctor.disk import disk
+from launch.doctor.disk import disk, needed
 from launch.doctor.gpus import gpus, links
 from launch.doctor.host import clocks, shared_memory
 from tests.full_disk import fill, small_disk
@@ -133,6 +133,18 @@ def test_a_disk_without_room_for_the_run(examine: Examine, tmp_path: Path) -> No
         assert of(examine("disk", *small), "room").status == "ok"
         many = (*small, "--learner.keep_checkpoints=100")
         assert of(examine("disk", *many), "room").status == "warning"
+
+
+def test_the_room_for_a_journal_grows_with_shards_and_with_what_is_held(case: Callable[..., Case]) -> None:
+    def journal_mib(*more: str) -> float:
+        plain = ("--buffer.journal_log_mb=10", "--buffer.journal_reserve_mb=4", "--buffer.batch_rollouts=64")
+        return needed(case(*plain, "--learner.tasks.max_new_tokens=1024", *more).config).journal / (1 << 20)
+
+    held_mib = 2 * 64 * 1024 * (12 + 1024) / (1 << 20)
+    assert journal_mib() == 24 + held_mib
+    assert journal_mib("--buffer.shards=4") == 4 * 24 + held_mib
+    assert journal_mib("--teacher.top_k=0") == 24 + held_mib * 12 / (12 + 1024)
+    assert journal_mib("--buffer.journal=false") == 0
 
 
 def test_a_slow_disk(case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
