@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from buffer.pools import LONGEST_BACKOFF
 from protocol import messages as m
 from tests.sim.buffer import learner, workers
 from tests.sim.buffer.world import World
@@ -60,6 +61,7 @@ def work_together(world: World, rng: Random, batches: int) -> None:
         workers.teacher_returns(world, rng)
     learner.returns(world, rng)
     world.tick(world.config.ticket_timeout_s + world.config.lease_s)  # what was lost on the way comes back
+    world.tick(LONGEST_BACKOFF * world.config.breaker_backoff_s)  # a teacher that let one run out is tried again
     last = world.learner.version.step + batches
     for _ in range(50 * batches):
         if world.learner.version.step >= last:
