@@ -33,7 +33,7 @@ STUCK_SYNC_S: Final = 1.0
 STEP_BYTES: Final = 4 + 8
 """Bytes of a checkpoint per parameter: float32 weights, and both moments of AdamW."""
 HELD_TOKEN_BYTES: Final = 12
-"""Of a token that the buffer holds, besides the teacher's set: docs/results/reliability.md."""
+"""Bytes of a held token in the journal, without the teacher's set: docs/results/reliability.md."""
 
 
 class Speed(NamedTuple):
@@ -130,7 +130,7 @@ def needed(config: RunConfig) -> Need:
 
 
 def held_bytes(config: RunConfig) -> float:
-    """Of what the buffer holds at most while it keeps its pace: twice a batch, all of the greatest length."""
+    """Bytes of the most that the buffer may hold: twice a batch, all of the greatest length."""
     sends = any(pool.config.teacher.sends_distributions for pool in teacher_pools(config))
     sets = config.buffer.max_top_k_bytes if sends else 0
     return 2.0 * config.buffer.batch_rollouts * config.learner.tasks.max_new_tokens * (HELD_TOKEN_BYTES + sets)
