@@ -51,7 +51,7 @@ COUNT_EVERY_S: Final = 0.5
 """Seconds between two readings of the queues, for the trace."""
 COUNTED: Final = {
     "tokens": ("tokens_unscored", "tokens_scoring", "tokens_scored", "tokens_in_batch"),
-    "admission": ("tickets_outstanding", "tickets_free", "rollouts_live"),
+    "admission": ("tickets_outstanding", "tickets_free", "rollouts_live", "rollouts_allowed"),
 }
 """Counters of the trace, and the queues that each shows."""
 

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from protocol.messages import WeightVersion
+
+LEAST_BOUND: Final = 2
+"""Bounds from which on fewer rollouts may be out than the bound allows. Below, tokens become stale however few there
+are (`buffer.departure`)."""
+STALE_SHARE: Final = 0.01
+"""Share of a batch's tokens masked as stale on the way to it. With more, fewer rollouts may be out."""
+LARGEST_CUT: Final = 0.5
+WAITED_SHARE: Final = 0.01
+"""Share of a step in which the learner waited for a batch. With more, more rollouts may be out."""
+LARGEST_GROWTH: Final = 0.25
 
 
 class Pacing:
@@ -13,7 +25,14 @@ class Pacing:
     live    rollouts with a ticket that are not settled: queued or running at an actor (first try or a later one),
             finished and waiting, or leased to the learner until it says that the batch is trained.
 
-    room    A ticket may be issued only while   live < (S + 1) * B.
+    room    A ticket may be issued only while   live < allowed <= (S + 1) * B.
+
+    allowed Where the learner is slower than the actors, the room is always full, and what is in it waits for S + 1
+            steps on average. Then tokens become stale although everything is scored in time. So each time that more
+            than 1 % of the tokens for a batch are stale, what is allowed falls by that share, but not below B; the next
+            time after S batches at the earliest, since what was out before must have left. When the learner has waited
+            for a batch, it grows again, by the share of the step that was waited. With fewer rollouts out, each is
+            written in fewer steps, so that the learner reads less context again.
 
     weights The n-th ticket will be trained in about step n // B (n counts from the start, without rollouts that are
             dropped for good), so its actor must have at least the weights of step
@@ -36,13 +55,22 @@ class Pacing:
         self._start = start
         self._trained_step = start.step
         self._live = 0
+        self._allowed = float(self.limit)
+        self._batches_until_cut = 0
 
     def __repr__(self) -> str:
-        return f"Pacing(live={self._live}, limit={self.limit}, start={self._start}, trained={self._trained_step})"
+        return f"Pacing(live={self._live}, allowed={self.allowed}, start={self._start}, trained={self._trained_step})"
 
     @property
     def limit(self) -> int:
+        """The most rollouts that may be out."""
         return (self._max_staleness + 1) * self._batch_rollouts
+
+    @property
+    def allowed(self) -> int:
+        """Rollouts that may be out now. All that the bound allows while there are none: a group may be larger than a
+        batch."""
+        return int(self._allowed) if self._live else self.limit
 
     @property
     def live(self) -> int:
@@ -51,7 +79,7 @@ class Pacing:
     @property
     def free(self) -> int:
         """Tickets that may be issued now."""
-        return self.limit - self._live
+        return max(0, self.allowed - self._live)
 
     @property
     def trained_version(self) -> WeightVersion:
@@ -71,6 +99,20 @@ class Pacing:
         if self._live <= 0:
             raise RuntimeError(f"more rollouts settled than issued: {self!r}")
         self._live -= 1
+
+    def batch_left(self, stale_share: float, waited_share: float) -> None:
+        """Adapt what is allowed. `stale_share`: of the tokens for the batch, those masked as stale since the batch
+        before left. `waited_share`: of the time since then, what the learner waited."""
+        if self._max_staleness < LEAST_BOUND:
+            return
+        self._batches_until_cut -= self._batches_until_cut > 0
+        if stale_share > STALE_SHARE:
+            if not self._batches_until_cut:
+                kept = min(self._allowed, self._live) * (1.0 - min(stale_share, LARGEST_CUT))
+                self._allowed = max(kept, float(self._batch_rollouts))
+                self._batches_until_cut = self._max_staleness
+        elif waited_share > WAITED_SHARE:
+            self._allowed = min(self._allowed * (1.0 + min(waited_share, LARGEST_GROWTH)), float(self.limit))
 
     def trained(self, version: WeightVersion) -> None:
         """Note that the learner trained a batch into `version`."""

@@ -30,7 +30,7 @@ from buffer.config import BufferConfig
 from buffer.departure import Departure
 from buffer.history import Runs
 from buffer.items import LeasedBatch, Piece, make_item
-from buffer.ledger import NON_FINITE, TOO_LARGE
+from buffer.ledger import NON_FINITE, STALE, TOO_LARGE
 from buffer.lifecycle import Lifecycle
 from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
 from buffer.tokens import Array
@@ -54,6 +54,10 @@ class BatchDesk:
         self.trained: Runs[int] = Runs()
         """Epoch in which each trained batch was trained, by batch id."""
         self._departure = Departure()
+        self._left_s: float | None = None
+        """When the newest batch left."""
+        self._n_stale = self._stale_total
+        """Tokens that were masked as stale by then."""
         self._idle_since_s: float | None = None
         """When the learner asked for this batch without holding another; None before that."""
         self._idle = False
@@ -134,6 +138,7 @@ class BatchDesk:
         if not chosen or (weight < enough and not nothing_follows()):
             return None
         batch = self._lease(version, sorted(chosen, key=lambda rollout: rollout.slot.order))
+        self._adapt_pacing(now_s, batch.n_tokens)
         self.forget_request()
         self._departure.batch_left(now_s, awaited=self._idle_since_s is not None)
         return batch
@@ -173,6 +178,19 @@ class BatchDesk:
         self._departure = Departure()
 
     # ----------------------------------------------------------------------------------------------- internals
+
+    @property
+    def _stale_total(self) -> int:
+        return self._life.book.of("train").tokens.masked.get(STALE, 0)
+
+    def _adapt_pacing(self, now_s: float, n_tokens: int) -> None:
+        """Tell the pacing how much of what could have been in the batch was stale, and how long the learner waited."""
+        n_stale = self._stale_total - self._n_stale
+        step_s = now_s - self._left_s if self._left_s is not None else 0.0
+        waited_s = min(now_s - self._idle_since_s, step_s) if self._idle_since_s is not None else 0.0
+        self._life.pacing.batch_left(n_stale / max(1, n_stale + n_tokens), waited_s / step_s if step_s > 0.0 else 0.0)
+        self._n_stale += n_stale
+        self._left_s = now_s
 
     def _runs_out(self, version: WeightVersion) -> bool:
         """Return True if what is sampled now will be too old for the batch after that of `version` (`departure`)."""

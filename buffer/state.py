@@ -227,6 +227,7 @@ class BufferState:
                 "top_k_bytes": train.top_k_bytes,
                 "tickets_free": self._life.pacing.free,
                 "rollouts_live": self._life.pacing.live,
+                "rollouts_allowed": self._life.pacing.allowed,
                 "rollouts_reissued_total": self._arrivals.reissued_total,
                 "rollouts_given_up_total": self._arrivals.given_up_total,
                 **self._scoring.counts,

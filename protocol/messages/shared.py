@@ -268,10 +268,10 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     ledger: Ledger
     queues: dict[str, int]
     """tasks_queued, tickets_outstanding, rollouts_waiting, tokens_unscored, tokens_scoring, tokens_scored,
-    tokens_in_batch, tickets_free (tickets that pacing would still issue), top_k_bytes (payloads held). Also totals of
-    `buffer.scoring` and `buffer.arrivals`: hedges, wasted leases by reason, breakers opened, probes; rollouts issued
-    again, given up; with dynamic sampling, of `buffer.groups`: groups dropped, and how many batches of them in a
-    row."""
+    tokens_in_batch, tickets_free (tickets that pacing would still issue), rollouts_live (not settled) and
+    rollouts_allowed (how many may be, `buffer.pacing`), top_k_bytes (payloads held). Also totals of `buffer.scoring`
+    and `buffer.arrivals`: hedges, wasted leases by reason, breakers opened, probes; rollouts issued again, given up;
+    with dynamic sampling, of `buffer.groups`: groups dropped, and how many batches of them in a row."""
     staleness_hist: dict[int, int]
     """Trained tokens by distance, since the start."""
     max_staleness: int

@@ -179,6 +179,30 @@ def test_at_bound_one_little_is_lost_between_two_batches() -> None:
     assert float(str(cells["share"])) > 0.95 and float(str(cells["masked"])) < 0.03, cells
 
 
+def test_a_learner_slower_than_its_actors_wastes_little_of_what_they_write() -> None:
+    """If always as many rollouts may be out as the bound allows, 25 % is masked, and tokens are 3.3 steps old."""
+    scenario = Scenario(
+        actors=4,
+        teachers=2,
+        slots=64,
+        actor_tokens_per_s=2880.0,
+        learner_tokens_per_s=6000.0,
+        context_cost=1.0,
+        mean_tokens=400.0,
+        segment_tokens=64,
+        batch_rollouts=64,
+        max_staleness=4,
+        steps=40,
+        warm_up=28,
+    )
+    run = VirtualRun(scenario)
+    figures = run.run()
+    assert figures.masked_tokens < 0.12 * figures.accepted_tokens
+    assert figures.count.staleness(scenario.warm_up)[0] < 2.7
+    assert 64 <= run.shards[0].snapshot(run.now_s).queues["rollouts_allowed"] < 256
+    assert sum(figures.count.waits_s[scenario.warm_up :]) < 1.0, "the learner has work"
+
+
 @pytest.mark.parametrize("bound", [0, 2])
 def test_shards_on_the_virtual_clock_share_tasks_batches_and_workers(bound: int) -> None:
     run = VirtualRun(replace(SMALL, actors=4, shards=2, max_staleness=bound))

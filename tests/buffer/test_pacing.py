@@ -44,7 +44,53 @@ def test_with_exact_batches_the_nth_ticket_waits_for_its_step_less_the_bound(sta
         pacing.trained(WeightVersion(2, step + 1))
 
 
-@given(st.integers(1, 5), st.integers(0, 4), st.lists(st.sampled_from(["issue", "settle", "train", "restart"])))
+def test_fewer_may_be_out_when_tokens_are_stale_and_more_when_the_learner_waits() -> None:
+    pacing = Pacing(batch_rollouts=10, max_staleness=4, start=v(0))
+    for _ in range(40):
+        pacing.issue()
+    pacing.batch_left(0.25, 0.0)
+    assert (pacing.allowed, pacing.free) == (30, 0), "a quarter less than are out"
+    for _ in range(3):
+        pacing.batch_left(0.25, 0.0)
+    assert pacing.allowed == 30, "these were out before"
+    pacing.batch_left(0.9, 0.0)
+    assert pacing.allowed == 15, "at most half of what is allowed"
+    for _ in range(20):
+        pacing.batch_left(0.9, 0.5)
+    assert pacing.allowed == 10, "a batch at least"
+    pacing.batch_left(0.005, 0.005)
+    assert pacing.allowed == 10, "too little to act on"
+    pacing.batch_left(0.0, 0.1)
+    assert pacing.allowed == 11
+    for _ in range(20):
+        pacing.batch_left(0.0, 1.0)
+    assert pacing.allowed == pacing.limit == 50
+
+
+def test_a_group_larger_than_what_is_allowed_starts_when_nothing_else_is_out() -> None:
+    pacing = Pacing(batch_rollouts=2, max_staleness=2, start=v(0))
+    for _ in range(6):
+        pacing.issue()
+    pacing.batch_left(0.5, 0.0)
+    for _ in range(5):
+        pacing.settle()
+    assert (pacing.allowed, pacing.free) == (3, 2)
+    pacing.settle()
+    assert (pacing.allowed, pacing.free) == (6, 6)
+
+
+@pytest.mark.parametrize("bound", [0, 1])
+def test_stale_tokens_change_nothing_at_low_bounds(bound: int) -> None:
+    pacing = Pacing(batch_rollouts=4, max_staleness=bound, start=v(0))
+    pacing.issue()
+    pacing.batch_left(0.5, 0.0)
+    assert pacing.allowed == pacing.limit
+
+
+EVENTS = ["issue", "settle", "train", "restart", "stale", "wait"]
+
+
+@given(st.integers(1, 5), st.integers(0, 4), st.lists(st.sampled_from(EVENTS)))
 def test_the_demanded_version_can_always_be_had_and_is_never_stale(batch: int, bound: int, events: list[str]) -> None:
     """Whatever is dropped, masked or trained in batches of any size."""
     pacing = Pacing(batch_rollouts=batch, max_staleness=bound, start=v(3))
@@ -59,6 +105,9 @@ def test_the_demanded_version_can_always_be_had_and_is_never_stale(batch: int, b
             pacing.trained(WeightVersion(newest.epoch, newest.step + 1))
         elif event == "restart":
             pacing.restart(WeightVersion(newest.epoch + 1, max(0, newest.step - 2)))
+        elif event in ("stale", "wait"):
+            pacing.batch_left(0.3 * (event == "stale"), 0.3 * (event == "wait"))
+        assert min(batch, pacing.limit) <= pacing.allowed <= pacing.limit and pacing.free >= 0
         assert 0 <= pacing.live <= (bound + 1) * batch
         for n in issued:
             demanded = pacing.min_version(n)

@@ -70,6 +70,8 @@ def test_whatever_was_acknowledged_is_in_the_files_of_a_killed_buffer(
         while not run.finished and process.starts <= 5:
             enough = len(watched.acknowledged) + rng.randrange(50, 400)
             eventually(lambda enough=enough: run.finished or len(watched.acknowledged) >= enough, "segments")
+            if segment_tokens >= 300:  # a MiB of log comes soon
+                eventually(lambda: run.finished or any((tmp_path / "journal").glob("image-*")), "an image")
             acknowledged = set(watched.acknowledged)
             if not process.kill():
                 break
