@@ -15,6 +15,8 @@ LARGEST_CUT: Final = 0.5
 WAITED_SHARE: Final = 0.01
 """Share of a step in which the learner waited for a batch. With more, more rollouts may be out."""
 LARGEST_GROWTH: Final = 0.25
+LEAST_BATCHES: Final = 2
+"""At least as many batches of rollouts may be out: one that the learner trains, and one that is written."""
 
 
 class Pacing:
@@ -29,10 +31,11 @@ class Pacing:
 
     allowed Where the learner is slower than the actors, the room is always full, and what is in it waits for S + 1
             steps on average. Then tokens become stale although everything is scored in time. So each time that more
-            than 1 % of the tokens for a batch are stale, what is allowed falls by that share, but not below B; the next
-            time after S batches at the earliest, since what was out before must have left. When the learner has waited
-            for a batch, it grows again, by the share of the step that was waited. With fewer rollouts out, each is
-            written in fewer steps, so that the learner reads less context again.
+            than 1 % of the tokens for a batch are stale, and the learner has not waited for one of S batches, what is
+            allowed falls by that share, but not below 2 B; the next time after S batches at the earliest, since what
+            was out before must have left. When the learner has waited for a batch, it grows again, by the share of the
+            step that was waited. With fewer rollouts out, each is written in fewer steps, so that the learner reads
+            less context again.
 
     weights The n-th ticket will be trained in about step n // B (n counts from the start, without rollouts that are
             dropped for good), so its actor must have at least the weights of step
@@ -82,13 +85,18 @@ class Pacing:
         return max(0, self.allowed - self._live)
 
     @property
+    def places(self) -> int:
+        """Tickets that the bound leaves room for, whatever is allowed now."""
+        return self.limit - self._live
+
+    @property
     def trained_version(self) -> WeightVersion:
         """The newest version that a batch of the surviving branch was trained into."""
         return WeightVersion(self._start.epoch, self._trained_step)
 
     def issue(self) -> int:
         """Take one place and return n. Raises RuntimeError if there is none: check `free` first."""
-        if self.free <= 0:
+        if self.places <= 0:
             raise RuntimeError(f"no ticket may be issued: {self!r}; expected the caller to ask `free` first")
         n = self._batch_rollouts * (self._trained_step - self._start.step) + self._live
         self._live += 1
@@ -106,13 +114,14 @@ class Pacing:
         if self._max_staleness < LEAST_BOUND:
             return
         self._batches_until_cut -= self._batches_until_cut > 0
-        if stale_share > STALE_SHARE:
-            if not self._batches_until_cut:
-                kept = min(self._allowed, self._live) * (1.0 - min(stale_share, LARGEST_CUT))
-                self._allowed = max(kept, float(self._batch_rollouts))
-                self._batches_until_cut = self._max_staleness
-        elif waited_share > WAITED_SHARE:
+        if waited_share > WAITED_SHARE:  # whatever else has made tokens stale, fewer rollouts would not help
             self._allowed = min(self._allowed * (1.0 + min(waited_share, LARGEST_GROWTH)), float(self.limit))
+        elif stale_share > STALE_SHARE and not self._batches_until_cut:
+            kept = min(self._allowed, self._live) * (1.0 - min(stale_share, LARGEST_CUT))
+            self._allowed = max(kept, float(LEAST_BATCHES * self._batch_rollouts))
+        else:
+            return
+        self._batches_until_cut = self._max_staleness
 
     def trained(self, version: WeightVersion) -> None:
         """Note that the learner trained a batch into `version`."""

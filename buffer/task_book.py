@@ -67,10 +67,11 @@ class TaskBook:
         return not self.stream_ended and 2 * len(self._queues["train"]) < self._capacity
 
     @property
-    def next_train_group(self) -> int | None:
-        """Number of samples without a ticket in the next train task; None if no task is queued."""
+    def next_train_group(self) -> tuple[int, bool] | None:
+        """Number of samples without a ticket in the next train task, and True if others of it have one; None if no task
+        is queued."""
         queue = self._queues["train"]
-        return len(queue[0].to_issue) if queue else None
+        return (len(queue[0].to_issue), bool(queue[0].slots)) if queue else None
 
     @property
     def train_records(self) -> list[TaskRecord]:
@@ -97,11 +98,11 @@ class TaskBook:
             insort(self._queues[task.kind], record, key=_task_id)
         return None if former is not None else record
 
-    def next_slot(self, may_start: Callable[[int], bool], issue: Callable[[], int]) -> tuple[Slot, bool] | None:
+    def next_slot(self, may_start: Callable[[int, bool], bool], issue: Callable[[], int]) -> tuple[Slot, bool] | None:
         """The sample that gets the next ticket, and True if it is its first one; None if there is no sample.
 
-        `may_start(n)`: True if the next train task, with n samples to go, may get a ticket. `issue()` takes a place in
-        the pacing and returns its n."""
+        `may_start(n, begun)`: True if the next train task, with n samples to go, may get a ticket; `begun`: other
+        samples of it have one. `issue()` takes a place in the pacing and returns its n."""
         for kind in ("eval", "train"):
             if self._again[kind]:
                 return heapq.heappop(self._again[kind]), False
@@ -111,7 +112,7 @@ class TaskBook:
             record = queue[0]
             n = 0
             if kind == "train":
-                if not may_start(len(record.to_issue)):
+                if not may_start(len(record.to_issue), bool(record.slots)):
                     return None
                 n = issue()
             slot = Slot(record, record.to_issue.popleft(), self._next_order, n, self._epoch)

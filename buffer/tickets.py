@@ -55,17 +55,19 @@ class TicketDesk:
         if actor.free > 0:
             self._ready.setdefault(actor.name, actor)
 
-    def may_start(self, n_samples: int) -> bool:
+    def may_start(self, n_samples: int, begun: bool) -> bool:
         """Return True if the next train task, with `n_samples` still to issue, may get a ticket. A group that must
-        leave together is started only if there is room for all of it: half a group could wait for places that it holds
-        itself."""
-        return self._pacing.free >= (n_samples if self._config.release == "rollout" else 1)
+        leave together is started only if there is room for all of it, and is completed (`begun`) though less may be
+        allowed by then: half a group could wait for places that it holds itself."""
+        if self._config.release != "rollout":
+            return self._pacing.free > 0
+        return (self._pacing.places if begun else self._pacing.free) >= n_samples
 
     def may_grow(self) -> bool:
         """Return True if a train ticket could be issued now, or after the next task is offered, given enough actors."""
-        n_samples = self._tasks.next_train_group
-        if n_samples is not None:
-            return self.may_start(n_samples)
+        group = self._tasks.next_train_group
+        if group is not None:
+            return self.may_start(*group)
         return not self._tasks.stream_ended and self._pacing.free > 0
 
     def dispatch(self, now_s: float) -> None:

@@ -361,3 +361,21 @@ def test_a_group_of_which_all_is_stale_is_settled_and_told_of_together(make: Mak
     assert rollout_ids(batch) == ["train-300-0-0"]
     masked = tuple(m.Settled(0, sample, "masked", "stale") for sample in range(2))
     assert batch is not None and batch.settled == (*masked, m.Settled(300, 0, "trained"))
+
+
+def test_a_group_larger_than_what_pacing_allows_is_begun_and_completed(make: Make) -> None:
+    """Half of all that is written is too old for its batch, so that less is allowed than a group has rollouts."""
+    driver, ended = make(staleness=2, batch=2, release="rollout"), set[str]()
+    driver.offer(*range(40), group=5, last=False)
+    for step in range(12):
+        for rollout_id in [one for one in driver.tickets if one not in ended]:
+            ended.add(rollout_id)
+            driver.write(rollout_id, 4, step=max(0, step - 3))
+            driver.write(rollout_id, 4, final=True, step=step)
+        driver.score()
+        driver.wait(1.0)
+        batch = driver.want(step)
+        assert batch is not None and len(batch.items) == 5, driver.state
+        driver.trained(batch)
+    assert driver.snapshot.queues["rollouts_allowed"] <= 6
+    assert driver.ledger.tokens.masked["stale"] > 100
