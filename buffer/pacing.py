@@ -14,7 +14,9 @@ STALE_SHARE: Final = 0.01
 LARGEST_CUT: Final = 0.5
 WAITED_SHARE: Final = 0.01
 """Share of a step in which the learner waited for a batch. With more, more rollouts may be out."""
-LARGEST_GROWTH: Final = 0.25
+GROWTH: Final = 0.25
+"""Part of the share of a step that the learner waited, by which what may be out grows: slowly, since the next batches
+come too late as well until more rollouts have been written."""
 LEAST_BATCHES: Final = 2
 """At least as many batches of rollouts may be out: one that the learner trains, and one that is written."""
 
@@ -33,9 +35,9 @@ class Pacing:
             steps on average. Then tokens become stale although everything is scored in time. So each time that more
             than 1 % of the tokens for a batch are stale, and the learner has not waited for one of S batches, what is
             allowed falls by that share, but not below 2 B; the next time after S batches at the earliest, since what
-            was out before must have left. When the learner has waited for a batch, it grows again, by the share of the
-            step that was waited. With fewer rollouts out, each is written in fewer steps, so that the learner reads
-            less context again.
+            was out before must have left. When the learner has waited for a batch, it grows again, by a quarter of the
+            share of the step that was waited. With fewer rollouts out, each is written in fewer steps, so that the
+            learner reads less context again.
 
     weights The n-th ticket will be trained in about step n // B (n counts from the start, without rollouts that are
             dropped for good), so its actor must have at least the weights of step
@@ -115,7 +117,7 @@ class Pacing:
             return
         self._batches_until_cut -= self._batches_until_cut > 0
         if waited_share > WAITED_SHARE:  # whatever else has made tokens stale, fewer rollouts would not help
-            self._allowed = min(self._allowed * (1.0 + min(waited_share, LARGEST_GROWTH)), float(self.limit))
+            self._allowed = min(self._allowed * (1.0 + GROWTH * waited_share), float(self.limit))
         elif stale_share > STALE_SHARE and not self._batches_until_cut:
             kept = min(self._allowed, self._live) * (1.0 - min(stale_share, LARGEST_CUT))
             self._allowed = max(kept, float(LEAST_BATCHES * self._batch_rollouts))

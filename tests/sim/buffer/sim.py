@@ -30,7 +30,7 @@ from random import Random
 
 import msgspec
 
-from buffer import blobs
+from buffer import blobs, pacing
 from buffer.config import BufferConfig, Release
 from buffer.peers import PeerTable
 from tests.sim.buffer.actions import ACTIONS, finish, work_together
@@ -105,6 +105,9 @@ def chapter(seed: str, events: int, check_every: int, shards: int = 1) -> Counte
     rng = Random(seed)
     world = random_world(rng, check_every, shards)
     remembered, PeerTable.remembered = PeerTable.remembered, rng.choice((1, 2, 256))
+    stale_share, waited_share = pacing.STALE_SHARE, pacing.WAITED_SHARE
+    if zlib.crc32(seed.encode()) // 3 % 3 == 0:  # what may be out falls whenever it may, to what is out or less
+        pacing.STALE_SHARE, pacing.WAITED_SHARE = -1.0, math.inf  # pyright: ignore[reportConstantRedefinition]
     blob_bytes, blobs.BLOB_BYTES = blobs.BLOB_BYTES, (1, 24, blobs.BLOB_BYTES)[zlib.crc32(seed.encode()) % 3]  # pyright: ignore[reportConstantRedefinition]
     try:
         while world.tally.events < events:
@@ -115,6 +118,7 @@ def chapter(seed: str, events: int, check_every: int, shards: int = 1) -> Counte
     except Exception as error:
         raise AssertionError(f"chapter {seed}, event {world.tally.events}, {world.config}: {error}") from error
     finally:
+        pacing.STALE_SHARE, pacing.WAITED_SHARE = stale_share, waited_share  # pyright: ignore[reportConstantRedefinition]
         PeerTable.remembered = remembered
         blobs.BLOB_BYTES = blob_bytes  # pyright: ignore[reportConstantRedefinition]
     snapshot = world.state.snapshot(world.now_s)
