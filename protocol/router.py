@@ -271,7 +271,8 @@ class Router:
 
 _NOT_OUR_KEY: Final = zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _MEANING: Final[dict[ConnectionFault, str]] = {
-    "no_key": "it does not encrypt; the run's folder `keys` is missing on that host, or it is not a peer of this run",
+    "no_key": "it showed no key: the run's folder `keys` is missing on that host, it is not a peer of this run, or its "
+    "link broke at that moment",
     "wrong_key": "its key is not one of this run, or it expects another run here",
     "failed_handshake": "it encrypts and this run does not, or it does not speak ZeroMQ, or it hung up",
     "endless_message": "it sent more bytes than a message may have without ending it; cut",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import pytest
@@ -27,6 +27,8 @@ TEACHER: Final = DATA / "teacher"
 VOCAB: Final = vocabulary_size(STUDENT)
 READY_S: Final = PATIENCE_S
 TOLERANCE: Final = 1e-4
+Named: TypeAlias = list[tuple[str, torch.Tensor]]
+"""Tensors of a model, by name."""
 
 
 @pytest.fixture(scope="package")
@@ -39,6 +41,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture(scope="package")
 def student(servers: Servers) -> Server:
+    """The weights of its files, which no test changes."""
     server = servers.start("student", STUDENT)
     servers.wait_ready([server], READY_S)
     return server
@@ -49,6 +52,25 @@ def teacher(servers: Servers) -> Server:
     server = servers.start("teacher", TEACHER)
     servers.wait_ready([server], READY_S)
     return server
+
+
+def start(servers: Servers, *names: str) -> list[Server]:
+    """Servers of the student, ready."""
+    started = [servers.start(name, STUDENT) for name in names]
+    servers.wait_ready(started, READY_S)
+    return started
+
+
+@pytest.fixture(scope="package")
+def three(servers: Servers) -> list[Server]:
+    """Servers that outlive a test, with whatever weights it left there."""
+    return start(servers, "push-0", "push-1", "push-2")
+
+
+@pytest.fixture(scope="package")
+def student_weights() -> Named:
+    model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="sdpa")
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
 
 
 @pytest.fixture(scope="package")

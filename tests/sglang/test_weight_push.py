@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 import weights.snapshot
 from engines.sglang.config import SGLangConfig, SwapMode
@@ -30,15 +29,16 @@ from protocol.messages import Membership, WeightPlan, WeightVersion
 from sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
-    READY_S,
     STUDENT,
     TOLERANCE,
     VOCAB,
     Answer,
+    Named,
     Reference,
     collect,
     generate,
     request,
+    start,
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
@@ -64,26 +64,7 @@ CONFIG = WeightsConfig(
 """Five buckets per version."""
 SGLANG = SGLangConfig(max_concurrent=8, control_timeout_s=2.0)
 V0, V1, V2, V3 = (WeightVersion(0, step) for step in range(4))
-Named = list[tuple[str, Tensor]]
 _run_numbers = itertools.count()
-
-
-@pytest.fixture(scope="package")
-def student_weights() -> Named:
-    model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="sdpa")
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-@pytest.fixture(scope="package")
-def three(servers: Servers) -> list[Server]:
-    """Servers that outlive a test, with whatever weights it left there."""
-    return start(servers, "push-0", "push-1", "push-2")
-
-
-def start(servers: Servers, *names: str) -> list[Server]:
-    started = [servers.start(name, STUDENT) for name in names]
-    servers.wait_ready(started, READY_S)
-    return started
 
 
 def changed(student: Named, step: int) -> Named:

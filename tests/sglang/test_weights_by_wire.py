@@ -14,22 +14,12 @@ import pytest
 import weights.transports.wire
 import weights.wire
 from sglang_server.servers import Server, Servers
-from tests.sglang.test_weight_push import (
-    V1,
-    V2,
-    WAIT_S,
-    Named,
-    Run,
-    start,
-    student_weights,
-    three,
-    wait_until,
-)
+from tests.sglang.conftest import Named, start
+from tests.sglang.test_weight_push import V1, V2, WAIT_S, Run, wait_until
 from weights.wire import WINDOW
 
 PIECE_BYTES: Final = 32 << 10
 """So small that a version of the built-in student does not fit into one window."""
-__all__ = ["student_weights", "three"]  # fixtures
 
 
 @pytest.fixture
