@@ -71,6 +71,19 @@ def test_what_went_with_a_launch_does_not_count() -> None:
     assert (found.complaints, found.batches) == ([], 2)
 
 
+def test_what_one_learner_had_trained_is_in_the_checkpoint_that_the_next_one_wrote() -> None:
+    """Of one buffer. The next launch goes on from it; or from an older one, if the second learner wrote none."""
+    second = BatchSeen(1, WeightVersion(1, 0), {}, [ItemSeen("train-7-0-0", [(2, 6)], ())], "second")
+    anew = BatchSeen(
+        1, WeightVersion(2, 1), {}, [ItemSeen("train-8-0-0", [(2, 6)], ())], "anew", run_id="the next launch"
+    )
+    said = [anew, TrainedSeen(1, WeightVersion(2, 2), True)]
+    written = [*CLEAN, second, TrainedSeen(1, WeightVersion(1, 1), True), *said]
+    assert audit(written, summary(16), []).complaints == []
+    assert "the ledger says 12" in audit(written, summary(12), []).complaints[0]
+    assert audit([*CLEAN, *said], summary(8), []).complaints == []
+
+
 def test_a_buffer_that_lived_on_counts_what_another_learner_had_trained_and_gives_it_to_nobody_else() -> None:
     other = BatchSeen(1, WeightVersion(1, 1), {}, [ItemSeen("train-9-0-0", [(2, 6)], ())], "other")
     assert audit([*CLEAN, other, TrainedSeen(1, WeightVersion(1, 2), True)], summary(12), []).complaints == []

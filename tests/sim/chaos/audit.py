@@ -101,12 +101,19 @@ def _without(batch: BatchSeen, masked: Collection[str]) -> BatchSeen:
 
 
 def _abandoned(place: Place, batch: BatchSeen, trained: Mapping[Place, BatchSeen]) -> bool:
-    """A later launch, with another buffer, made this step anew."""
+    """A later launch, with another buffer, went on from a checkpoint that was written before this step. That of step s
+    is the one of the last learner that made s, and has in its ledger what any learner had trained before."""
     version, _ = place
-    return any(
-        other.epoch > version.epoch and other.step <= version.step and anew.run_id != batch.run_id
-        for (other, _), anew in trained.items()
-    )
+    begins: dict[str, WeightVersion] = {}
+    for (other, _), anew in trained.items():
+        if other.epoch > version.epoch and anew.run_id != batch.run_id:
+            begins[anew.run_id] = min(other, begins.get(anew.run_id, other))
+    for first in begins.values():
+        step = first.step - 1
+        writer = max((made.epoch for made, _ in trained if made.step == step and made.epoch < first.epoch), default=-1)
+        if version > WeightVersion(writer, step):
+            return True
+    return False
 
 
 def _once(batches: Iterable[BatchSeen], complaints: list[str]) -> None:
