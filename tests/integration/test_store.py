@@ -91,9 +91,10 @@ def test_a_run_goes_on_in_an_empty_folder(launch: Callable[..., Launched], serve
 def test_a_store_that_goes_away_costs_no_step_and_is_counted(
     launch: Callable[..., Launched], server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Long enough for the gate to be shut before the last checkpoint."""
     with Gate(server) as gate:
         monkeypatch.setenv("AWS_ENDPOINT_URL", gate.url)
-        run = launch("--steps=8", *SETTINGS, f"--store={URL}")
+        run = launch("--steps=30", *SETTINGS, f"--store={URL}")
         run.until(lambda: bool(steps_in_store(server)), "a checkpoint in the store")
         gate.shut_after_bytes = 100_000
         run.until(lambda: "could not be written" in (run.run_dir / "logs" / "learner-0.log").read_text(), "the failure")
@@ -101,10 +102,10 @@ def test_a_store_that_goes_away_costs_no_step_and_is_counted(
     assert re.search(
         r"checkpoint (of step \d+ )?could not be written: s3://runs/big: .*no answer from http", run.text()
     )
-    assert run.summary()["steps"] == 8 and run.summary()["tokens"]["balanced"], run.text()
+    assert run.summary()["steps"] == 30 and run.summary()["tokens"]["balanced"], run.text()
     assert left in (0, 1), run.text()
     saved = sorted((run.run_dir / "checkpoints").glob("step_*"))
-    assert saved[-1].name == "step_000008", "the run's folder has what the store lacks"
+    assert saved[-1].name == "step_000030", "the run's folder has what the store lacks"
     run.expect_clean_audit()
 
 
