@@ -39,12 +39,17 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield servers
 
 
+def start(servers: Servers, *names: str) -> list[Server]:
+    """Servers of the student, ready."""
+    started = [servers.start(name, STUDENT) for name in names]
+    servers.wait_ready(started, READY_S)
+    return started
+
+
 @pytest.fixture(scope="package")
 def student(servers: Servers) -> Server:
     """The weights of its files, which no test changes."""
-    server = servers.start("student", STUDENT)
-    servers.wait_ready([server], READY_S)
-    return server
+    return start(servers, "student")[0]
 
 
 @pytest.fixture(scope="package")
@@ -52,13 +57,6 @@ def teacher(servers: Servers) -> Server:
     server = servers.start("teacher", TEACHER)
     servers.wait_ready([server], READY_S)
     return server
-
-
-def start(servers: Servers, *names: str) -> list[Server]:
-    """Servers of the student, ready."""
-    started = [servers.start(name, STUDENT) for name in names]
-    servers.wait_ready(started, READY_S)
-    return started
 
 
 @pytest.fixture(scope="package")
