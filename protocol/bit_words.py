@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Packed: TypeAlias = bytes | memoryview
 Words: TypeAlias = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
 MOST_BITS: Final = 31
@@ -32,27 +33,38 @@ def pack_words(words: npt.NDArray[np.unsignedinteger[Any]], width: int) -> Bytes
     return np.concatenate(packed) if packed else np.zeros(0, np.uint8)
 
 
-def unpack_words(packed: Sequence[Bytes], sizes: Sequence[int], width: int) -> Words:
-    """All words of several packed arrays of `sizes` words, one after the other, in the smallest type that holds them;
-    perhaps a view of `packed`. Each array has `n_bytes(size, width)` bytes."""
-    words: Words | None = None
+def unpack_words(
+    packed: Sequence[Packed], sizes: Sequence[int], width: int, out: npt.NDArray[np.uint32] | None = None
+) -> Words:
+    """All words of several packed arrays of `sizes` words, one after the other. Each array has `n_bytes(size, width)`
+    bytes. They are written to `out` if it is given, with a width of at least 1; otherwise they are in the smallest type
+    that holds them, perhaps a view of `packed`."""
+    words: Words | None = out
     starts, shift = [0] * len(sizes), 0
     for bits in _planes(width):
-        ends = [start + -(-size * bits // 8) for start, size in zip(starts, sizes, strict=True)]
+        ends = [start + (size * bits + 7 >> 3) for start, size in zip(starts, sizes, strict=True)]
         plane = _plane([one[start:end] for one, start, end in zip(packed, starts, ends, strict=True)], sizes, bits)
-        if words is None:
-            words = plane if bits == width else plane.astype(_dtype(width))
-        else:
+        if shift:
+            assert words is not None
             upper = plane.astype(words.dtype)
             upper *= words.dtype.type(1 << shift)  # NumPy's shifts take twice as long
             words |= upper
+        elif words is not None:
+            np.copyto(words, plane)
+        else:
+            words = plane if bits == width else plane.astype(_dtype(width))
         starts, shift = ends, shift + bits
     return words if words is not None else np.zeros(sum(sizes), np.uint8)
 
 
 def n_bytes(n_words: int, width: int) -> int:
     """Bytes of packed words."""
-    return sum([-(-n_words * bits // 8) for bits in _planes(width)])
+    whole = n_words * (width >> 3)  # the planes of 16 and 8 bits
+    if width & 4:
+        whole += n_words + 1 >> 1
+    if width & 2:
+        whole += n_words + 3 >> 2
+    return whole + (n_words + 7 >> 3) if width & 1 else whole
 
 
 @functools.cache
@@ -66,18 +78,21 @@ def _dtype(width: int) -> np.dtype[Any]:
     return np.dtype("u1" if width <= 8 else "<u2" if width <= 16 else "<u4")
 
 
-def _plane(parts: Sequence[Bytes], sizes: Sequence[int], bits: int) -> Words:
+def _plane(parts: Sequence[Packed], sizes: Sequence[int], bits: int) -> Words:
     """The words of one plane of several arrays."""
-    whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    if bits >= 8:
-        return whole if bits == 8 else (whole if whole.ctypes.data % 2 == 0 else whole.copy()).view("<u2")
-    spread = _spread(whole, bits)
-    if len(parts) == 1:
-        return spread[: sizes[0]]
+    whole = parts[0] if len(parts) == 1 else b"".join(parts)
+    if bits == 8:
+        return np.frombuffer(whole, np.uint8)
+    if bits == 16:
+        pairs = np.frombuffer(whole, "<u2")
+        return pairs if pairs.flags.aligned else pairs.copy()
+    spread, of_byte = _spread(np.frombuffer(whole, np.uint8), bits), 8 // bits
+    if len(parts) == 1 or not any(size % of_byte for size in sizes):
+        return spread[: sum(sizes)]
     at, words = 0, list[Bytes]()
     for part, size in zip(parts, sizes, strict=True):
         words.append(spread[at : at + size])
-        at += len(part) * 8 // bits
+        at += len(part) * of_byte
     return np.concatenate(words)
 
 

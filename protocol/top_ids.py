@@ -56,7 +56,7 @@ def encode_top_ids(sets: Sequence[npt.NDArray[np.int32]]) -> bytes:
 def decode_top_ids(payload: bytes | memoryview) -> TopIds:
     """Raises only MalformedMessage, whatever the bytes are."""
     counts_T, width = _read_counts(payload)
-    body = np.frombuffer(payload, np.uint8, offset=_HEADER.size + 2 * len(counts_T))
+    body = payload[_HEADER.size + 2 * len(counts_T) :]
     columns_TK = np.arange(int(counts_T.max(initial=1))) < counts_T[:, None]
     ids_TK = np.zeros(columns_TK.shape, np.int32)
     ids_TK[columns_TK] = unpack_words([body], [int(counts_T.sum())], width)

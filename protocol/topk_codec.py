@@ -22,18 +22,17 @@ B positions of a block.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import Words, unpack_words
+from protocol.bit_words import Words
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_layout import MAX_TOKENS_KEPT, Parts, Shape, read_parts, write_parts
+from protocol.topk_layout import MAX_TOKENS_KEPT, Block, Shape, read_blocks, write_parts
 
 LOG_TAIL_FLOOR: Final = math.log(1e-7)
 """Smallest tail sent: 1 - sum of float32 probabilities is too imprecise for smaller ones."""
@@ -46,8 +45,6 @@ SMALL_VOCABULARY: Final = 384
 _SQRT_RANGE: Final = math.sqrt(40.0)
 _TAIL_STEP: Final = -LOG_TAIL_FLOOR / 65_534
 _RANGE_STEP: Final = 1.0 / 1024
-_BLOCK_TOKENS = 1 << 16
-"""Tokens whose probabilities are computed together: few enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -85,21 +82,21 @@ def decode_top_k(payload: bytes | memoryview) -> TopK:
 def decode_joined(payloads: Sequence[bytes | memoryview]) -> TopK:
     """The positions of several payloads of one teacher, one after the other. Raises only MalformedMessage, as
     `decode_top_k` does, and for payloads that differ in their vocabulary or in their bits."""
-    parts = [read_parts(payload) for payload in payloads]
-    shapes = sorted({one.shape for one in parts})
-    if len(shapes) != 1:
-        got = f"payloads of {len(shapes)} shapes: {shapes[:2]}"
-        raise MalformedMessage("top-k payloads of one teacher", got=got, expected="the same vocabulary and bits")
-    shape, counts_T = shapes[0], _joined([one.counts_T for one in parts])
-    sets = _Sets(shape, counts_T, counts_T.cumsum(), _joined([one.tail_codes_T for one in parts]))
-    sizes = [one.n_ids for one in parts]
-    ids_S = unpack_words([one.ids for one in parts], sizes, shape.id_bits)
-    _refuse_ids(ids_S, sets)
-    codes_S = unpack_words([one.codes for one in parts], sizes, shape.code_bits)
-    if shape.rest_bits:
-        return _with_rest(sets, ids_S, codes_S, parts)
-    logprobs_S, tail_T = _logprobs(sets, codes_S)
-    return TopK(counts_T, ids_S.view("<i4") if ids_S.itemsize == 4 else ids_S.astype(np.int32), logprobs_S, tail_T)
+    blocks = read_blocks(payloads)
+    if blocks[0].shape.rest_bits:
+        return _decode_whole(blocks)
+    counts_T = _joined([block.counts_T for block in blocks])
+    n_sent = sum([sum(block.sizes) for block in blocks])
+    ids_S, logprobs_S = np.empty(n_sent, "<u4"), np.empty(n_sent, np.float32)
+    tail_T = np.empty(len(counts_T), np.float32)
+    first = sent = 0
+    for block in blocks:
+        sets = _Sets.of(block, first)
+        some, own = slice(first, first + len(sets.counts_T)), slice(sent, sent + sum(block.sizes))
+        _refuse_ids(block.ids(ids_S[own]), sets)
+        tail_T[some] = _logprobs(sets, block.codes(), logprobs_S[own])
+        first, sent = some.stop, own.stop
+    return TopK(counts_T, ids_S.view("<i4"), logprobs_S, tail_T)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -107,50 +104,38 @@ def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 class _Sets(NamedTuple):
-    """What is known of the positions before their tokens are read."""
+    """What is known of the positions of a block before their tokens are read."""
 
     shape: Shape
+    first: int
+    """Positions before them."""
     counts_T: npt.NDArray[np.int64]
     ends_T: npt.NDArray[np.int64]
     """Where each position's tokens end."""
     tail_codes_T: npt.NDArray[np.uint16]
 
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Neighbouring positions that have about `_BLOCK_TOKENS` tokens together, and these tokens."""
-        n_ids = int(self.ends_T[-1]) if len(self.ends_T) else 0
-        if n_ids <= _BLOCK_TOKENS:
-            cuts = [0, len(self.ends_T)]
-        else:
-            inner = np.searchsorted(self.ends_T, np.arange(_BLOCK_TOKENS, n_ids, _BLOCK_TOKENS)).tolist()
-            cuts = sorted({0, *inner, len(self.ends_T)})
-        begins = 0
-        for first, last in itertools.pairwise(cuts):
-            if first < last:
-                ends = int(self.ends_T[last - 1])
-                yield slice(first, last), slice(begins, ends)
-                begins = ends
+    @classmethod
+    def of(cls, block: Block, first: int) -> _Sets:
+        return cls(block.shape, first, block.counts_T, block.counts_T.cumsum(), block.tail_codes_T)
 
 
-def _logprobs(sets: _Sets, codes_S: Words) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """The log-probs of the sent tokens, and the tails. Raises MalformedMessage for a position whose probabilities are
-    not one minus its tail."""
+def _logprobs(sets: _Sets, codes_S: Words, logprobs_S: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Write the log-probs of the sent tokens, and return the tails. Raises MalformedMessage for a position whose
+    probabilities are not one minus its tail."""
+    if not len(sets.counts_T):
+        return np.empty(0, np.float32)
     largest_code = (1 << sets.shape.logprob_bits) - 1
-    factor, tolerance = np.float32(-40.0 / largest_code**2), 4.0 * _SQRT_RANGE / largest_code + MASS_ROUNDING
-    logprobs_S, covered_T = np.empty(len(codes_S), np.float32), np.empty(len(sets.counts_T), np.float32)
-    firsts_T, blocks = sets.ends_T - sets.counts_T, list(sets.blocks())
-    for some, sent in blocks:
-        own_B = logprobs_S[sent]
-        np.copyto(own_B, codes_S[sent])
-        own_B *= own_B
-        own_B *= factor
-        np.add.reduceat(np.exp(own_B), firsts_T[some] - sent.start, out=covered_T[some])
+    np.copyto(logprobs_S, codes_S)
+    logprobs_S *= logprobs_S
+    logprobs_S *= np.float32(-40.0 / largest_code**2)
+    covered_T = np.add.reduceat(np.exp(logprobs_S), sets.ends_T - sets.counts_T)
     tail_T, sent_T = (meaning.take(sets.tail_codes_T) for meaning in _of_tail_code())
-    wrong_T = np.abs(covered_T - sent_T) > tolerance
+    wrong_T = np.abs(covered_T - sent_T) > 4.0 * _SQRT_RANGE / largest_code + MASS_ROUNDING
     if wrong_T.any():
         wrong = int(wrong_T.argmax())
         raise MalformedMessage(
             "top-k payload",
-            got=f"probabilities that sum to {covered_T[wrong]:.4f} at position {wrong}",
+            got=f"probabilities that sum to {covered_T[wrong]:.4f} at position {sets.first + wrong}",
             expected=f"{sent_T[wrong]:.4f}, one minus its tail",
         )
     mostly_sent_T = sent_T >= 0.5
@@ -158,11 +143,9 @@ def _logprobs(sets: _Sets, codes_S: Words) -> tuple[npt.NDArray[np.float32], npt
     if not mostly_sent_T.all():
         scale_T = np.where(mostly_sent_T, scale_T, np.float32(0.0))
         tail_T = np.where(mostly_sent_T, tail_T, np.log1p(-np.minimum(covered_T, np.float32(0.9))))
-    for some, sent in blocks:
-        own_B = logprobs_S[sent]
-        own_B += np.repeat(scale_T[some], sets.counts_T[some])
-        _at_most_0(own_B)
-    return logprobs_S, tail_T
+    logprobs_S += np.repeat(scale_T, sets.counts_T)
+    _at_most_0(logprobs_S)
+    return tail_T
 
 
 def _at_most_0(logprobs: npt.NDArray[np.float32]) -> None:
@@ -179,39 +162,48 @@ def _of_tail_code() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     return tail.astype(np.float32), -np.expm1(np.minimum(tail, -1e-12)).astype(np.float32)
 
 
-def _with_rest(sets: _Sets, ids_S: Words, codes_S: Words, parts: Sequence[Parts]) -> TopK:
-    """Add the rest, scaled to the tail, so that every position has the whole vocabulary."""
-    vocab_size, rest_bits, counts_T = sets.shape.vocab_size, sets.shape.rest_bits, sets.counts_T
-    n_positions = len(counts_T)
-    slots = unpack_words([one.slots for one in parts], [len(one.counts_T) * vocab_size for one in parts], rest_bits)
-    place_S = np.repeat(np.arange(n_positions) * vocab_size, counts_T)
-    place_S += ids_S
-    whole_codes_S = (codes_S.astype(np.uint16) << rest_bits) | slots.take(place_S)
-    sent_logprobs_S, tail_T = _logprobs(sets, whole_codes_S.astype(np.uint16))
-    ranges_T2 = _joined([one.ranges_T2 for one in parts]).astype(np.float32)
-    step_T = np.maximum(ranges_T2[:, 1] - ranges_T2[:, 0], 0.0) * np.float32(-_RANGE_STEP / ((1 << rest_bits) - 1))
-    slots_TV, logprobs_TV = slots.reshape(-1, vocab_size), np.empty((n_positions, vocab_size), np.float32)
-    block = max(1, _BLOCK_TOKENS // vocab_size)
-    starts_T = sets.ends_T - counts_T
-    for first in range(0, n_positions, block):
-        some = slice(first, min(first + block, n_positions))
-        sent = slice(starts_T[first], sets.ends_T[some.stop - 1])
-        own_BV = logprobs_TV[some]
-        np.copyto(own_BV, slots_TV[some])
-        own_BV *= step_T[some, None]
-        mass_BV = np.exp(own_BV)
-        mass_BV.reshape(-1)[place_S[sent] - first * vocab_size] = 0.0
-        mass_B = np.einsum("bv->b", mass_BV).astype(np.float64)  # in half the time of `sum`
-        scale_B = np.where(counts_T[some] < vocab_size, tail_T[some] - np.log(np.maximum(mass_B, 1e-300)), 0.0)
-        own_BV += scale_B[:, None].astype(np.float32)
-        np.minimum(own_BV, np.float32(0.0), out=own_BV)
-    logprobs_TV.reshape(-1)[place_S] = sent_logprobs_S
+def _decode_whole(blocks: Sequence[Block]) -> TopK:
+    """Payloads with the rest. It is scaled to the tail, so that every position has the whole vocabulary."""
+    vocab_size, n_positions = blocks[0].shape.vocab_size, sum([len(block.counts_T) for block in blocks])
+    logprobs_TV = np.empty((n_positions, vocab_size), np.float32)
+    first = 0
+    for block in blocks:
+        sets = _Sets.of(block, first)
+        own_BV = logprobs_TV[first : first + len(sets.counts_T)]
+        _write_whole(block, sets, own_BV)
+        first += len(own_BV)
     return TopK(
         np.full(n_positions, vocab_size, np.int64),
         np.tile(np.arange(vocab_size, dtype=np.int32), n_positions),
         logprobs_TV.reshape(-1),
         np.full(n_positions, -np.inf, np.float32),
     )
+
+
+def _write_whole(block: Block, sets: _Sets, logprobs_BV: npt.NDArray[np.float32]) -> None:
+    """The log-probs of one block of payloads with the rest."""
+    vocab_size, rest_bits, counts_B = sets.shape.vocab_size, sets.shape.rest_bits, sets.counts_T
+    ids_S = block.ids()
+    _refuse_ids(ids_S, sets)
+    slots = block.slots()
+    place_S = np.repeat(np.arange(len(counts_B)) * vocab_size, counts_B)
+    place_S += ids_S
+    codes_S = block.codes().astype(np.uint16)
+    codes_S <<= np.uint16(rest_bits)
+    codes_S |= slots.take(place_S)
+    sent_logprobs_S = np.empty(len(codes_S), np.float32)
+    tail_B = _logprobs(sets, codes_S, sent_logprobs_S)
+    ranges_B2 = block.ranges().astype(np.float32)
+    step_B = np.maximum(ranges_B2[:, 1] - ranges_B2[:, 0], 0.0) * np.float32(-_RANGE_STEP / ((1 << rest_bits) - 1))
+    np.copyto(logprobs_BV, slots.reshape(-1, vocab_size))
+    logprobs_BV *= step_B[:, None]
+    mass_BV = np.exp(logprobs_BV)
+    mass_BV.reshape(-1)[place_S] = 0.0
+    mass_B = np.einsum("bv->b", mass_BV).astype(np.float64)  # in half the time of `sum`
+    scale_B = np.where(counts_B < vocab_size, tail_B - np.log(np.maximum(mass_B, 1e-300)), 0.0)
+    logprobs_BV += scale_B[:, None].astype(np.float32)
+    logprobs_BV.reshape(-1)[place_S] = sent_logprobs_S
+    _at_most_0(logprobs_BV)
 
 
 def _refuse_ids(ids_S: Words, sets: _Sets) -> None:
@@ -224,7 +216,7 @@ def _refuse_ids(ids_S: Words, sets: _Sets) -> None:
     np.greater(ids_S[1:], ids_S[:-1], out=ascends_S[:-1])
     ascends_S[sets.ends_T - 1] = True  # the next id is another position's
     if not ascends_S.all():
-        position = int(np.searchsorted(sets.ends_T, int(ascends_S.argmin()), side="right"))
+        position = sets.first + int(np.searchsorted(sets.ends_T, int(ascends_S.argmin()), side="right"))
         raise MalformedMessage(
             "top-k payload",
             got=f"ids at position {position} that do not ascend, or one twice",

@@ -14,21 +14,27 @@ Legend: T positions, K tokens at the widest of them, S tokens at all positions t
 
 from __future__ import annotations
 
+import functools
+import itertools
 import struct
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import Bytes, n_bytes, pack_words, unpack_words
+from protocol.bit_words import Words, n_bytes, pack_words, unpack_words
 from protocol.errors import MalformedMessage
 
 MAX_TOKENS_KEPT: Final = 4096
 """Most tokens at one position."""
+BLOCK_BYTES: Final = 1 << 20
+"""Payloads of so many bytes are decoded at once: few enough for the arrays to stay in the processor's cache."""
 _HEADER: Final = struct.Struct("<2sBBBBHII")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"TK"
 _VERSION: Final = 3
+_RANGE_BYTES: Final = 4
 _WHAT: Final = "top-k payload"
 
 
@@ -49,17 +55,66 @@ class Shape(NamedTuple):
         return self.logprob_bits - self.rest_bits
 
 
-class Parts(NamedTuple):
-    """The parts of one payload. What is packed has the right length, but any bits."""
+class _Header(NamedTuple):
+    """What a header says, and where the parts are whose lengths it gives alone."""
 
     shape: Shape
+    count_bits: int
+    widest: int
+    n_positions: int
+    tails_at: int
+    ids_at: int
+
+
+class Block(NamedTuple):
+    """Neighbouring payloads whose lengths fit. What is packed may have any bits."""
+
+    payloads: Sequence[bytes | memoryview]
+    headers: list[_Header]
+    sizes: list[int]
+    """S of each payload."""
     counts_T: npt.NDArray[np.int64]
-    n_ids: int
+    """Of all payloads."""
     tail_codes_T: npt.NDArray[np.uint16]
-    ids: Bytes
-    codes: Bytes
-    ranges_T2: npt.NDArray[np.uint16]
-    slots: Bytes
+
+    @property
+    def shape(self) -> Shape:
+        return self.headers[0].shape
+
+    def ids(self, out: npt.NDArray[np.uint32] | None = None) -> Words:
+        """The ids of all sent tokens, in `out` if it is given."""
+        starts = [header.ids_at for header in self.headers]
+        return self._words(starts, self.sizes, self.shape.id_bits, out)
+
+    def codes(self) -> Words:
+        """The codes of all sent tokens. With rest bits, their upper bits."""
+        return self._words(self._codes_at(), self.sizes, self.shape.code_bits)
+
+    def ranges(self) -> npt.NDArray[np.uint16]:
+        """[T, 2]: the least and the greatest distance of each position's rest."""
+        slots = zip(self.payloads, self.headers, self._slots_at(), strict=True)
+        packed = [payload[at - _RANGE_BYTES * header.n_positions : at] for payload, header, at in slots]
+        return np.frombuffer(b"".join(packed), "<u2").reshape(-1, 2)
+
+    def slots(self) -> Words:
+        """The slots of the rest, V for each position."""
+        sizes = [header.n_positions * self.shape.vocab_size for header in self.headers]
+        return self._words(self._slots_at(), sizes, self.shape.rest_bits)
+
+    def _codes_at(self) -> list[int]:
+        bits = self.shape.id_bits
+        return [header.ids_at + n_bytes(size, bits) for header, size in zip(self.headers, self.sizes, strict=True)]
+
+    def _slots_at(self) -> list[int]:
+        n_slots = [header.n_positions * self.shape.vocab_size for header in self.headers]
+        return [len(one) - n_bytes(n, self.shape.rest_bits) for one, n in zip(self.payloads, n_slots, strict=True)]
+
+    def _words(
+        self, starts: list[int], sizes: list[int], width: int, out: npt.NDArray[np.uint32] | None = None
+    ) -> Words:
+        parts = zip(self.payloads, starts, sizes, strict=True)
+        packed = [payload[start : start + n_bytes(size, width)] for payload, start, size in parts]
+        return unpack_words(packed, sizes, width, out)
 
 
 def write_parts(
@@ -87,12 +142,56 @@ def write_parts(
     return b"".join([_HEADER.pack(*header, shape.vocab_size), *(part.tobytes() for part in parts)])
 
 
-def read_parts(payload: bytes | memoryview) -> Parts:
-    """Raises MalformedMessage for what no payload can be, and for lengths that do not fit the header."""
-    n_bytes_given = len(payload)
-    if n_bytes_given < HEADER_BYTES:
-        raise MalformedMessage(_WHAT, got=f"{n_bytes_given} bytes", expected=f"at least {HEADER_BYTES}")
-    magic, version, logprob_bits, rest_bits, count_bits, widest, n_positions, vocab_size = _HEADER.unpack_from(payload)
+def read_blocks(payloads: Sequence[bytes | memoryview]) -> list[Block]:
+    """The payloads in blocks of at most BLOCK_BYTES, if no payload has more.
+
+    Raises MalformedMessage for what no payload can be, for lengths that do not fit a header, and for payloads that
+    differ in their vocabulary or in their bits."""
+    headers = [_read_header(bytes(payload[:HEADER_BYTES])) for payload in payloads]
+    if len(shapes := {header.shape for header in headers}) != 1:
+        got = f"payloads of {len(shapes)} shapes: {sorted(shapes)[:2]}"
+        raise MalformedMessage("top-k payloads of one teacher", got=got, expected="the same vocabulary and bits")
+    blocks, first, block_bytes = list[Block](), 0, 0
+    for at, payload in enumerate(payloads):
+        if block_bytes + len(payload) > BLOCK_BYTES and block_bytes:
+            blocks.append(_read_block(payloads[first:at], headers[first:at]))
+            first, block_bytes = at, 0
+        block_bytes += len(payload)
+    return [*blocks, _read_block(payloads[first:], headers[first:])]
+
+
+def _read_block(payloads: Sequence[bytes | memoryview], headers: list[_Header]) -> Block:
+    shape = headers[0].shape
+    for payload, header in zip(payloads, headers, strict=True):
+        if len(payload) < header.ids_at:
+            raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {header.ids_at}")
+    counts_T, sizes = _counts(payloads, headers)
+    token_bits, vocab_size = (shape.id_bits, shape.code_bits), shape.vocab_size
+    tails = list[bytes | memoryview]()
+    for payload, header, size in zip(payloads, headers, sizes, strict=True):
+        expected = header.ids_at + sum([n_bytes(size, bits) for bits in token_bits])
+        if shape.rest_bits:
+            expected += _RANGE_BYTES * header.n_positions + n_bytes(header.n_positions * vocab_size, shape.rest_bits)
+        if len(payload) != expected:
+            raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"{expected}")
+        tails.append(payload[header.tails_at : header.ids_at])
+    tail_codes_T = np.frombuffer(b"".join(tails), "<u2")
+    if any(header.widest == vocab_size for header in headers):
+        fit = ((tail_codes_T == 0) == (counts_T == vocab_size)).all()
+    else:
+        fit = np.count_nonzero(tail_codes_T) == len(counts_T)  # in a fifth of the time of the comparison
+    if not fit:
+        raise MalformedMessage(
+            _WHAT, got="no tail where tokens are left out, or one where none are", expected="one where some are"
+        )
+    return Block(payloads, headers, sizes, counts_T, tail_codes_T)
+
+
+@functools.lru_cache(maxsize=256)  # the headers of a run's segments repeat
+def _read_header(header: bytes) -> _Header:
+    if len(header) < HEADER_BYTES:
+        raise MalformedMessage(_WHAT, got=f"{len(header)} bytes", expected=f"at least {HEADER_BYTES}")
+    magic, version, logprob_bits, rest_bits, count_bits, widest, n_positions, vocab_size = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         raise MalformedMessage(_WHAT, got=f"{magic!r} {version}", expected=f"{_MAGIC!r} {_VERSION}")
     shape, most = Shape(vocab_size, logprob_bits, rest_bits), min(vocab_size, MAX_TOKENS_KEPT)
@@ -111,27 +210,30 @@ def read_parts(payload: bytes | memoryview) -> Parts:
         got = f"{widest} tokens at the widest position, counts of {count_bits} bits"
         raise MalformedMessage(_WHAT, got=got, expected=f"1 to {most}, at most {MAX_TOKENS_KEPT.bit_length()} bits")
     tails_at = HEADER_BYTES + n_bytes(n_positions, count_bits)
-    ids_at = tails_at + 2 * n_positions
-    if n_bytes_given < ids_at:
-        raise MalformedMessage(_WHAT, got=f"{n_bytes_given} bytes", expected=f"at least {ids_at}")
-    whole = np.frombuffer(payload, np.uint8)
-    counts_T, n_ids = _counts(whole[HEADER_BYTES:tails_at], n_positions, count_bits, widest)
-    tail_codes_T = np.frombuffer(payload, "<u2", n_positions, tails_at)
-    whole_T = counts_T == vocab_size if widest == vocab_size else False
-    if ((tail_codes_T == 0) != whole_T).any():
-        raise MalformedMessage(
-            _WHAT, got="no tail where tokens are left out, or one where none are", expected="one where some are"
-        )
-    codes_at = ids_at + n_bytes(n_ids, shape.id_bits)
-    ranges_at = codes_at + n_bytes(n_ids, shape.code_bits)
-    n_ranges = 2 * n_positions if rest_bits else 0
-    slots_at = ranges_at + 2 * n_ranges
-    expected = slots_at + n_bytes(n_positions * vocab_size, rest_bits)
-    if n_bytes_given != expected:
-        raise MalformedMessage(_WHAT, got=f"{n_bytes_given} bytes", expected=f"{expected}")
-    ranges_T2 = np.frombuffer(payload, "<u2", n_ranges, ranges_at).reshape(-1, 2)
-    ids, codes, slots = whole[ids_at:codes_at], whole[codes_at:ranges_at], whole[slots_at:]
-    return Parts(shape, counts_T, n_ids, tail_codes_T, ids, codes, ranges_T2, slots)
+    return _Header(shape, count_bits, widest, n_positions, tails_at, tails_at + 2 * n_positions)
+
+
+def _counts(payloads: Sequence[bytes | memoryview], headers: list[_Header]) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """The counts of all positions, and their sum for each payload."""
+    positions = [header.n_positions for header in headers]
+    counts_T = np.array([header.widest for header in headers]).repeat(positions)
+    widths = {header.count_bits for header in headers}
+    if widths == {0}:
+        return counts_T, [header.n_positions * header.widest for header in headers]
+    ends = list(itertools.accumulate(positions))
+    for width in widths:
+        some = [at for at, header in enumerate(headers) if header.count_bits == width]
+        packed = [payloads[at][HEADER_BYTES : headers[at].tails_at] for at in some]
+        short, taken = unpack_words(packed, [positions[at] for at in some], width), 0
+        for at in some:
+            counts_T[ends[at] - positions[at] : ends[at]] -= short[taken : taken + positions[at]]
+            taken += positions[at]
+    if len(counts_T) and (least := int(counts_T.min())) < 1:
+        most = max([header.widest for header in headers])
+        raise MalformedMessage(_WHAT, got=f"{least} tokens at a position", expected=f"1 to {most}")
+    ends_T = counts_T.cumsum()
+    sums = [int(ends_T[end - 1]) if end else 0 for end in ends]
+    return counts_T, [after - before for before, after in itertools.pairwise([0, *sums])]
 
 
 def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits: int = 0) -> int:
@@ -143,7 +245,7 @@ def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits
 
 def check_payload(payload: bytes | memoryview) -> int:
     """T of a payload. Its lengths must fit its header; ids and log-probs are not checked. Raises MalformedMessage."""
-    return len(read_parts(payload).counts_T)
+    return len(read_blocks([payload])[0].counts_T)
 
 
 def n_positions(payload: bytes | memoryview) -> int:
@@ -151,14 +253,3 @@ def n_positions(payload: bytes | memoryview) -> int:
     if len(payload) < HEADER_BYTES:
         raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {HEADER_BYTES}")
     return _HEADER.unpack_from(payload)[6]
-
-
-def _counts(packed: Bytes, n_positions: int, count_bits: int, widest: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The positions' counts, and their sum."""
-    if not count_bits:
-        return np.full(n_positions, widest, np.int64), n_positions * widest
-    counts_T = widest - unpack_words([packed], [n_positions], count_bits).astype(np.int64)
-    if n_positions and counts_T.min() < 1:
-        got = f"{counts_T.min()} to {widest} tokens at a position"
-        raise MalformedMessage(_WHAT, got=got, expected=f"1 to {widest}")
-    return counts_T, int(counts_T.sum())

@@ -20,6 +20,6 @@ def test_words_are_packed_and_read_as_the_bits_of_long_integers(width: int, size
         assert got.tobytes() == slow_pack(words.tolist(), width)
         assert len(got) == n_bytes(len(words), width)
         assert slow_unpack(got.tobytes() + b"more", len(words), width) == (words.tolist(), b"more")
-    words = unpack_words(packed, sizes, width)
+    words = unpack_words([one.tobytes() for one in packed], sizes, width)
     assert words.tolist() == np.concatenate(arrays).tolist()
     assert words.dtype == np.min_scalar_type((1 << width) - 1)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import topk_codec
+from protocol import topk_layout
 from protocol.bit_words import n_bytes
 from protocol.errors import EncodeError, MalformedMessage
 from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, decode_joined, decode_top_k, encode_given, encode_top_k
@@ -121,7 +121,7 @@ def test_payloads_decoded_together_and_in_many_blocks_are_those_decoded_alone(
         for i, n in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk_codec, "_BLOCK_TOKENS", block)
+        patch.setattr(topk_layout, "BLOCK_BYTES", block)
         together = decode_joined([memoryview(payload) for payload in payloads])
     alone = [slow_decode(payload) for payload in payloads]
     _assert_same(together, TopK(*(np.concatenate(parts) for parts in zip(*map(_fields, alone), strict=True))))
@@ -179,7 +179,7 @@ def test_ids_that_do_not_ascend_at_a_position_are_refused_and_those_of_different
         else:
             sets[t][second] = sets[t][first]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(topk_codec, "_BLOCK_TOKENS", block)
+        patch.setattr(topk_layout, "BLOCK_BYTES", block)
         if wrong and wide:
             with pytest.raises(MalformedMessage, match=f"ids at position {t} that do not ascend"):
                 decode_top_k(_payload(sets, vocab))

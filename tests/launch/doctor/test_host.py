@@ -140,9 +140,10 @@ def test_the_room_for_a_journal_grows_with_shards_and_with_what_is_held(case: Ca
         plain = ("--buffer.journal_log_mb=10", "--buffer.journal_reserve_mb=4", "--buffer.batch_rollouts=64")
         return needed(case(*plain, "--learner.tasks.max_new_tokens=1024", *more).config).journal / (1 << 20)
 
-    held_mib = 2 * 64 * 1024 * 12 / (1 << 20)
+    held_mib = 2 * 64 * 1024 * 12 / (1 << 20)  # the bound is 1
     assert journal_mib() == 24 + held_mib
     assert journal_mib("--buffer.shards=4") == 4 * 24 + held_mib
+    assert journal_mib("--buffer.max_staleness=4") == 24 + held_mib * 5 / 2
     assert journal_mib("--teacher.payload=hidden") == 24 + held_mib * (12 + 1024) / 12
     assert journal_mib("--buffer.journal=false") == 0
 
