@@ -74,7 +74,7 @@ class Block(NamedTuple):
     sizes: list[int]
     """S of each payload."""
     counts_T: npt.NDArray[np.int64]
-    """Of all payloads."""
+    """One payload after the other, as the tails."""
     tail_codes_T: npt.NDArray[np.uint16]
 
     @property
