@@ -96,8 +96,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     models and checked versions get more time: see slowest_bytes_per_s."""
     slowest_bytes_per_s: PositiveFloat = 250e6
     """Slowest acceptable rate, in bytes per second, of reading, hashing, sending or loading a version. join_timeout_s
-    and broadcast_timeout_s are extended by this rate's time for each pass over the bytes. A limit that is missed anyway
-    is doubled for the next time, up to 16 times."""
+    and broadcast_timeout_s are extended by this rate's time for each pass over the bytes, and with transport = wire for
+    each actor's copy. A limit that is missed anyway is doubled for the next time, up to 16 times."""
     answer_grace_s: PositiveFloat = 3.0
     """Seconds for the actors to answer after a broadcast has failed. An actor that stays silent is left out."""
     join_window_s: NonNegativeFloat = 2.0

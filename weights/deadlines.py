@@ -1,11 +1,14 @@
 """Time limits for a version to reach its members, and waits for operations that cannot be interrupted.
 
-    limit = patience * (floor_s + passes * bytes / slowest_bytes_per_s)
+    limit = patience * (floor_s + passes * bytes / slowest_bytes_per_s) + (copies - 1) * bytes / slowest_bytes_per_s
 
     join       a server that holds other weights first loads the student from disk
     plain      a broadcast is received and copied into the engine
     file       a snapshot is read, hashed and loaded, by an engine or a server
     reload     received, hashed, the snapshot file hashed, read by the server, and hashed again
+
+`copies` are those that the learner's link carries in a broadcast: one, or one for each member where each fetches its
+own (weights.transports.wire).
 
 Each kind has its own patience, which begins with 1. It doubles when a limit is missed, so that members are not asked
 again and again for something they cannot do in time, and halves when less than a quarter of the limit was used. A
@@ -47,10 +50,17 @@ class Limits:
     def __init__(self, config: WeightsConfig) -> None:
         self._config = config
         self._patience: dict[LimitKind, float] = dict.fromkeys(PASSES, 1.0)
+        self.copies = 1
 
     def limit_s(self, kind: LimitKind, n_bytes: int) -> float:
         floor_s = self._config.join_timeout_s if kind == "join" else self._config.broadcast_timeout_s
-        return self._patience[kind] * (floor_s + PASSES[kind] * n_bytes / self._config.slowest_bytes_per_s)
+        pass_s = n_bytes / self._config.slowest_bytes_per_s
+        own_s = self._patience[kind] * (floor_s + PASSES[kind] * pass_s)
+        return own_s + self.others_s(n_bytes) if kind in ("plain", "reload") else own_s
+
+    def others_s(self, n_bytes: int) -> float:
+        """The part of a broadcast's limit that is for the copies of other members."""
+        return (self.copies - 1) * n_bytes / self._config.slowest_bytes_per_s
 
     def took(self, kind: LimitKind, limit_s: float, took_s: float) -> None:
         """Record how long an operation took, whether it succeeded or not."""

@@ -77,6 +77,8 @@ class GroupHost(ABC):
     """The `backend` of its plans; None: that of the Setup."""
     independent: ClassVar[bool] = False
     """True if the other members can still get a version when one of them fails."""
+    copy_each: ClassVar[bool] = False
+    """True if the learner's link carries a copy of a version for each member."""
 
     def __init__(self, setup: Setup) -> None:
         self._config = setup.config
@@ -144,6 +146,7 @@ class GroupHost(ABC):
         period."""
         self.disband("another group follows")
         self._epoch += 1
+        self.limits.copies = len(seats) if self.copy_each else 1
         self._control.begin(self._epoch, [seat.name for seat in seats])
         self._heard.clear()
         limit_s = self.limits.limit_s("join", 0 if newest is None else newest.n_bytes)

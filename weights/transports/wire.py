@@ -7,8 +7,8 @@ member's end).
 One port of the learner, which admits only holders of the run's keys, and no connection to or between members. Nothing
 is shared but the copies of the version: a piece is read from them when the first member wants it, and kept until
 others, which are about as fast, have it too. Each member gets all bytes from the learner, so a version takes members x
-bytes of its link, where a broadcast tree takes a few times the bytes. A slow or silent member does not stop the
-others.
+bytes of its link, where a broadcast tree takes a few times the bytes. A slow or silent member does not keep the others
+from having the version, but the next one is sent when all have this one, or are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weights.control_messages import Answer, FromMember
 from weights.group_host import Channel, GroupHost
 from weights.manifest import Manifest
 from weights.roster import Seat
-from weights.sink import GroupInterrupted
+from weights.sink import GroupBroken, GroupInterrupted
 from weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
 KEPT_PIECES: Final = 4 * WINDOW
@@ -68,31 +68,40 @@ class WireChannel:
         gone: Callable[[], frozenset[Seat]],
         answered: Callable[[int], list[FromMember]],
         closing: Callable[[], bool],
+        others_s: Callable[[int], float],
     ) -> None:
-        """`answered(round)`: the answers of that round that came so far."""
+        """`answered(round)`: the answers of that round that came so far. `others_s(bytes)`: how much of the time limit
+        is for the copies of other members."""
         self._control, self._seats = control, seats
-        self._gone, self._answered, self._closing = gone, answered, closing
+        self._gone, self._answered, self._closing, self._others_s = gone, answered, closing, others_s
 
     def join(self, timeout_s: float) -> None:
         """Members that are on the control channel can reach its port."""
 
     def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Serve the members until each has answered, or is gone: one whose connection breaks may ask again for what it
-        was sent. At the deadline the rest is left to whoever waits for their answers. Raises GroupInterrupted."""
+        was sent. At the deadline the rest is left to whoever waits for their answers. Raises GroupInterrupted, and
+        GroupBroken if all that are left have asked for nothing within the time that one alone may take."""
         deadline_s = time.monotonic() + timeout_s
+        silent_s = timeout_s - self._others_s(layout.total_bytes)
         pieces = _Pieces(layout, content)
         sent: dict[int, dict[bytes, set[int]]] = {rank: {} for rank in range(1, len(self._seats) + 1)}
+        heard_s = dict.fromkeys(sent, time.monotonic())
         while sent and time.monotonic() < deadline_s:
             if self._closing():
                 raise GroupInterrupted("the learner is closing")
             for request in self._control.requests(WAIT_SLICE_S):
                 if request.want.number == round_number and request.want.rank in sent:
+                    heard_s[request.want.rank] = time.monotonic()
                     self._serve(request, pieces, sent[request.want.rank].setdefault(request.route, set()))
             gone = self._gone()
             done = {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
             done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
             for rank in done:
                 sent.pop(rank, None)
+            if sent and all(time.monotonic() - heard_s[rank] > silent_s for rank in sent):
+                names = ", ".join(self._seats[rank - 1].name for rank in sorted(sent))
+                raise GroupBroken(f"{names}: no request and no answer for {silent_s:.0f} s")
 
     def _serve(self, request: Request, pieces: _Pieces, had: set[int]) -> None:
         """Send what it wants and has not `had` by this connection: who asks again and again and reads nothing would
@@ -113,6 +122,7 @@ class WireTransport(GroupHost):
 
     backend = "wire"
     independent = True
+    copy_each = True
 
     def _meet_at(self) -> int:
         return 0
@@ -123,7 +133,12 @@ class WireTransport(GroupHost):
             return [heard for heard in self._heard if isinstance(heard, Answer) and heard.number == round_number]
 
         return WireChannel(
-            self._control, seats, gone=lambda: self._gone(seats), answered=answered, closing=self._closing
+            self._control,
+            seats,
+            gone=lambda: self._gone(seats),
+            answered=answered,
+            closing=self._closing,
+            others_s=self.limits.others_s,
         )
 
     def _layout_of(self, manifest: Manifest) -> BucketLayout:
