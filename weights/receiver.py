@@ -32,6 +32,7 @@ from weights.sink import (
     GroupInterrupted,
     Interrupted,
     SnapshotRefused,
+    Taken,
     WeightsDiffer,
     WeightSink,
     WeightsRefused,
@@ -246,6 +247,13 @@ class WeightReceiver:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
         return control.recv(left_s, self._waker)
 
+    def _need_not_take(self, header: Round, wire: WireMember | None) -> bool:
+        """Whether this member has the version already, as all do but the newcomer for whom a group was made, and no
+        other member waits for it in a broadcast. A check by loading the file again needs the file."""
+        alone = wire is not None or header.weights is not None
+        by_loading = header.check is not None and header.check.weights is not None
+        return alone and not by_loading and self._sink.version == header.version
+
     def _take_round(
         self,
         control: ControlMember,
@@ -263,8 +271,11 @@ class WeightReceiver:
         try:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
-            with events.span("weights", "receive", version=str(header.version)):
-                taken = self._sink.take(header, agreed, interrupted, wire)
+            if self._need_not_take(header, wire):
+                taken = Taken(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
+            else:
+                with events.span("weights", "receive", version=str(header.version)):
+                    taken = self._sink.take(header, agreed, interrupted, wire)
         except (GroupBroken, GroupInterrupted) as error:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))
@@ -281,7 +292,7 @@ class WeightReceiver:
             self._figures.snapshots_refused_total += isinstance(error.__cause__, SnapshotRefused)
             answer("refused", f"{type(error).__name__}: {error}")
             raise
-        self._figures.weights_received_total += 1
+        self._figures.weights_received_total += taken.n_bytes > 0
         self._figures.weight_bytes_total += taken.n_bytes
         self._figures.weight_receive_s = taken.receive_s
         if taken.staged:

@@ -147,16 +147,25 @@ def test_the_kernel_watches_over_the_connections_of_a_member(learner: FleetLearn
         assert timers == ["02"] * 6, "two of each member"
 
 
-def test_a_newcomer_gets_the_newest_version(learner: FleetLearner) -> None:
+def test_a_newcomer_gets_the_newest_version_and_the_others_do_not_fetch_it_again(learner: FleetLearner) -> None:
+    learner.through = {NAMES[0]: FAST}
     with learner.start() as publisher:
         learner.fleet.start(NAMES[:1])
         publisher.membership(learner.fleet.membership())
         publisher.publish(version(1), weights(1))
         learner.delivered(1)
+        link, total = learner.links[NAMES[0]], len(some_weights(1))
+        before = link.passed_bytes
+        assert before > total
         learner.fleet.start(NAMES[1:])
         publisher.membership(learner.fleet.membership())
         learner.delivered(1, *NAMES)
         assert publisher.wait_idle(PATIENCE_S) and publisher.stats.members == 3
+        assert link.passed_bytes - before < PIECE_BYTES
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2)
+        assert publisher.wait_idle(PATIENCE_S) and publisher.stats.dropped_total == {}
+        assert link.passed_bytes - before > total
 
 
 def test_strangers_at_the_port_get_nothing_are_counted_and_disturb_nobody(
