@@ -55,26 +55,27 @@ def is_whole(checkpoint: Path) -> bool:
 def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
     tmp_path: Path, meshes: list[tuple[int, int]]
 ) -> None:
-    """Each mesh: ranks, replicas."""
+    """Each mesh: ranks, replicas. Each goes on from what another one wrote; what was written has the same sums, so that
+    each could go on from any."""
     sums: dict[str, dict[str, float]] = {}
     layouts: dict[str, Any] = {}
-    for n_written, replicas in meshes:
-        folder = tmp_path / f"{n_written}-{replicas}"
-        assert results_of(n_written, "write", str(folder), replicas=replicas)[0] == dict.fromkeys(CASES, "step_000002")
+    folders = [tmp_path / f"{ranks}-{replicas}" for ranks, replicas in meshes]
+    for folder, (ranks, replicas) in zip(folders, meshes, strict=True):
+        assert results_of(ranks, "write", str(folder), replicas=replicas)[0] == dict.fromkeys(CASES, "step_000002")
         for case in CASES:
             checkpoint = folder / case / "step_000002"
             assert is_whole(checkpoint)
             found = {file.name: layout(file) for file in checkpoint.glob("*.safetensors")}
             assert layouts.setdefault(case, found) == found, "the files do not tell how many ranks there were"
-        for n_read, replicas in meshes:
-            for of_rank in results_of(n_read, "read", str(folder), replicas=replicas):
-                assert of_rank.keys() == CASES.keys()
-                for case, seen in of_rank.items():
-                    assert seen["wrong"] == [] and seen["steps"] == 3
-                    first = sums.setdefault(case, seen["sums"])
-                    assert first.keys() == seen["sums"].keys()
-                    for name, value in first.items():
-                        assert math.isclose(value, seen["sums"][name], rel_tol=TOLERANCE, abs_tol=1e-30), (case, name)
+    for of_another, (ranks, replicas) in zip([*folders[1:], folders[0]], meshes, strict=True):
+        for of_rank in results_of(ranks, "read", str(of_another), replicas=replicas):
+            assert of_rank.keys() == CASES.keys()
+            for case, seen in of_rank.items():
+                assert seen["wrong"] == [] and seen["steps"] == 3
+                first = sums.setdefault(case, seen["sums"])
+                assert first.keys() == seen["sums"].keys()
+                for name, value in first.items():
+                    assert math.isclose(value, seen["sums"][name], rel_tol=TOLERANCE, abs_tol=1e-30), (case, name)
 
 
 def test_ranks_that_share_no_folder_write_the_same_checkpoint(tmp_path: Path) -> None:
