@@ -40,6 +40,7 @@ SLOW_FILES: Final = (
 LONGEST: Final = (
     *("launch/render/test_slurm.py", "launch/ray", "chaos", "hosts", "learner/ranks"),
     *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
+    *("weights/test_group_faults.py", "learner/checkpoints", "launch/doctor", "launch/test_recovery.py"),
     *("sglang", "integration"),
 )
 """Files and folders whose slow tests begin first, because they take minutes: one that begins last would run alone."""
