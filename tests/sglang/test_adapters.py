@@ -50,7 +50,8 @@ from weights.sink import Interrupted
 from weights.staged_weights import tensor_of
 
 RANK = 8
-V1, V2, V3, V4, V5, V6 = (WeightVersion(0, step) for step in range(1, 7))
+V1, V2, V3 = (WeightVersion(0, step) for step in (1, 2, 3))
+ATTEMPTS = 5
 _numbers = itertools.count()
 
 
@@ -234,23 +235,35 @@ def test_versions_go_on_while_old_requests_keep_theirs_and_only_unused_ones_are_
     """Each request is under one version. Three versions come meanwhile, and nobody waits for the first one."""
     actor = run.join(server, "keep")
     run.deliver(V1)
-    answers: dict[str, Answer] = {}
-    begin(run.engine, ["old-0", "old-1"], 900, answers)
-    for version in (V2, V3, V4):
-        run.deliver(version)
+    for attempt in range(ATTEMPTS):
+        versions = [WeightVersion(0, V1.step + 3 * attempt + i) for i in range(4)]
+        answers: dict[str, Answer] = {}
+        begin(run.engine, ["old-0", "old-1"], 900, answers)
+        for version in versions[1:]:
+            run.deliver(version)
+        take(run.engine, answers, 0.0)
+        if not any(answer.finish_reason for answer in answers.values()):
+            break
+        collect(run.engine, answers)  # on a busy machine the server may write 900 tokens before
+    else:
+        raise AssertionError(f"{ATTEMPTS} times the old requests ended before three versions were there")
+    assert run.engine.labels.of(versions[0]) in names_on(server)
     answers |= {f"new-{i}": Answer() for i in range(2)}
     for i in range(2):
         run.engine.submit(request(f"new-{i}", prompt_of(i), 40))
-    take(run.engine, answers, 0.0)
-    assert answers["old-0"].finish_reason is answers["old-1"].finish_reason is None, "they ran all the while"
-    assert run.engine.labels.of(V1) in names_on(server)
     collect(run.engine, answers)
-    assert [{span.version for span in answer.spans} for answer in answers.values()] == [{V1}, {V1}, {V4}, {V4}]
+    old, newest = versions[0], versions[-1]
+    assert [{span.version for span in answer.spans} for answer in answers.values()] == [
+        {old},
+        {old},
+        {newest},
+        {newest},
+    ]
     assert max(run.worst(answer, prompt_of(i % 2)) for i, answer in enumerate(answers.values())) < TOLERANCE
-    for version in (V5, V6):
-        run.deliver(version)
-    ours = {run.engine.labels.of(version) for version in (V1, V2, V3, V4)}
-    wait_until(lambda: not ours & (names_on(server) - {run.engine.labels.of(V4)}))
+    for more in (1, 2):
+        run.deliver(WeightVersion(0, newest.step + more))
+    ours = {run.engine.labels.of(version) for version in versions}
+    wait_until(lambda: not ours & (names_on(server) - {run.engine.labels.of(newest)}))
     assert actor.receiver.stats["adapter_unloads_failed_total"] == 0
 
 

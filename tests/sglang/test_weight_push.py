@@ -296,6 +296,7 @@ def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_s
     while not run.publisher.wait_idle(0.01):  # eight are always under way, and others wait, should this thread be late
         take(engine, answers, 0.02)
         submit(24 - sum(answer.finish_reason is None for answer in answers.values()))
+    n_before = len(answers)
     submit(4)
     collect(engine, answers)
 
@@ -307,8 +308,8 @@ def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_s
         assert versions in ([V0], [V1], [V0, V1])
         n_crossed += len(versions) == 2
         for version, difference in differences(answer, prompt_of(i), old, new):
-            if mode == "in_place" and version == V1 and len(versions) == 2:
-                continue  # over the old weights' cache: no recompute gives these
+            if mode == "in_place" and version == V1 and i < n_before:
+                continue  # over the old weights' cache, also if it waited until then: no recompute gives these
             assert difference < TOLERANCE
     assert n_crossed >= 2  # of eight that were under way
 
