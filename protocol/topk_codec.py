@@ -85,7 +85,7 @@ def decode_joined(payloads: Sequence[bytes | memoryview]) -> TopK:
     blocks = read_blocks(payloads)
     if blocks[0].shape.rest_bits:
         return _decode_whole(blocks)
-    counts_T = _joined([block.counts_T for block in blocks])
+    counts_T = np.concatenate([block.counts_T for block in blocks])
     n_sent = sum([sum(block.sizes) for block in blocks])
     ids_S, logprobs_S = np.empty(n_sent, "<u4"), np.empty(n_sent, np.float32)
     tail_T = np.empty(len(counts_T), np.float32)
@@ -97,10 +97,6 @@ def decode_joined(payloads: Sequence[bytes | memoryview]) -> TopK:
         tail_T[some] = _logprobs(sets, block.codes(), logprobs_S[own])
         first, sent = some.stop, own.stop
     return TopK(counts_T, ids_S.view("<i4"), logprobs_S, tail_T)
-
-
-def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class _Sets(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import Words, n_bytes, pack_words, unpack_words
+from protocol.bit_words import Packed, Words, n_bytes, pack_words, unpack_words
 from protocol.errors import MalformedMessage
 
 MAX_TOKENS_KEPT: Final = 4096
@@ -69,7 +69,7 @@ class _Header(NamedTuple):
 class Block(NamedTuple):
     """Neighbouring payloads whose lengths fit. What is packed may have any bits."""
 
-    payloads: Sequence[bytes | memoryview]
+    payloads: Sequence[Packed]
     headers: list[_Header]
     sizes: list[int]
     """S of each payload."""
@@ -142,7 +142,7 @@ def write_parts(
     return b"".join([_HEADER.pack(*header, shape.vocab_size), *(part.tobytes() for part in parts)])
 
 
-def read_blocks(payloads: Sequence[bytes | memoryview]) -> list[Block]:
+def read_blocks(payloads: Sequence[Packed]) -> list[Block]:
     """The payloads in blocks of at most BLOCK_BYTES, if no payload has more.
 
     Raises MalformedMessage for what no payload can be, for lengths that do not fit a header, and for payloads that
@@ -160,14 +160,14 @@ def read_blocks(payloads: Sequence[bytes | memoryview]) -> list[Block]:
     return [*blocks, _read_block(payloads[first:], headers[first:])]
 
 
-def _read_block(payloads: Sequence[bytes | memoryview], headers: list[_Header]) -> Block:
+def _read_block(payloads: Sequence[Packed], headers: list[_Header]) -> Block:
     shape = headers[0].shape
     for payload, header in zip(payloads, headers, strict=True):
         if len(payload) < header.ids_at:
             raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {header.ids_at}")
     counts_T, sizes = _counts(payloads, headers)
     token_bits, vocab_size = (shape.id_bits, shape.code_bits), shape.vocab_size
-    tails = list[bytes | memoryview]()
+    tails = list[Packed]()
     for payload, header, size in zip(payloads, headers, sizes, strict=True):
         expected = header.ids_at + sum([n_bytes(size, bits) for bits in token_bits])
         if shape.rest_bits:
@@ -213,7 +213,7 @@ def _read_header(header: bytes) -> _Header:
     return _Header(shape, count_bits, widest, n_positions, tails_at, tails_at + 2 * n_positions)
 
 
-def _counts(payloads: Sequence[bytes | memoryview], headers: list[_Header]) -> tuple[npt.NDArray[np.int64], list[int]]:
+def _counts(payloads: Sequence[Packed], headers: list[_Header]) -> tuple[npt.NDArray[np.int64], list[int]]:
     """The counts of all positions, and their sum for each payload."""
     positions = [header.n_positions for header in headers]
     counts_T = np.array([header.widest for header in headers]).repeat(positions)
@@ -243,12 +243,12 @@ def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits
     return sets + (4 + n_bytes(vocab_size, rest_bits) if rest_bits else 0)
 
 
-def check_payload(payload: bytes | memoryview) -> int:
+def check_payload(payload: Packed) -> int:
     """T of a payload. Its lengths must fit its header; ids and log-probs are not checked. Raises MalformedMessage."""
     return len(read_blocks([payload])[0].counts_T)
 
 
-def n_positions(payload: bytes | memoryview) -> int:
+def n_positions(payload: Packed) -> int:
     """T, as the header has it; nothing is checked but the length of the header. Raises MalformedMessage."""
     if len(payload) < HEADER_BYTES:
         raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {HEADER_BYTES}")
