@@ -106,7 +106,7 @@ test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang
 
 test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; up to an hour on two cores
 
-check: $(INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
+check: $(TRACKERS_INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
 
 sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own environment, see sglang_server/README.md
