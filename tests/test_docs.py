@@ -11,6 +11,7 @@ import pytest
 
 from launch.cluster import COMMANDS
 from launch.config.command_line import parse_arguments, split_words
+from launch.config.help import USAGE
 from launch.doctor.command import split_own
 from launch.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.metrics_page import unexplained
@@ -50,6 +51,21 @@ def test_modules_exist_and_flags_are_known() -> None:
                 parse_arguments(arguments)  # raises ConfigError for a flag that is not there
                 checked += 1
     assert checked >= 10, "the documents' commands were not found"
+
+
+def test_the_tour_names_private_functions_that_are_in_the_files_it_names() -> None:
+    checked = 0
+    for line in (ROOT / "docs" / "tour.md").read_text(encoding="utf-8").splitlines():
+        text = "".join((ROOT / file).read_text(encoding="utf-8") for file in re.findall(r"`([\w/]+\.py)`", line))
+        for name in re.findall(r"`(?:\w+\.)?(_\w+)`", line) if text else ():
+            assert re.search(rf"\b{name}\b", text) or f".{name}`" in line, f"{name} is not there: {line}"
+            checked += 1
+    assert checked >= 10, "the tour's functions were not found"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_subcommand(command: str) -> None:
+    assert f"cluster.py {command} " in USAGE
 
 
 def test_a_figure_that_the_page_of_metrics_does_not_explain_is_noticed() -> None:

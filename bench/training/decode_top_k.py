@@ -5,7 +5,7 @@ the same distributions.
         [--shapes tail64 wide256] [--repeats 9] [--joined 32]
 
 The decoders take turns; medians of CPU time per payload. f01fea9^ is the decoder before it was first made faster,
-047210e the one before issue 15. Their payloads hold bits without gaps, ids in order of likelihood; each decoder's
+047210e the last before joined calls. Their payloads hold bits without gaps, ids in order of likelihood; each decoder's
 result must be this tree's, but for the rounding of float32.
 
     "wide"    the same number of tokens at every position, V = 151,936 (18 bits)

@@ -23,6 +23,8 @@ usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        cluster.py view RUN                                     show its rollouts token by token, in a browser
        cluster.py trace RUN [FILE]                             write the trace of a run with --trace, for Perfetto
        cluster.py try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
+       cluster.py render SCHEDULER ...                         write a job for Slurm, Kubernetes or SkyPilot
+       cluster.py scale RUN --actors N                         change the workers of a run on Ray
        cluster.py completion bash|zsh|fish                     print a script for shell completion
 
 Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.
