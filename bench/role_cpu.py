@@ -23,7 +23,7 @@ def role_cpu_s(run_folder: Path, launcher_pid: int) -> dict[str, float]:
             continue
         try:
             output = (process / "fd" / "1").readlink()
-            fields = (process / "stat").read_text().rsplit(")", 1)[1].split()
+            fields = (process / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
         except OSError:
             continue  # it has ended, or is another user's
         if int(process.name) == launcher_pid:

@@ -125,7 +125,7 @@ def _listens(folder: Path) -> BufferAddress:
 
 def _peak_mb() -> float:
     """Largest resident memory of this process so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
@@ -134,13 +134,17 @@ def _peak_mb() -> float:
 
 def idle_s() -> float:
     """Seconds that the machine's cores were idle since it started, summed over cores."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
     return int(fields[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pids: Sequence[int]) -> list[float]:
     """CPU time so far of each process, all threads."""
     return [
-        sum(int((thread / "schedstat").read_text().split()[0]) for thread in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+        sum(
+            int((thread / "schedstat").read_text(encoding="utf-8").split()[0])
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        )
+        / 1e9
         for pid in pids
     ]

@@ -64,7 +64,7 @@ def numbered(message: Message, arrays: Sequence[Array], total: int) -> Arrays:
     """Number the blobs of a message, of which `total` came before."""
     numbers: list[int] = []
     for group in groups_of(message, arrays):
-        total += (is_blob := sum([array.nbytes for array in group]) >= BLOB_BYTES)
+        total += (is_blob := sum(array.nbytes for array in group) >= BLOB_BYTES)
         numbers.append(total if is_blob else 0)
     return Arrays.of(arrays, tuple(numbers))
 

@@ -84,8 +84,11 @@ def main() -> int:
     """Entry of the console script `stillhouse`, and of this script."""
     try:
         expect_own_packages()
+        from launch.terminal import sure_output  # now that `launch` is known to be ours
+
         module = COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else "")
-        return import_module(module or "launch.run").main(sys.argv[2:] if module else sys.argv[1:])
+        with sure_output():
+            return import_module(module or "launch.run").main(sys.argv[2:] if module else sys.argv[1:])
     except KeyboardInterrupt:  # during imports; later the commands handle it
         print("stillhouse: stopped before anything was started", file=sys.stderr)
         return 130

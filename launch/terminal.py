@@ -97,15 +97,10 @@ def lasting(stream: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 @contextlib.contextmanager
-def lasting_output() -> Generator[None]:
-    """While entered, printing never fails, and SIGHUP does not end this process. Streams without a descriptor (as in
-    tests) are left alone."""
+def sure_output() -> Generator[None]:
+    """While entered, printing never fails: neither at a reader that has gone (`| head`) nor for a character that the
+    locale's encoding lacks. Streams without a descriptor (as in tests) are left alone."""
     former = sys.stdout, sys.stderr
-    hangs_up = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-    )
-    if hangs_up:
-        signal.signal(signal.SIGHUP, lambda _signum, _frame: None)
     for name, stream in zip(("stdout", "stderr"), former, strict=True):
         with contextlib.suppress(OSError, ValueError):
             if isinstance(stream, io.TextIOWrapper):
@@ -117,5 +112,19 @@ def lasting_output() -> Generator[None]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         sys.stdout, sys.stderr = former
+
+
+@contextlib.contextmanager
+def lasting_output() -> Generator[None]:
+    """While entered, printing never fails, and SIGHUP does not end this process."""
+    hangs_up = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    )
+    if hangs_up:
+        signal.signal(signal.SIGHUP, lambda _signum, _frame: None)
+    try:
+        with sure_output():
+            yield
+    finally:
         if hangs_up:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)

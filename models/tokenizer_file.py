@@ -160,7 +160,7 @@ def _json(path: str | Path, filename: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{file} does not load: {error}") from error
 
@@ -180,7 +180,7 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 def _chat_template(path: str | Path, config: dict[str, Any]) -> str | None:
     file = model_file(path, "chat_template.jinja")
     if file is not None:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     template = config.get("chat_template") or _json(path, "chat_template.json").get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", template)}.get("default")

@@ -50,7 +50,7 @@ def lasting_ports(tries: int = 32) -> Iterator[int]:
 def outgoing_ports() -> tuple[int, int]:
     """(first, last) of the ports that the system gives to outgoing connections."""
     try:
-        low, high = map(int, OUTGOING.read_text().split())
+        low, high = map(int, OUTGOING.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
         return OUTGOING_ELSEWHERE
     return low, high

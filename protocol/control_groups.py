@@ -12,7 +12,7 @@ def groups_with(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     `controller`: cpu, memory. `root`: of proc and sys. In a container the groups above its own are not to be seen, and
     its own may be mounted as the uppermost."""
     with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             number, controllers, path = line.split(":", 2)
             mounted = root / "sys/fs/cgroup"
             if number != "0":  # version 1: each controller has groups of its own

@@ -144,7 +144,7 @@ class Store:
     def _put_file_if(self, file: Path, content: bytes, tag: str) -> bool:
         """On a folder: under a lock that ends with its holder, on this host or another."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.with_name(f".{file.name}.lock").open("w") as lock:
+        with file.with_name(f".{file.name}.lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (_digest(file.read_bytes()) if file.exists() else "") != tag:
                 return False

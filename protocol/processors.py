@@ -36,10 +36,10 @@ def _cpu_limits(root: Path) -> Iterator[float]:
 
 def _limit_of(group: Path) -> Iterator[float]:
     with suppress(OSError, ValueError):  # the group has no limit, or "max"
-        quota, period = (group / "cpu.max").read_text().split()
+        quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         yield int(quota) / int(period)
     with suppress(OSError, ValueError):
-        quota, period = ((group / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+        quota, period = ((group / f"cpu.cfs_{what}_us").read_text(encoding="utf-8") for what in ("quota", "period"))
         if int(quota) > 0:  # -1: no limit
             yield int(quota) / int(period)
 

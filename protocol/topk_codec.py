@@ -86,7 +86,7 @@ def decode_joined(payloads: Sequence[bytes | memoryview]) -> TopK:
     if blocks[0].shape.rest_bits:
         return _decode_whole(blocks)
     counts_T = np.concatenate([block.counts_T for block in blocks])
-    n_sent = sum([sum(block.sizes) for block in blocks])
+    n_sent = sum(sum(block.sizes) for block in blocks)
     ids_S, logprobs_S = np.empty(n_sent, "<u4"), np.empty(n_sent, np.float32)
     tail_T = np.empty(len(counts_T), np.float32)
     first = sent = 0
@@ -160,7 +160,7 @@ def _of_tail_code() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
 
 def _decode_whole(blocks: Sequence[Block]) -> TopK:
     """Payloads with the rest. It is scaled to the tail, so that every position has the whole vocabulary."""
-    vocab_size, n_positions = blocks[0].shape.vocab_size, sum([len(block.counts_T) for block in blocks])
+    vocab_size, n_positions = blocks[0].shape.vocab_size, sum(len(block.counts_T) for block in blocks)
     logprobs_TV = np.empty((n_positions, vocab_size), np.float32)
     first = 0
     for block in blocks:

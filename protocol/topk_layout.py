@@ -169,7 +169,7 @@ def _read_block(payloads: Sequence[Packed], headers: list[_Header]) -> Block:
     token_bits, vocab_size = (shape.id_bits, shape.code_bits), shape.vocab_size
     tails = list[Packed]()
     for payload, header, size in zip(payloads, headers, sizes, strict=True):
-        expected = header.ids_at + sum([n_bytes(size, bits) for bits in token_bits])
+        expected = header.ids_at + sum(n_bytes(size, bits) for bits in token_bits)
         if shape.rest_bits:
             expected += _RANGE_BYTES * header.n_positions + n_bytes(header.n_positions * vocab_size, shape.rest_bits)
         if len(payload) != expected:
@@ -229,7 +229,7 @@ def _counts(payloads: Sequence[Packed], headers: list[_Header]) -> tuple[npt.NDA
             counts_T[ends[at] - positions[at] : ends[at]] -= short[taken : taken + positions[at]]
             taken += positions[at]
     if len(counts_T) and (least := int(counts_T.min())) < 1:
-        most = max([header.widest for header in headers])
+        most = max(header.widest for header in headers)
         raise MalformedMessage(_WHAT, got=f"{least} tokens at a position", expected=f"1 to {most}")
     ends_T = counts_T.cumsum()
     sums = [int(ends_T[end - 1]) if end else 0 for end in ends]

@@ -70,7 +70,9 @@ def run(
     takes the place of the one before."""
     began_s = time.monotonic()
     progress = Progress(site_packages)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+    )
     assert process.stdout is not None
     reader = threading.Thread(target=_read, args=(process.stdout, progress))
     reader.start()  # it also closes the stream

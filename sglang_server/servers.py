@@ -303,5 +303,7 @@ def _connection(host: str, port: int, timeout_s: float, certificate: str) -> htt
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else ["(no log)"]
+    lines = (
+        log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else ["(no log)"]
+    )
     return "\n".join(f"    {line}" for line in lines)

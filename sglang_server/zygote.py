@@ -133,8 +133,8 @@ def warm_up() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.entrypoints.http_server  # noqa: F401
+    import sglang.srt.managers.detokenizer_manager  # noqa: F401
     import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.srt.models.registry import ModelRegistry
 

@@ -31,7 +31,7 @@ def words(rest: str) -> list[str]:
 
 @pytest.mark.parametrize("file", DOCS, ids=lambda file: file.name)
 def test_programs_are_those_of_the_environment_that_make_venv_makes(file: Path) -> None:
-    used = {found["program"] for found in PROGRAMS.finditer(file.read_text())}
+    used = {found["program"] for found in PROGRAMS.finditer(file.read_text(encoding="utf-8"))}
     assert used <= {".venv/bin/python", ".venv/bin/tensorboard"}
 
 
@@ -82,7 +82,7 @@ NAMED = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|toml|md|txt))(?::\w+)?`|\]\(([\w.
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_files_that_a_page_names_are_there(file: Path) -> None:
     """From the top folder, from the page's own, or from tests/. The changelog names what was."""
-    named = {name for pair in NAMED.findall(file.read_text()) for name in pair if name}
+    named = {name for pair in NAMED.findall(file.read_text(encoding="utf-8")) for name in pair if name}
     folders = (ROOT, file.parent, ROOT / "tests")
     assert sorted(name for name in named if not any((folder / name).exists() for folder in folders)) == []
 
@@ -92,12 +92,12 @@ LINK = re.compile(r"\]\((?P<page>[\w./-]*\.md)?#(?P<anchor>[\w-]+)\)")
 
 def anchors(page: Path) -> set[str]:
     """The names that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_headings_that_a_page_links_to_are_there(file: Path) -> None:
-    links = [(found["page"], found["anchor"]) for found in LINK.finditer(file.read_text())]
+    links = [(found["page"], found["anchor"]) for found in LINK.finditer(file.read_text(encoding="utf-8"))]
     pages = [(file.parent / page if page else file, anchor) for page, anchor in links]
     assert [(page.name, anchor) for page, anchor in pages if anchor not in anchors(page)] == []

@@ -226,7 +226,7 @@ class Lanes:
 def _boot() -> str:
     """The kernel's own id of this start of the machine; containers of one machine share it, and its clock."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return platform.node()
 

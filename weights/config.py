@@ -192,7 +192,7 @@ def server_dtype(args: Sequence[str], device: str, checkpoint_dtype: str | None)
 def checkpoint_dtype(student: str) -> str | None:
     """The dtype that config.json names; None if it names none, or `student` is not a local folder."""
     try:
-        config: dict[str, Any] = json.loads((Path(student).expanduser() / "config.json").read_text())
+        config: dict[str, Any] = json.loads((Path(student).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     of_text: dict[str, Any] = config.get("text_config") or {}

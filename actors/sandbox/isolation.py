@@ -77,7 +77,7 @@ def checked_python(python: str) -> str:
 def prefixes(python: str) -> tuple[str, ...]:
     """The folders that an interpreter needs outside /usr: its virtual environment's, and that of its installation."""
     asked = "import sys; print(sys.prefix, sys.base_prefix, sep=chr(10))"
-    found = subprocess.run([python, "-I", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([python, "-I", "-c", asked], capture_output=True, encoding="utf-8", timeout=60, check=True)
     folders = {os.path.realpath(line) for line in found.stdout.splitlines()} | set(found.stdout.splitlines())
     for folder in folders:
         if Path.home().resolve().is_relative_to(folder) and not folder.startswith("/usr"):
@@ -180,5 +180,5 @@ def _devices() -> list[str]:
 @functools.cache
 def _without_user_namespaces(program: str) -> tuple[str, ...]:
     """Programs inside make no user namespaces of their own, where this version of bubblewrap can see to that (0.8)."""
-    known = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False).stdout
+    known = subprocess.run([program, "--help"], capture_output=True, encoding="utf-8", timeout=60, check=False).stdout
     return ("--disable-userns",) if "--disable-userns" in known else ()

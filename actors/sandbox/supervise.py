@@ -293,7 +293,7 @@ def descendants() -> list[int]:
             continue
         for thread in threads:
             try:
-                with open(f"/proc/{pid}/task/{thread}/children") as file:
+                with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
                     children = [int(word) for word in file.read().split()]
             except OSError:
                 continue

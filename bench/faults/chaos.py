@@ -103,7 +103,7 @@ def main() -> int:
     text = report(plan, verdict, undisturbed, " ".join(["python", *sys.argv]))
     print(f"\n{text}")
     if args.report:
-        args.report.write_text(text)
+        args.report.write_text(text, encoding="utf-8")
     return 1 if verdict.complaints else 0
 
 

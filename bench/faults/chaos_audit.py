@@ -70,7 +70,7 @@ def audit_runs(plan: Plan, n: int, folder: Path, report_file: Path | None) -> in
         done.append(Audited(setting, own, verdict))
         print("\n".join([*verdict.complaints, "held" if not verdict.complaints else "WRONG"]), flush=True)
         if report_file is not None:
-            report_file.write_text(text(done, " ".join(["python", *sys.argv])))
+            report_file.write_text(text(done, " ".join(["python", *sys.argv])), encoding="utf-8")
     print(f"\n{text(done, ' '.join(['python', *sys.argv]))}")
     return 1 if any(one.verdict.complaints for one in done) else 0
 

@@ -106,7 +106,7 @@ def main() -> int:
     text += f"\n**{'Nothing grows' if not grows else 'WRONG'}**\n" + "".join(f"- {line}\n" for line in grows)
     print(f"\n{text}")
     if args.report:
-        args.report.write_text(text)
+        args.report.write_text(text, encoding="utf-8")
     return 1 if grows else 0
 
 
@@ -206,7 +206,9 @@ def handles(series: Series) -> tuple[float, float]:
 def report(args: argparse.Namespace, samples: Samples, steps: int, command: str) -> tuple[str, list[str]]:
     """(Markdown, what grows)."""
     seconds = max(series[-1][0] for series in samples.resident.values())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, encoding="utf-8"
+    ).stdout
     lines = [
         f"# Soak: {seconds / 60:.0f} minutes at full rate",
         "",

@@ -56,8 +56,8 @@ def main() -> int:
                 f"{outcome(summary_of(args.folder, row, seed, args.steps))}; {left_s / 60:.0f} min left",
                 flush=True,
             )
-            args.report.write_text(report(args))
-    args.report.write_text(report(args))
+            args.report.write_text(report(args), encoding="utf-8")
+    args.report.write_text(report(args), encoding="utf-8")
     print(f"written: {args.report}")
     return 1 if failed else 0
 
@@ -147,7 +147,9 @@ def summary_of(folder: Path, row: Row, seed: int, steps: int) -> dict[str, Any] 
     """None where there is no run that ended well. Of a replay: what it has in common with a run's."""
     try:
         place = run_folder(folder, row, seed, steps)
-        summary = json.loads((place / ("summary.json" if row.prepare is None else "replay.json")).read_text())
+        summary = json.loads(
+            (place / ("summary.json" if row.prepare is None else "replay.json")).read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return None
     if row.prepare is not None:

@@ -49,7 +49,7 @@ def main() -> int:
         checkpoint = distil(args.folder, args.steps, seed)
         rows.append((f"student after {args.steps} steps, seed {seed}", measure(checkpoint, args.folder)))
         print(line(*rows[-1]), flush=True)
-    args.report.write_text(report(args, rows))
+    args.report.write_text(report(args, rows), encoding="utf-8")
     print(f"written: {args.report}")
     best_teacher = max(found["union"] for _, found in rows[:2])
     return 0 if all(found["union"] > best_teacher for _, found in rows[3:]) else 1
@@ -75,7 +75,7 @@ def distil(folder: Path, steps: int, seed: int) -> Path:
         *(f"--prompts={folder / 'train.jsonl'}", f"--eval-prompts={folder / 'eval.jsonl'}"),
     ]
     subprocess.run(words, cwd=ROOT, check=True, timeout=RUN_TIMEOUT_S)
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     return run_dir / summary["checkpoint"]  # relative, as it lies inside
 
 

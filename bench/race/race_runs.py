@@ -32,7 +32,10 @@ def make(run: Path, settings: str, seed: int, train: Callable[[Path], Race], eva
     checkpoints = run / "checkpoints"
     module, *flags = evaluator
     call([sys.executable, "-m", module, str(checkpoints), *flags], run / "evaluation.log", threads=1)
-    scores = {int(step): found for step, found in json.loads((checkpoints / "scores.json").read_text()).items()}
+    scores = {
+        int(step): found
+        for step, found in json.loads((checkpoints / "scores.json").read_text(encoding="utf-8")).items()
+    }
     points = tuple(
         Point(step=step, train_s=train_s, scores=scores[step])
         for step, train_s in ((0, 0.0), *((point.step, point.train_s) for point in race.points))
@@ -46,9 +49,9 @@ def make(run: Path, settings: str, seed: int, train: Callable[[Path], Race], eva
 def trl(run: Path, given: Mapping[str, Any]) -> Race:
     """A run of bench/race/trl_side.py. Its settings and seed are those of `given`."""
     file = run / "settings.json"
-    file.write_text(json.dumps({**given, "out": str(run), "launched_unix_s": time.time()}, indent=1))
+    file.write_text(json.dumps({**given, "out": str(run), "launched_unix_s": time.time()}, indent=1), encoding="utf-8")
     call([str(TRL_PYTHON), "bench/race/trl_side.py", str(file)], run / "output.log", threads=given["threads"])
-    lines = [json.loads(line) for line in (run / "times.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "times.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["event"] == "step"]
     return Race(
         side=PEER,
@@ -74,7 +77,7 @@ def ours(run: Path, words: Sequence[str], save_every: int) -> Race:
         cpu_s = watch(process, folder)
     if process.returncode:
         raise SystemExit(f"our run failed with exit code {process.returncode}: see {run / 'output.log'}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     began_unix_s = steps[0]["unix_s"] - steps[0]["time/step_s"]
     (folder / "checkpoints").rename(run / "checkpoints")

@@ -64,7 +64,7 @@ def codec_at(commit: str) -> Codec:
     there: dict[str, ModuleType] = {}
     for number, name in enumerate(MODULES):
         show = ["git", "-C", str(ROOT), "show", f"{commit}:protocol/{name}.py"]
-        said = subprocess.run(show, capture_output=True, text=True, timeout=60)
+        said = subprocess.run(show, capture_output=True, encoding="utf-8", timeout=60)
         if said.returncode:
             if name == MODULES[-1]:
                 raise SystemExit(f"{' '.join(show)}: {said.stderr.strip()}")

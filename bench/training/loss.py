@@ -207,7 +207,7 @@ def _in_process(name: str, side: int, args: argparse.Namespace) -> dict[str, Any
     command = [sys.executable, __file__, "--one", f"{name},{side}"]
     for key in ("tokens", "vocab", "hidden", "chunk"):
         command += [f"--{key}", str(getattr(args, key))]
-    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True, timeout=900).stdout)
+    return json.loads(subprocess.run(command, capture_output=True, check=True, encoding="utf-8", timeout=900).stdout)
 
 
 def _arguments() -> argparse.Namespace:

@@ -75,7 +75,7 @@ def make_long(folder: str) -> str:
 
 def resident() -> tuple[float, float]:
     """Resident memory now and at its peak, GiB."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     now, most = (int(lines[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM"))
     return now, most
 
@@ -98,7 +98,7 @@ def train(given: argparse.Namespace) -> None:
     items = [train_item(i, ids_T, prompt_tokens=10, vocab=VOCABULARY) for i, ids_T in enumerate(tokens)]
     steps = [trainer.step(items)]
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts again
     seconds: list[float] = []
     for _ in range(given.steps - 1):
         began_s = time.perf_counter()
@@ -116,7 +116,7 @@ def run(given: argparse.Namespace, size: int) -> list[dict[str, object]]:
     command += ["--dtype", given.dtype, "--sequence", str(given.sequence), "--recompute", str(given.recompute)]
     command += ["--as-rank", *(["--divide"] if given.divide else [])]
     started = [
-        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=subprocess.PIPE, encoding="utf-8")
         for rank in range(size)
     ]
     try:

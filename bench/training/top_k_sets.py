@@ -109,7 +109,7 @@ def of_model(folder: Path, questions: Path, n_questions: int, n_tokens: int) -> 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     student, teacher = list[Tensor](), list[Tensor]()
-    for line in questions.read_text().splitlines()[:n_questions]:
+    for line in questions.read_text(encoding="utf-8").splitlines()[:n_questions]:
         prompt = json.loads(line)["prompt"]
         plain, told = (
             tokenizer.apply_chat_template(

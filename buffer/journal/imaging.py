@@ -185,7 +185,7 @@ def _write_and_exit(path: Path, make: Callable[[], Frozen | None], parent_pid: i
         os.closerange(3, 1 + max(int(fd.name) for fd in Path("/dev/fd").iterdir()))
         os.nice(NICENESS)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(KILLED_FIRST)
+            Path("/proc/self/oom_score_adj").write_text(KILLED_FIRST, encoding="utf-8")
         image = make()
         if image is None:
             outcome = Outcome.MISCOUNTED

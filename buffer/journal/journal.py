@@ -99,7 +99,7 @@ class Journal:
         waited = bool(self._waiting)
         self._waiting.append(body)
         self._waiting_blobs += blobs
-        self._waiting_bytes += len(body) + sum([len(content) for _, content in blobs])
+        self._waiting_bytes += len(body) + sum(len(content) for _, content in blobs)
         if not waited or now_s >= self._retry_at_s:
             self._commit(now_s)
 

@@ -125,12 +125,14 @@ def _forget_other_run(folder: Path, run_id: str) -> None:
     """Remove another run's journal without opening it: a power failure may have damaged it, and it is not needed."""
     owner = folder / "run_id"
     try:
-        if owner.exists() and owner.read_text() != run_id:
-            log.warning("removing the journal of the run %s: this is the run %s", owner.read_text(), run_id)
+        if owner.exists() and owner.read_text(encoding="utf-8") != run_id:
+            log.warning(
+                "removing the journal of the run %s: this is the run %s", owner.read_text(encoding="utf-8"), run_id
+            )
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # weight plans, which contain keys, pass through it
         if not owner.exists():
-            owner.write_text(run_id)
+            owner.write_text(run_id, encoding="utf-8")
     except OSError as error:
         raise StoreUnwritable(str(error)) from error
 

@@ -124,7 +124,7 @@ class Store(Database):
         self._next_part += len(parts)
         if blobs:
             self._next_blob = blobs[-1][0] + 1
-        self.log_bytes += sum(map(len, bodies)) + sum([len(body) for _, body in blobs])
+        self.log_bytes += sum(map(len, bodies)) + sum(len(body) for _, body in blobs)
 
     @property
     def position(self) -> Position:

@@ -153,7 +153,9 @@ def _compiled(command: Sequence[str], file: Path) -> Path:
     """The file, made by this command."""
     whole = [*command, str(SOURCE), "-o", str(file), "-lm"]
     try:
-        done = subprocess.run(whole, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            whole, capture_output=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailableError(f"{shlex.join(whole)}: {error}") from error
     if done.returncode:

@@ -40,7 +40,7 @@ def main(folders: Sequence[str]) -> int:
         print(f"usage: ask.py FOLDER [FOLDER ...]; not a model's folder: {absent}", file=sys.stderr)
         return 2
     questions: list[str] = [
-        json.loads(line)["prompt"] for line in HELD_OUT.read_text().splitlines()[EVERY - 1 :: EVERY]
+        json.loads(line)["prompt"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[EVERY - 1 :: EVERY]
     ]
     answers = [ask(Path(folder), questions) for folder in folders]
     for question, *said in zip(questions, *answers, strict=True):

@@ -178,12 +178,12 @@ def figures(folder: Path, name: str, seed: int) -> Figures | None:
     place = place_of(folder, name, seed)
     try:
         if METHODS[name].off_policy:
-            summary = json.loads((place / "replay.json").read_text())
+            summary = json.loads((place / "replay.json").read_text(encoding="utf-8"))
             tokens, ok = summary["tokens_trained"], summary["exit_code"] == 0
         else:
-            summary = json.loads((place / "summary.json").read_text())
+            summary = json.loads((place / "summary.json").read_text(encoding="utf-8"))
             tokens, ok = summary["tokens"]["trained"], summary["ok"] and summary["tokens"]["balanced"]
-        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError):
         return None
     at = {row["step"]: row for row in rows if row["kind"] == "eval"}

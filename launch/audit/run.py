@@ -250,7 +250,7 @@ def read_settings(run: Path, record: Path | None) -> Settings:
     """Raises AuditError if the folder is not a run's, or the run has no record."""
     file = run / "config.yaml"
     try:
-        plain: Any = yaml.safe_load(file.read_text())
+        plain: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise AuditError(f"{run} cannot be audited: {file} cannot be read: {error}") from error
     named, bound = _at(plain, "learner", "record"), _at(plain, "buffer", "max_staleness")

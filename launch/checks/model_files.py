@@ -57,7 +57,7 @@ def model_type(folder: Path) -> str:
     """`model_type` of config.json. Raises ConfigError."""
     file = folder / "config.json"
     try:
-        named = cast(Json, json.loads(file.read_text())).get("model_type")
+        named = cast(Json, json.loads(file.read_text(encoding="utf-8"))).get("model_type")
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{file} is not a JSON object: {error}") from error
     if not isinstance(named, str):

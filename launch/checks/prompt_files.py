@@ -90,7 +90,7 @@ def _check_columns(key: str, where: object, found: list[str], columns: Mapping[s
 
 def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     if (path / "dataset_info.json").is_file():
-        features = cast(Json, json.loads((path / "dataset_info.json").read_text())).get("features")
+        features = cast(Json, json.loads((path / "dataset_info.json").read_text(encoding="utf-8"))).get("features")
         return (
             _check_columns(key, path, list(cast(Json, features)), check.columns)
             if isinstance(features, Mapping)
@@ -100,7 +100,7 @@ def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     if parquet:
         return _check_parquet(key, parquet[0], check)
     if (path / "dataset_dict.json").is_file():
-        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text())).get("splits")
+        splits = cast(Json, json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))).get("splits")
         return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
     return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
 

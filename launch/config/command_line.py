@@ -7,6 +7,7 @@ is the base, and everything else is laid over it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,8 +91,13 @@ def split_words(
     switched: set[str] = set()
     loose: list[str] = []
     overrides: list[tuple[Key, str]] = []
-    mistakes: list[str] = []
     words = list(arguments)
+    encoding = sys.getfilesystemencoding()
+    mistakes = [
+        f"{word!r}: its bytes are no text in {encoding}, the locale's encoding; type UTF-8 under LC_ALL=C.UTF-8"
+        for word in words
+        if any("\ud800" <= character <= "\udfff" for character in word)  # so Python keeps bytes that it cannot decode
+    ]
     while words:
         word = words.pop(0)
         if word == "-h":

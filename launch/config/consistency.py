@@ -386,7 +386,7 @@ def _context_window(config: RunConfig, student: Path) -> Iterator[str]:
 
 def context_window(folder: Path) -> int | None:
     """Longest sequence in tokens that a model's config.json allows; None if it does not say."""
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     nested = content.get("text_config")
     for section in (content, nested if isinstance(nested, dict) else {}):
         for name in ("max_position_embeddings", "n_positions"):

@@ -40,12 +40,12 @@ def read_plain(path: Path) -> Plain:
         raise ConfigError(f"--config {path}: no such file")
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(path.read_text())
+            return tomllib.loads(path.read_text(encoding="utf-8"))
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(
                 f"--config {path}: got a {path.suffix or 'suffixless'} file, expected .toml, .yaml or .yml"
             )
-        loaded: object = yaml.load(path.read_text(), Loader=_Loader)
+        loaded: object = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     if loaded is None:
@@ -64,7 +64,7 @@ def read_resolved(path: Path) -> Plain:
     """Read a file that `write_config` wrote. Raises ConfigError if any key is missing, because its default would be
     used silently."""
     plain = read_plain(path)
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     if renamed := list(gone(plain)):
         raise ConfigError(*(f"{path}: {mistake}" for mistake in renamed))
     missing = lacking(RunConfig, plain)

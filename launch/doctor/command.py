@@ -263,5 +263,5 @@ class Examiner:
         self._news.put(None)
 
     def _last_words(self) -> str:
-        words = self._log.read_text(errors="replace").strip().splitlines()[-LOG_LINES:]
+        words = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
         return " | ".join(words) or "none"

@@ -75,7 +75,9 @@ def _started(case: Case) -> ServerWatch:
         while not all(watch.is_up(plan.worker) for plan in plans):
             for news in watch.pump(restart=True):
                 if news.kind != "up":
-                    log = (case.scratch / f"{watch.log_name(news.worker)}.log").read_text(errors="replace")
+                    log = (case.scratch / f"{watch.log_name(news.worker)}.log").read_text(
+                        encoding="utf-8", errors="replace"
+                    )
                     why = news.text.rpartition("; it ")[2]
                     raise ServerFailed(f"the server of {news.worker} {why}; its log ends with: {_tail(log)}")
             time.sleep(LOOK_EVERY_S)

@@ -106,7 +106,12 @@ def _smi(*arguments: str) -> str:
         raise Impossible("nvidia-smi is not in PATH, so nothing is known of the GPUs but their number")
     try:
         return subprocess.run(
-            [command, *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            [command, *arguments],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise Impossible(f"nvidia-smi {' '.join(arguments)} fails: {error}") from error

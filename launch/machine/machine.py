@@ -62,7 +62,7 @@ def host_gib(root: Path = Path("/")) -> float:
     for group in groups_with("memory", root):
         for file in MEMORY_LIMITS:
             with suppress(OSError, ValueError):  # not there, or "max"
-                total = min(total, int((group / file).read_text()))
+                total = min(total, int((group / file).read_text(encoding="utf-8")))
     return total / 2**30
 
 
@@ -130,7 +130,7 @@ def _from_proc(proc: Path, dev: Path) -> list[str]:
     uuids: list[str] = []
     for file in sorted(proc.glob("*/information")):
         try:
-            fields = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", file.read_text(), re.MULTILINE))
+            fields = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE))
         except OSError:
             continue
         minor = fields.get("Device Minor", "")
@@ -152,7 +152,7 @@ def _output(
     """Standard output of the command; None when it fails or cannot be run."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, check=True, env=environment
+            command, capture_output=True, encoding="utf-8", timeout=limit_s, check=True, env=environment
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
@@ -193,7 +193,7 @@ def _look(python: Path, modules: tuple[str, ...]) -> Look:
     source = Path(torch_build.__file__).read_text(encoding="utf-8")
     try:
         done = subprocess.run(
-            [python, "-c", source, *modules], capture_output=True, text=True, timeout=LOOK_TIMEOUT_S, check=True
+            [python, "-c", source, *modules], capture_output=True, encoding="utf-8", timeout=LOOK_TIMEOUT_S, check=True
         )
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=Look)
     except (OSError, subprocess.SubprocessError, IndexError, msgspec.DecodeError) as error:

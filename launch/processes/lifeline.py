@@ -79,7 +79,7 @@ def threads_lost_by_fork() -> int:
     names: list[str] = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it has just ended
-            names.append((task / "comm").read_text().strip())
+            names.append((task / "comm").read_text(encoding="utf-8").strip())
     return sum(name not in _FORKABLE for name in names)
 
 

@@ -90,7 +90,12 @@ class Kubectl:
         command = shlex.join((*self.command, *words))
         try:
             done = subprocess.run(
-                (*self.command, *words), capture_output=True, text=True, timeout=KUBECTL_S, check=False
+                (*self.command, *words),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=KUBECTL_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise LaunchError(f"kubectl could not be run: {error}; the command was: {command}") from error

@@ -70,7 +70,9 @@ def _submitted(sbatch: str, script: Path) -> str:
     """Number of the job. Raises LaunchError with what sbatch said."""
     command = [sbatch, "--parsable", str(script)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=SBATCH_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"sbatch could not be run: {error}; squeue shows whether the job is there") from error
     if done.returncode:

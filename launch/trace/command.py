@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path]:
 def _configured(run: Path) -> Path | None:
     """The file that the run's config.yaml names, if any."""
     try:
-        plain: Any = yaml.safe_load((run / "config.yaml").read_text())
+        plain: Any = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         return None
     named = get(plain, "launch.trace") if isinstance(plain, dict) else None

@@ -121,7 +121,7 @@ def find_record(run: Path) -> Path:
     """The record that the run's config.yaml names. Raises ConfigError."""
     file = run / "config.yaml"
     try:
-        plain: Any = yaml.safe_load(file.read_text())
+        plain: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"view: {file} cannot be read: {error}; name the record with --record FILE") from error
     named = get(plain, "learner.record") if isinstance(plain, dict) else None

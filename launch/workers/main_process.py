@@ -32,7 +32,8 @@ def prepare(name: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - both are TextIOWrappers
+        # Both are TextIOWrappers. A log is UTF-8, whatever the locale.
+        stream.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     to_log = logging.StreamHandler()
     to_log.setFormatter(LineFormatter(name))
     logging.basicConfig(level=logging.INFO, force=True, handlers=[to_log])

@@ -163,7 +163,7 @@ class StoredCheckpoints:
         """The folder of this very version below `root`, copied if it is not there. Several processes may ask for it at
         once. Raises CheckpointError, OSError."""
         root.mkdir(parents=True, exist_ok=True)
-        with (root / ".lock").open("w") as lock:
+        with (root / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (here := find_version(root, version)) is not None:
                 return here

@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     ],
 )
 def test_problem_files_hold_distinct_problems_with_right_answers(path: Path, count: int, tag: str) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tasks = read_problems(path)
     assert len(set(tasks)) == len(rows) == count
     assert [set(row) for row in rows] == [{"prompt", "ground_truth", "tag"}] * count

@@ -55,7 +55,7 @@ def ssh_server(network: Network, host: str, folder: Path) -> Generator[Path]:
         f"HostKey {server}\nAuthorizedKeysFile {client}.pub\nStrictModes no\nUsePAM no\nPidFile none\n"
         "PermitRootLogin prohibit-password\n"
     )
-    kind, key, _ = Path(f"{server}.pub").read_text().split(" ", 2)
+    kind, key, _ = Path(f"{server}.pub").read_text(encoding="utf-8").split(" ", 2)
     (folder / "known_hosts").write_text(f"{network.address(host)} {kind} {key}\n")
     (folder / "ssh_config").write_text(f"IdentityFile {client}\nUserKnownHostsFile {folder / 'known_hosts'}\n")
     program = folder / "bin" / "ssh"

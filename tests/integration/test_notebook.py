@@ -81,7 +81,7 @@ def test_stopping_a_run_leaves_a_checkpoint_from_which_it_goes_on() -> None:
 
 def test_a_run_that_fails_says_why() -> None:
     broken = Path("broken.py")
-    broken.write_text("async def play(ctx, task):\n    raise RuntimeError('the judge is not here')\n")
+    broken.write_text("async def play(ctx, task):\n    raise RuntimeError('the judge is not here')\n", encoding="utf-8")
     environment = {"learner.tasks.env": "broken:play", "actor.max_failures_in_a_row": 2, "launch.max_restarts": 0}
     os.environ["PYTHONPATH"] = str(Path.cwd())
     try:

@@ -316,4 +316,4 @@ def learner(ctx: Context) -> int:
 def wait_for(file: Path) -> str:
     while not file.is_file():
         time.sleep(0.02)
-    return file.read_text()
+    return file.read_text(encoding="utf-8")

@@ -101,7 +101,7 @@ def test_rows_are_watched_whole_and_once_while_they_are_written(monkeypatch: pyt
         for step in range(3):
             line = json.dumps({"kind": "resume" if step == 1 else "step", "step": step}) + "\n"
             for part in (line[:7], line[7:]):
-                with file.open("a") as stream:
+                with file.open("a", encoding="utf-8") as stream:
                     stream.write(part)
                 time.sleep(0.05)
         written.set()
@@ -116,7 +116,7 @@ def test_rows_are_watched_whole_and_once_while_they_are_written(monkeypatch: pyt
 
 def test_rollouts_of_a_run_without_a_record_are_an_error_that_says_how_to_record() -> None:
     write_record(Path("runs/one"), "finished", 1)
-    Path("runs/one/config.yaml").write_text("learner:\n  record: ''\n")
+    Path("runs/one/config.yaml").write_text("learner:\n  record: ''\n", encoding="utf-8")
     with pytest.raises(LaunchError, match="was not recorded"):
         Run.open("one").rollouts()
 

@@ -19,7 +19,7 @@ RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 def test_a_recipe_loads_fits_and_says_what_it_is_for(recipe: Path) -> None:
     config = resolve_config(parse_arguments(["--config", str(recipe)]))  # unknown keys are refused
     assert check_consistency(config, None).mistakes == []
-    comment = recipe.read_text().split("\n\n")[0].splitlines()
+    comment = recipe.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert len(comment) >= 2 and all(line.startswith("# ") for line in comment)
 
 

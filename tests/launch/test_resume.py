@@ -64,7 +64,7 @@ def test_prompts_that_changed_in_their_place_are_refused(
 ) -> None:
     """The path is that of the run: only its contents are others."""
     assert check_resume() == 0
-    with prompts.open("a") as file:
+    with prompts.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "0+1="}) + "\n")
     assert check_resume() == 2
     assert f"learner.tasks.prompts: got {prompts} (101 rows), expected {prompts} (100 rows)" in capsys.readouterr().err

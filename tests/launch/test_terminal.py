@@ -54,7 +54,7 @@ def test_a_run_survives_the_reader_of_its_output(start_launcher: StartLauncher) 
 def test_under_nohup_sighup_stays_ignored(start_launcher: StartLauncher) -> None:
     launcher = start_launcher(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     launcher.until_ready()
-    status = Path(f"/proc/{launcher.process.pid}/status").read_text()
+    status = Path(f"/proc/{launcher.process.pid}/status").read_text(encoding="utf-8")
     (ignored,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")]
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
     launcher.process.send_signal(signal.SIGHUP)

@@ -31,7 +31,7 @@ def begin(folder: Path, **more: Any) -> Path:
 
 
 def lines(file: Path) -> list[Any]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def test_without_begin_nothing_is_written_or_remembered(tmp_path: Path) -> None:

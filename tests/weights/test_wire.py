@@ -142,7 +142,7 @@ def test_the_kernel_watches_over_the_connections_of_a_member(learner: FleetLearn
         publisher.publish(version(1), weights(1))
         learner.delivered(1)
         assert publisher.wait_idle(PATIENCE_S)
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
         timers = [row[5][:2] for row in rows if row[2].endswith(f":{learner.port:04X}") and row[3] == "01"]
         assert timers == ["02"] * 6, "two of each member"
 

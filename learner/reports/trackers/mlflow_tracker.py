@@ -38,7 +38,7 @@ class MlflowTracker:
         self._client = client = MlflowClient(tracking_uri=uri)
         id_file = run.folder / ID_FILE
         if id_file.exists():
-            self._run_id = id_file.read_text()
+            self._run_id = id_file.read_text(encoding="utf-8")
             client.update_run(self._run_id, status="RUNNING")
             return f"{uri}, run {self._run_id}"
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)

@@ -38,7 +38,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
-            id=id_file.read_text(),
+            id=id_file.read_text(encoding="utf-8"),
             resume="allow",
             dir=str(run.folder),
             mode=mode,
@@ -55,7 +55,7 @@ class WandbTracker:
             ),
         )
         self._rows_file = run.folder / ROWS_FILE
-        counted = int(self._rows_file.read_text()) if self._rows_file.exists() else 0
+        counted = int(self._rows_file.read_text(encoding="utf-8")) if self._rows_file.exists() else 0
         self._rows = max(counted, self._run.step)  # offline it begins with 0 again
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")

@@ -99,7 +99,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.append(_Finder())
-import triton.language  # noqa: E402
+import triton.language  # noqa: E402, F401
 import triton.runtime  # noqa: E402, F401
 
 

@@ -105,7 +105,7 @@ def branches_of(one: Actor, number: int) -> list[Branch]:
 
 def branches_told(path: Path) -> list[Branch]:
     """What ODD wrote down."""
-    told: list[Branch] = json.loads(path.read_text())
+    told: list[Branch] = json.loads(path.read_text(encoding="utf-8"))
     return [(ids, mask, [p for p, m in zip(probs, mask, strict=True) if m]) for ids, mask, probs in told]
 
 

@@ -109,7 +109,7 @@ def test_a_program_that_hangs_ends_with_all_that_it_started(tokenizer: TextToken
 def running(pid: str) -> bool:
     """True for a process that is there and no zombie: orphans have another parent than this test."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 

@@ -295,7 +295,7 @@ for number in NUMBERS:
 
 @needs_bubblewrap
 def test_what_of_proc_belongs_to_the_machine_is_closed() -> None:
-    before = Path("/proc/sys/kernel/core_pattern").read_text()
+    before = Path("/proc/sys/kernel/core_pattern").read_text(encoding="utf-8")
     source = """
 import os
 for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/proc/sys/vm/drop_caches"):
@@ -313,7 +313,7 @@ for path in ("/proc/kcore", "/proc/keys", "/proc/iomem", "/proc/1/mem", "/proc/1
 """
     ran = python(source)
     assert (ran.code, ran.stdout) == (0, "")
-    assert Path("/proc/sys/kernel/core_pattern").read_text() == before
+    assert Path("/proc/sys/kernel/core_pattern").read_text(encoding="utf-8") == before
 
 
 LEAVES = """
@@ -353,7 +353,11 @@ asyncio.run(main())
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", source], cwd=Path(__file__).parents[3], env=env) as actor:
         try:
-            wait_for(lambda: any(f"\0{word}\0" in Path(f"/proc/{pid}/cmdline").read_text() for pid in with_word(word)))
+            wait_for(
+                lambda: any(
+                    f"\0{word}\0" in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in with_word(word)
+                )
+            )
             assert len(list(tmp_path.iterdir())) == (isolation == "none")
         finally:
             os.kill(actor.pid, signal.SIGKILL)
@@ -400,7 +404,7 @@ def test_a_program_whose_sandbox_ends_is_told_and_gets_a_new_one() -> None:
         running = asyncio.create_task(sandbox.bash(f"exec sh -c 'while :; do sleep 0.1; done' {word}"))
         await asyncio.to_thread(wait_for, lambda: bool(with_word(word)))
         (program,) = with_word(word)
-        stat = Path(f"/proc/{program}/stat").read_text()
+        stat = Path(f"/proc/{program}/stat").read_text(encoding="utf-8")
         os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)  # as a machine without memory does
         return await running, await sandbox.bash("ls; echo new")
 

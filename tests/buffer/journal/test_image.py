@@ -98,7 +98,7 @@ def test_the_release_is_the_same_for_all_processes() -> None:
 def imported_by(file: Path) -> set[str]:
     """Modules of `protocol` that a source file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             head, _, rest = node.module.partition(".")
             if head == "protocol":

@@ -82,7 +82,11 @@ def test_where_memory_runs_out_the_fork_dies_and_not_the_buffer(tmp_path: Path) 
     journal.start_image(lambda: (tmp_path / "writes").touch() or hang())
     eventually((tmp_path / "writes").exists, "a fork that writes")
     score = Path(f"/proc/{fork_of(journal)}/oom_score_adj")
-    assert int(score.read_text()) == 1000 > int(Path("/proc/self/oom_score_adj").read_text())
+    assert (
+        int(score.read_text(encoding="utf-8"))
+        == 1000
+        > int(Path("/proc/self/oom_score_adj").read_text(encoding="utf-8"))
+    )
     journal.close()
 
 

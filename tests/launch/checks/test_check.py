@@ -41,7 +41,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return file
 
 

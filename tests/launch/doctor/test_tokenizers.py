@@ -9,7 +9,7 @@ from tests.launch.doctor.conftest import Examine, of
 
 
 def changed(file: Path, **fields: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8")
 
 
 def test_sound_ones_pass(examine: Examine) -> None:

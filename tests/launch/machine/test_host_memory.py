@@ -68,7 +68,10 @@ def test_the_first_version_of_control_groups_limits_it_too(tmp_path: Path, group
 def real_group() -> Iterator[Path]:
     """A control group of memory in this kernel, below that of this process, with one more group inside."""
     first = Path("/sys/fs/cgroup/memory")
-    path = {line.split(":")[1]: line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
+    path = {
+        line.split(":")[1]: line.split(":")[2]
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    }
     above = first / path["memory"].lstrip("/") if "memory" in path else Path("/sys/fs/cgroup") / path[""].lstrip("/")
     above = above if above.is_dir() else first if "memory" in path else Path("/sys/fs/cgroup")
     group = above / f"stillhouse-test-{os.getpid()}"

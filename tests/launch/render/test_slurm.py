@@ -281,7 +281,7 @@ def steps_made(run_dir: Path) -> int:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text())
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _free_port() -> int:

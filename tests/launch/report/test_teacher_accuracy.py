@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 def eval_file(path: Path, **changed: str) -> Path:
     """The first built-in evaluation problems, with some fields replaced."""
     rows = [json.loads(line) for line in builtin.EVAL_JSONL.read_text().splitlines()[:N]]
-    path.write_text("".join(f"{json.dumps(row | changed)}\n" for row in rows))
+    path.write_text("".join(f"{json.dumps(row | changed)}\n" for row in rows), encoding="utf-8")
     return path
 
 

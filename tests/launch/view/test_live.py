@@ -342,8 +342,8 @@ def test_the_command_waits_for_the_first_batch_says_when_the_run_ended_and_ends_
 
 def until(output: Path, text: str) -> None:
     limit = Limit(PATIENCE_S)
-    while text not in output.read_text():
-        assert not limit.passed, f"{text!r} was not said: {output.read_text()}"
+    while text not in output.read_text(encoding="utf-8"):
+        assert not limit.passed, f"{text!r} was not said: {output.read_text(encoding='utf-8')}"
         signal.sigtimedwait([], 0.05)
 
 

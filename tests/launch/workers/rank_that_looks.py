@@ -40,7 +40,7 @@ def listening(pid: int) -> list[str]:
     own = {link.rpartition("socket:[")[2].rstrip("]") for link in links if "socket:[" in link}
     found: list[str] = []
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             words = line.split()
             if words[3] == LISTENING and words[9] in own:
                 digits = words[1].partition(":")[0]  # words of 4 bytes, each in the machine's order

@@ -38,7 +38,7 @@ class SmallDisk:
 
 
 def mounted_at(path: Path) -> bool:
-    return any(line.split()[1] == str(path) for line in Path("/proc/mounts").read_text().splitlines())
+    return any(line.split()[1] == str(path) for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines())
 
 
 @contextmanager

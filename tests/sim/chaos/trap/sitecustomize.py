@@ -36,12 +36,12 @@ def pass_by(trap: str) -> None:
     if not os.path.exists(trap):  # noqa: PTH110 - on every call of the function
         return
     with contextlib.suppress(OSError):
-        n, victim, *others = map(int, Path(trap).read_text().split())
+        n, victim, *others = map(int, Path(trap).read_text(encoding="utf-8").split())
         if victim != os.getpid():
             return
         if n > 1:
             draft = Path(f"{trap}.draft")
-            draft.write_text(" ".join(map(str, (n - 1, victim, *others))))
+            draft.write_text(" ".join(map(str, (n - 1, victim, *others))), encoding="utf-8")
             draft.replace(trap)
             return
         Path(trap).rename(f"{trap}.sprung")
