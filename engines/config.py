@@ -114,6 +114,14 @@ class WorkerSettings(Settings, frozen=True, kw_only=True):
 GPU_PREFIX_CACHE_BYTES: Final = 4 * 2**30
 """Default of teacher.prefix_cache_mb on a GPU. Fixed, so that it can be planned for: a learner or an actor on the same
 GPU may still have to load. 28,000 tokens of an 8B model with 8 heads of keys and values."""
+_CHUNK_LOGITS: Final = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+"""Most logits that a teacher holds at one time, by device: 64 MiB in float32 on a CPU, close to its caches; 512 MiB on
+a GPU, so that a product with a vocabulary of 152,000 has 883 rows instead of 110."""
+
+
+def chunk_rows(vocab_size: int, device_type: str) -> int:
+    """Rows of logits that a teacher computes at one time."""
+    return min(4096, max(16, _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cpu"]) // vocab_size))
 
 
 class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):

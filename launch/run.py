@@ -18,6 +18,7 @@ from typing import Final
 import psutil
 
 from launch.checks import preflight
+from launch.checks.memory import TIGHT
 from launch.checks.preflight import Checked, check_recorded
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from launch.config.files import write_config
@@ -111,6 +112,9 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
             print(text)
         print("configuration, models and prompts are fine; nothing was started")
         return 0
+    for text in checked.servers.memory:
+        if text.endswith(TIGHT):
+            print(f"stillhouse: warning: {text}", file=sys.stderr)
     path = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else line.run_dir
     with held_store(checked.config, path, resume=line.resume) as store:
         return _launch(line, checked, make_backend, began_s, store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal, cast
 
-from engines.config import GPU_PREFIX_CACHE_BYTES, EngineConfig, ScorerSettings, WorkerSettings
+from engines.config import GPU_PREFIX_CACHE_BYTES, EngineConfig, ScorerSettings, WorkerSettings, chunk_rows
 from engines.provider import (
     ContextLimit,
     Device,
@@ -25,8 +25,8 @@ from protocol.handshake import vocab_tokens
 from weights.config import WeightsConfig
 from weights.roster import Members
 
-SCORER_LOGITS_BYTES: Final = 1.3 * 2**30
-"""Logits in chunks of 512 MiB in float32, and what is derived from them."""
+FROM_LOGITS: Final = 2.6
+"""Logits and what is computed from them, relative to the logits."""
 
 
 class TorchProvider(EngineProvider):
@@ -95,17 +95,25 @@ class TorchProvider(EngineProvider):
             width = BYTES[engine.dtype]
             cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
             own = width * shape.parameters
-            packed = {"packed weights": own} if device == "cpu" and engine.fused else {}
-            return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own, **packed})
+            if device == "cuda":
+                return MemoryNeed({"weights": own, "KV cache": cache}, {"next weights": own})
+            packed = {"packed weights": own} if engine.fused else {}
+            return MemoryNeed({"weights": own}, {"KV cache": cache, "next weights": own, **packed})
         teacher = cast(ScorerSettings, settings)
         width = BYTES[resolve_dtype(teacher.dtype, device)]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
-        likely = {"activations": block, "logits": SCORER_LOGITS_BYTES}
+        rows = min(chunk_rows(shape.vocabulary, device), teacher.max_batch_tokens)
+        own, likely = (
+            width * shape.parameters,
+            {"activations": block, "logits": FROM_LOGITS * 4 * rows * shape.vocabulary},
+        )
         if teacher.prefix_cache_mb is not None:
             likely["prefix cache"] = teacher.prefix_cache_mb * 2**20
         elif device == "cuda":
             likely["prefix cache"] = GPU_PREFIX_CACHE_BYTES
-        return MemoryNeed({"weights": width * shape.parameters}, likely)
+        if device == "cpu" and width == shape.dtype_bytes:  # as in the file, which all teachers map
+            return MemoryNeed({}, {"weights": own, **likely})
+        return MemoryNeed({"weights": own}, likely)
 
 
 PROVIDER: Final = TorchProvider()

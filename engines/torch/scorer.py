@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
-from engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings
+from engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings, chunk_rows
 from engines.torch.prefix_cache import PrefixCache
 from models.description import resolve_dtype
 from models.loading import load_causal_lm, resolve_device
@@ -40,9 +40,6 @@ from protocol.messages import WeightsRef
 from weights.sink import SnapshotRefused
 from weights.snapshot import read_snapshot
 
-_CHUNK_LOGITS: Final = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
-"""Most logits held at one time, by device: 64 MiB in float32 on a CPU, close to its caches; 512 MiB on a GPU, so that a
-product with a vocabulary of 152,000 has 883 rows instead of 110."""
 _FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}
 """Most that the prefix cache takes by default, as a share of the memory that is free once the model is loaded. The main
 memory has many users, other teachers among them; a GPU has few."""
@@ -282,11 +279,6 @@ def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return min(GPU_PREFIX_CACHE_BYTES, int(torch.cuda.mem_get_info(device)[0] * _FREE_SHARE["cuda"]))
     return int(psutil.virtual_memory().available * _FREE_SHARE["cpu"])
-
-
-def chunk_rows(vocab_size: int, device_type: str) -> int:
-    """Rows of logits computed at one time."""
-    return min(4096, max(16, _CHUNK_LOGITS.get(device_type, _CHUNK_LOGITS["cpu"]) // vocab_size))
 
 
 def _given(sets: Sequence[Int32s | None]) -> npt.NDArray[np.int64] | None:

@@ -22,21 +22,24 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on t
                 logits: 2 * 4 C V (C: no more tokens than a rank has); and the head's gradient, 2 * 4 V H, unless it is
                 frozen
                 teachers' heads: that of each model whose teachers send hidden states, V * (its H) * (2 or 4)
-embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, allocated at once:
-                max_concurrent * max_context * L * 2 * K * b; on the host P * b for packed weights (actor.torch.fused)
-embedded        weights P * b, activations of one layer max_batch_tokens * (10 H + 4 F) * b, logits in chunks of
-teacher         512 MiB in float32: 1.3 GiB with what is computed from them; on a GPU the prefix cache, 4 GiB or
-                teacher.prefix_cache_mb
+embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, on a GPU allocated
+                at once, on the host as requests grow: max_concurrent * max_context * L * 2 * K * b; on the host P * b
+                for packed weights (actor.torch.fused)
+embedded        weights P * b, on the host shared where the file is as wide; activations of one layer
+teacher         max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of 512 MiB in float32, on the host of
+                64 MiB, or max_batch_tokens); on a GPU the prefix cache, 4 GiB or teacher.prefix_cache_mb
 server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
                 by default (SGLang chooses about that)
-each process    1 GiB on a GPU: the CUDA context, libraries and fragments; 0.5 GiB on the host
+each process    1 GiB on a GPU: the CUDA context, libraries and fragments; FORKED_GIB on the host, and IMPORTED_GIB once
+                for what all processes share, being forked from one that has imported torch
 
 The learner's terms count the tensors that autograd keeps. tests/learner/step/test_peak_memory.py holds them against
 what torch allocates in a step, within 15 %, for each kind of line above. Attention scores are not kept by fused
 kernels. Value heads, averages, payloads of teachers, and routing in mixtures of experts are not counted.
 
-The `sure` part (weights, gradient, moments, KV cache of embedded actors) is a lower bound, and a run without room for
-it is refused, as is one whose whole estimate is more than 15 % too large."""
+The `sure` part (weights, gradient, moments, on a GPU the KV cache of embedded actors) is a lower bound, and a run
+without room for it is refused; on a GPU also one whose whole estimate is more than 15 % too large. A host's memory is
+taken as it is used, and the estimate is what may be used at most: a run that it exceeds is warned of."""
 
 from __future__ import annotations
 
@@ -61,13 +64,16 @@ from weights.config import sent_dtype, staged_in
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0
-HOST_GIB: Final = 0.5
+IMPORTED_GIB: Final = 0.3
+FORKED_GIB: Final = 0.05
 HOST: Final = -1
 """Where processes are that have no GPU."""
 GATHERS: Final = 5
 """Keys and values of all tokens that a layer has at once in its backward pass: gathered, and their gradients."""
 MARGIN: Final = 0.15
-"""How far the whole estimate may be off."""
+"""How far the whole estimate may be off on a GPU."""
+TIGHT: Final = "more than it has, by this estimate"
+"""What a line ends with that is a warning."""
 QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
 """Beginnings of the model types whose queries and keys have norms."""
 ADVICE: Final[Mapping[tuple[str, str], str]] = {
@@ -172,7 +178,7 @@ def learner_need(
         "gradient": 4 * p / shares if trained else 0.0,
         "AdamW": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
-    process_gib = PROCESS_GIB if device == "cuda" else HOST_GIB
+    process_gib = PROCESS_GIB if device == "cuda" else FORKED_GIB
     if device != "cpu" and staged_in(config.weights.staging, device, backend) == "host":
         staging = 0.0
     if learner.frozen:
@@ -201,7 +207,7 @@ def learner_host_need(config: RunConfig, shape: ModelShape, backend: Literal["gl
         f"{RANK}{rank}" if rank else LEARNER,
         {"AdamW": moments if config.learner.moments == "host" else 0.0},
         {"staging": staging if staged_in(config.weights.staging, "cuda", backend) == "host" else 0.0},
-        HOST_GIB,
+        FORKED_GIB,
     )
 
 
@@ -244,7 +250,7 @@ def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0)
     """`place`: a GPU, or HOST."""
     device = "cpu" if place == HOST else "cuda"
     sure, likely = group.engine.memory(group.role, group.settings, shape, device)
-    return _need(who, sure, likely, HOST_GIB if place == HOST else PROCESS_GIB)
+    return _need(who, sure, likely, FORKED_GIB if place == HOST else PROCESS_GIB)
 
 
 def server_need(group: WorkerGroup, shape: ModelShape, who: str, gib: float) -> Need:
@@ -266,21 +272,37 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
     needs: dict[int, list[Need]] = {}
     for place, need in _needs(config, machine, placement):
         needs.setdefault(place, []).append(need)
+    if HOST in needs:
+        needs[HOST].append(Need("shared", {}, {"imports": IMPORTED_GIB}))
     for place, here in sorted(needs.items()):
         gib = machine.host_gib if place == HOST else machine.gib[place] if machine.gib else 0.0
         if not gib:
             continue
         name = "host" if place == HOST else f"GPU {machine.gpus[place]}"
         total, sure = sum(need.total for need in here), sum(sum(n.sure.values()) for n in here)
-        line = f"{name}: about {total:.1f} of {gib:.4g} GiB: {'; '.join(map(str, here))}"
-        lines.append(line + ("" if total <= gib else " - more than it has, by this estimate"))
-        if sure > gib or total > gib * (1.0 + MARGIN):
+        line = f"{name}: about {total:.1f} of {gib:.4g} GiB: {_table(here)}"
+        lines.append(line if total <= gib else f"{line}. {_advice(here, place)} - {TIGHT}")
+        if sure > gib or (place != HOST and total > gib * (1.0 + MARGIN)):
             least = f"at least {sure:.1f}" if sure > gib else f"about {total:.1f}"
             mistakes.append(
-                f"{name}: got {', '.join(need.who for need in here)} with {least} GiB, "
-                f"expected at most its {gib:.4g} GiB, in GiB: {'; '.join(map(str, here))}. {_advice(here, place)}"
+                f"{name}: got {least} GiB, expected at most its {gib:.4g} GiB, in GiB: {_table(here)}. "
+                f"{_advice(here, place)}"
             )
     return Memory(lines, mistakes)
+
+
+def _table(needs: Sequence[Need]) -> str:
+    """The needs, with those of a role that are alike in one entry."""
+    alike: dict[tuple[str, str], list[Need]] = {}
+    for need in needs:
+        alike.setdefault((_role(need), str(need._replace(who=""))), []).append(need)
+    return "; ".join(
+        str(n[0]) if len(n) == 1 else str(n[0]._replace(who=f"{n[0].who} to {n[-1].who}, each")) for n in alike.values()
+    )
+
+
+def _role(need: Need) -> str:
+    return re.split("[- ]", need.who)[0]
 
 
 def _advice(needs: Sequence[Need], place: int) -> str:
@@ -288,9 +310,8 @@ def _advice(needs: Sequence[Need], place: int) -> str:
     known = {**ADVICE, **ADVICE_ON_HOST} if place == HOST else ADVICE
     helped: dict[str, float] = {}
     for need in needs:
-        role = re.split("[- ]", need.who)[0]
         for part, gib in {**need.sure, **need.likely}.items():
-            if gib and (advice := known.get((role, part))):
+            if gib and (advice := known.get((_role(need), part))):
                 helped[advice] = helped.get(advice, 0.0) + gib
     largest = sorted(helped, key=lambda advice: -helped[advice])[:2]
     return f"Use {', or '.join([*largest, 'a smaller model'])}"
@@ -307,7 +328,7 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
             yield place, learner_need(config, student, placement.weights.backend, rank, device)
             if place != HOST:
                 on_host = learner_host_need(config, student, placement.weights.backend, rank)
-                if on_host.total > HOST_GIB:
+                if on_host.total > FORKED_GIB:
                     yield HOST, on_host
     for group in worker_groups(config):
         here = [who for who in group.workers if who in seats]

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from engines.base import ScoreRequest, ScoringEngine
-from engines.config import ScorerSettings
-from engines.torch.scorer import TorchScorer, chunk_rows
+from engines.config import ScorerSettings, chunk_rows
+from engines.torch.scorer import TorchScorer
 from models.loading import ModelError
 from protocol.messages import WeightsRef, WeightVersion
 from weights.sink import SnapshotRefused
