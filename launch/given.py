@@ -25,6 +25,7 @@ from launch.checks.prompt_files import absolute_prompts
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from learner.prompts.records import DataError
+from protocol.atomic_file import not_a_link
 from protocol.messages import BatchItem, TopKPiece, VersionSpan, WeightVersion
 from recording.format import FORMAT, RecordHeader, Rollout, config_digest, encode_batch, encode_header
 from recording.writer import record_path
@@ -92,7 +93,7 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     )
     n_rollouts = n_tokens = n_batches = 0
     unfinished, said_s = path.with_name(f"{path.name}.part"), time.monotonic()
-    with unfinished.open("wb") as stream:
+    with open(unfinished, "wb", opener=not_a_link) as stream:
         stream.write(encode_header(header))
         while batch := list(islice(items, config.buffer.batch_rollouts)):
             version = WeightVersion(0, n_batches)

@@ -20,12 +20,14 @@ runs/latest    -> the most recently started run
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import platform
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +39,7 @@ from buffer.server import JOURNAL, SHARDS
 from engines.provider import SERVERS
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
 from launch.workers.start_role import WorkFolder
-from protocol.atomic_file import write_atomic
+from protocol.atomic_file import not_a_link, write_atomic
 from protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
@@ -106,6 +108,8 @@ class RunFolder(WorkFolder):
                     f"{path} holds a run already ({_describe(former)}); continue it with --resume, "
                     "or give another --run-dir"
                 )
+            os.ftruncate(lock_fd, 0)
+            os.write(lock_fd, f"{os.getpid()}\n".encode())
             (path / "logs").mkdir(exist_ok=True)
             for part in (path, *(path / SHARDS).glob("*")):
                 for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json", "replay.json"):
@@ -227,16 +231,23 @@ def _describe(record: RunRecord) -> str:
 
 
 def _lock(path: Path) -> int:
-    """Lock by flock: it ends with the process, so a killed launcher leaves no lock. Children do not inherit it."""
-    lock_fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    """Lock by flock: it ends with the process, so a killed launcher leaves no lock. Children do not inherit it. Raises
+    OSError for a link, or what is no plain file of its own: its content would be replaced."""
+    lock_fd = not_a_link(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
     try:
+        found = os.fstat(lock_fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(
+                errno.EINVAL, "expected a plain file with no other name, or none; remove it", str(path / "lock")
+            )
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(lock_fd, 64).decode(errors="replace").strip()
         os.close(lock_fd)
         raise LaunchError(f"{path} is in use by another launcher (pid {holder}); wait for it or stop it") from None
-    os.ftruncate(lock_fd, 0)
-    os.write(lock_fd, f"{os.getpid()}\n".encode())
+    except BaseException:
+        os.close(lock_fd)
+        raise
     return lock_fd
 
 
@@ -257,7 +268,8 @@ def _expect_empty(path: Path) -> None:
     (launch.render)."""
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS, SCRIPT))
     if others:
-        (path / "lock").unlink()
+        if (path / "lock").stat().st_size == 0:  # made just now
+            (path / "lock").unlink()
         raise LaunchError(
             f"{path} is neither empty nor a run folder (it holds {', '.join(others[:3])}); choose another"
         )

@@ -17,6 +17,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def not_a_link(path: str | Path, flags: int) -> int:
+    """For `open(..., opener=)` of a file at a path that others can foresee: a link there is not followed, because its
+    target would be written. Raises OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def replacing(path: Path) -> Generator[Path]:
     """A draft next to `path`, to be written in the `with` block. At its end the draft is synced to disk and renamed to
@@ -38,5 +44,5 @@ def replacing(path: Path) -> Generator[Path]:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file's content. Raises OSError (disk full, no permission); the former file is still there then."""
-    with replacing(path) as draft:
-        draft.write_bytes(content)
+    with replacing(path) as draft, open(draft, "xb", opener=not_a_link) as stream:
+        stream.write(content)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from protocol.atomic_file import sync, write_atomic
+from protocol.atomic_file import not_a_link, sync, write_atomic
 
 CONNECT_TIMEOUT_S: Final = 10
 READ_TIMEOUT_S: Final = 30
@@ -144,7 +144,7 @@ class Store:
     def _put_file_if(self, file: Path, content: bytes, tag: str) -> bool:
         """On a folder: under a lock that ends with its holder, on this host or another."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.with_name(f".{file.name}.lock").open("wb") as lock:
+        with open(file.with_name(f".{file.name}.lock"), "ab", opener=not_a_link) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (_digest(file.read_bytes()) if file.exists() else "") != tag:
                 return False

@@ -102,7 +102,9 @@ class AppendFile:
         """Write all of `data` or nothing. Raises OSError."""
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666
+            )
             self._whole_bytes = os.fstat(self._descriptor).st_size
         if self._torn:
             self._cut(self._descriptor)

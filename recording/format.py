@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.messages import BatchItem, Settled, WeightVersion
 
 FORMAT: Final = 1
@@ -195,23 +196,55 @@ def encode_batch(
 
 
 def decode_frames(record: ItemRecord, stored: bytes) -> tuple[Array, ...]:
-    """Decode an item's frames, as read-only arrays, from its part of the blob. Raises RecordError."""
+    """Decode an item's frames, as read-only arrays, from its part of the blob. Unpacks at most what the header claims,
+    and that must be what an item can have. Raises RecordError."""
+    who = f"the frames of {record.item.rollout_id}"
+    dtypes, sizes = _claimed(record)
     try:
-        raw = zlib.decompress(stored) if record.compressed else stored
-        dtypes = [np.dtype(name) for name, _ in record.frames]
-    except (zlib.error, TypeError) as error:
-        raise RecordError(f"the frames of {record.item.rollout_id} cannot be read: {error}") from error
-    sizes = [d.itemsize * math.prod(shape) for d, (_, shape) in zip(dtypes, record.frames, strict=True)]
-    if sum(sizes) != len(raw) or any(dtype.kind not in "iuf" for dtype in dtypes):
-        raise RecordError(
-            f"the frames of {record.item.rollout_id} have {len(raw)} bytes, expected {sum(sizes)} of plain numbers for "
-            f"{record.frames}"
-        )
+        raw = unpack_at_most(stored, sum(sizes)) if record.compressed else stored
+    except zlib.error as error:
+        raise RecordError(f"{who} cannot be read: {error}") from error
+    if len(raw) != sum(sizes):
+        got = f"more than {sum(sizes)}" if len(raw) > sum(sizes) else str(len(raw))
+        raise RecordError(f"{who} have {got} bytes, expected {sum(sizes)} for {record.frames}")
     starts = np.cumsum([0, *sizes[:-1]])
     return tuple(
         np.frombuffer(raw, dtype, count=math.prod(shape), offset=int(start)).reshape(shape)
         for dtype, start, (_, shape) in zip(dtypes, starts, record.frames, strict=True)
     )
+
+
+def _claimed(record: ItemRecord) -> tuple[list[np.dtype[Any]], list[int]]:
+    """dtypes and bytes of an item's frames, as its header has them. Raises RecordError unless an item can have them."""
+    who = f"the frames of {record.item.rollout_id}"
+    try:
+        dtypes = [np.dtype(name) for name, _ in record.frames]
+    except TypeError as error:
+        raise RecordError(f"{who} cannot be read: {error}") from error
+    if any(dtype.kind not in "iuf" for dtype in dtypes) or any(n < 0 for _, shape in record.frames for n in shape):
+        raise RecordError(f"{who} are {record.frames}, expected plain numbers")
+    sizes = [d.itemsize * math.prod(shape) for d, (_, shape) in zip(dtypes, record.frames, strict=True)]
+    if sum(sizes) > MAX_MESSAGE_BYTES:
+        raise RecordError(f"{who} claim {sum(sizes)} bytes, expected at most {MAX_MESSAGE_BYTES}: no batch is larger")
+    return dtypes, sizes
+
+
+def _expect_inside(record: BatchRecord, blob_bytes: int, name: str) -> None:
+    """Raise RecordError for items whose bytes are not in the record, or that would unpack to more than a batch can
+    have. One of that size may be mixed in from another recording."""
+    for item in record.items:
+        if not (item.start >= 0 and item.stored_bytes >= 0 and item.start + item.stored_bytes <= blob_bytes):
+            raise RecordError(f"{name}: the frames of {item.item.rollout_id} lie outside their batch's {blob_bytes} B")
+    if (total := sum(sum(_claimed(item)[1]) for item in record.items)) > 2 * MAX_MESSAGE_BYTES:
+        raise RecordError(
+            f"{name}: the items of batch {record.batch_id} claim {total} bytes, expected at most "
+            f"{2 * MAX_MESSAGE_BYTES}: no batch is larger"
+        )
+
+
+def unpack_at_most(stored: bytes, n_bytes: int) -> bytes:
+    """What zlib packed; of more than `n_bytes` only one byte more. Raises zlib.error."""
+    return zlib.decompressobj().decompress(stored, n_bytes + 1)
 
 
 def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[Found]:
@@ -249,7 +282,10 @@ def _scan(stream: BinaryIO, size: int, name: str, at: int) -> Iterator[Found]:
                 f"{name} is damaged at byte {at}, with {size - end} bytes after it; the part before it can be saved "
                 f"by cutting the file there: truncate -s {at} FILE"
             )
-        yield Found(_decode(kind, header, at, name), end - blob_bytes, end)
+        kept = _decode(kind, header, at, name)
+        if isinstance(kept, BatchRecord):
+            _expect_inside(kept, blob_bytes, name)
+        yield Found(kept, end - blob_bytes, end)
         at = end
 
 

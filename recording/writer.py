@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from protocol.atomic_file import not_a_link
 from protocol.codec import frame_specs
 from protocol.messages import Batch, Settled, WeightVersion
 from recording.append_file import AppendFile, Unwritten
@@ -159,7 +160,7 @@ def rollouts_of(batch: Batch, arrays: Sequence[Array]) -> Iterator[Rollout]:
 def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
     """Cut off what follows the last complete record of the run's own file. Returns False if not even the header was
     complete."""
-    with path.open("r+b") as stream:
+    with open(path, "r+b", opener=not_a_link) as stream:
         size = path.stat().st_size
         last: Found | None = None
         for found in scan(stream, size, str(path)):

@@ -82,7 +82,7 @@ def known(flags: Sequence[str]) -> list[str]:
 
 def write_to(log: Path) -> None:
     """Append stdout and stderr to the log; stdin is empty."""
-    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log_fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
         os.dup2(source, target)

@@ -41,6 +41,7 @@ SERVER_ARGS: Final = (
 budget bounds the KV cache, which is allocated at the start. --mem-fraction-static only has to leave room for it beside
 the weights: a tenth of the free memory was less than the 0.5 GB of a model of 135 M parameters."""
 KEY_ARGUMENT: Final = "--api-key"
+_LOG_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 _LEAVE_TIMEOUT_S: Final = 8.0
 _TAIL_LINES: Final = 15
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -107,7 +108,7 @@ class Servers:
         self._events: deque[ServerEvent] = deque()
         self._warm_s: float | None = None
         self._ended = False
-        with (log_dir / "zygote.log").open("ab") as log:
+        with open(os.open(log_dir / "zygote.log", _LOG_FLAGS, 0o666), "ab") as log:  # noqa: PTH123 - flags
             self._process = subprocess.Popen(
                 [python, HERE / "zygote.py", log_dir, str(os.getpid() if die_with_thread else 0)],
                 stdin=subprocess.PIPE,

@@ -34,7 +34,9 @@ class Database:
         self._sync = sync == "disk"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = os.open(folder / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self.path.is_symlink():
+                raise StoreUnwritable(f"{self.path} is a link, expected the journal's own file; remove it")
+            self._lock_fd = os.open(folder / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise StoreUnwritable(str(error)) from error
         try:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
 from buffer.journal.freezer import Frozen
+from protocol.atomic_file import not_a_link
 
 PR_SET_PDEATHSIG: Final = 1
 NICENESS: Final = 5
@@ -123,7 +124,7 @@ def discard(file: Path) -> bool:
 def write_image(path: Path, image: Frozen, *, flush: bool) -> None:
     """Write an image to its file. `flush`: wait until it is on the disk."""
     numbers = _list_of(image.blobs).tobytes()
-    with path.open("wb") as file:
+    with open(path, "wb", opener=not_a_link) as file:
         for start in range(0, len(image.body), WRITE_BYTES):
             file.write(memoryview(image.body)[start : start + WRITE_BYTES])
         file.write(numbers)

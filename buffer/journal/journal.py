@@ -31,6 +31,7 @@ from buffer.journal.database import StoreUnwritable
 from buffer.journal.freezer import Frozen
 from buffer.journal.imaging import Finished, ImageFork, Outcome, discard
 from buffer.journal.store import Blob, Position, Store
+from protocol.atomic_file import not_a_link
 
 RETRY_S: Final = 0.5
 IMAGE_SHARE: Final = 2
@@ -182,7 +183,7 @@ class Journal:
     def _keep_reserve(self) -> bool:
         """Occupy the space that turns will need when the disk is full. Returns False if it is full already."""
         try:
-            with self._reserve.open("ab") as file:
+            with open(self._reserve, "ab", opener=not_a_link) as file:
                 if os.fstat(file.fileno()).st_size < self._reserve_bytes:
                     os.posix_fallocate(file.fileno(), 0, self._reserve_bytes)
         except OSError as error:

@@ -132,7 +132,8 @@ def _forget_other_run(folder: Path, run_id: str) -> None:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # weight plans, which contain keys, pass through it
         if not owner.exists():
-            owner.write_text(run_id, encoding="utf-8")
+            with owner.open("x", encoding="utf-8") as file:
+                file.write(run_id)
     except OSError as error:
         raise StoreUnwritable(str(error)) from error
 

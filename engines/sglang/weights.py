@@ -39,6 +39,7 @@ from engines.sglang.engine import SGLangEngine
 from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
 from engines.sglang.requests import bucket_update, disk_update
 from engines.sglang.verify import ServerVerifier
+from protocol.atomic_file import not_a_link
 from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from weights.control_messages import Agreed, Check, Round
 from weights.deadlines import in_thread, wait_patiently
@@ -414,7 +415,7 @@ def fetch_file(path: Path, header: Round, agreed: Agreed, interrupted: Interrupt
     GroupInterrupted."""
     deadline_s = time.monotonic() + header.timeout_s
     head = snapshot_head(agreed.manifest, header.version)
-    with path.open("wb") as file:
+    with open(path, "wb", opener=not_a_link) as file:
         file.write(head)
 
         def take(at: int, piece: bytes | memoryview) -> None:

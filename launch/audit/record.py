@@ -22,6 +22,8 @@ MAGIC: Final = b"stillhouse batches\n"
 FORMAT: Final = 1
 _HEAD: Final = struct.Struct("<BIQI")
 _READ_BYTES: Final = 1 << 20
+_MOST_BYTES: Final = 1 << 30
+"""Of a batch, and so of an item."""
 _TRAIN_MASK: Final = 2
 """Index among the frames of an item: token ids, behaviour log-probs, train mask, teacher log-probs."""
 
@@ -178,11 +180,14 @@ class RecordFile:
 
     def runs(self, item: Item, blob_at: int) -> list[tuple[int, int]]:
         """Ranges [start, end) of the tokens of one item that the batch trained. Raises AuditError."""
-        raw = self._read(blob_at + item.start, item.stored_bytes)
         try:
-            raw = zlib.decompress(raw) if item.compressed else raw
             sizes = [np.dtype(name).itemsize * prod(shape) for name, shape in item.frames]
             name, shape = item.frames[_TRAIN_MASK]
+            if not 0 <= sum(sizes) <= _MOST_BYTES or not 0 <= item.stored_bytes <= _MOST_BYTES:
+                raise TypeError(f"{sum(sizes)} bytes of frames, {item.stored_bytes} stored; a batch has fewer")
+            raw = self._read(blob_at + item.start, item.stored_bytes)
+            if item.compressed:  # one byte more than claimed shows that the claim is wrong
+                raw = zlib.decompressobj().decompress(raw, sum(sizes) + 1)
         except (zlib.error, TypeError, IndexError) as error:
             raise AuditError(f"{self.path}: the frames of {item.item.rollout_id} cannot be read: {error}") from error
         if np.dtype(name) != np.uint8 or len(shape) != 1 or sum(sizes) != len(raw):

@@ -28,6 +28,7 @@ from launch.processes.backend import Event, Exited, Notice, ProcessBackend, Star
 from launch.processes.lifeline import kill_group, reap
 from launch.workers.launch_plan import LaunchPlan
 from launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
+from protocol.atomic_file import not_a_link
 
 FORKSERVER: Final = "forkserver"
 """Name of its log and of its vitals."""
@@ -127,7 +128,7 @@ class LocalProcesses(ProcessBackend):
         self._pinged_s = self._heard_s = time.monotonic()
         self._control, theirs = socket.socketpair()
         arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._folder.path, *self._preload]
-        with theirs, self._folder.log_path(FORKSERVER).open("ab") as log:
+        with theirs, open(self._folder.log_path(FORKSERVER), "ab", opener=not_a_link) as log:
             self._forkserver = subprocess.Popen(
                 [sys.executable, "-P", "-m", "launch.processes.forkserver", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
@@ -222,7 +223,7 @@ class LocalProcesses(ProcessBackend):
             self._wake.close()
 
     def _spawn(self, start: StartRole) -> None:
-        with self._folder.log_path(start.name).open("ab") as log:
+        with open(self._folder.log_path(start.name), "ab", opener=not_a_link) as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "launch.workers.roles", str(self._folder.path), str(os.getpid())],
                 stdin=subprocess.PIPE,

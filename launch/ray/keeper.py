@@ -21,6 +21,7 @@ from launch.report.figures import plural
 from launch.stored_run import groups_with_store
 from launch.topology import REJOIN_S, HostGroup, said_of
 from learner.reports.scaling import ScalingCounts
+from protocol.atomic_file import not_a_link
 from protocol.object_store import variables
 
 SAY_WAITS_S: Final = 15.0
@@ -202,7 +203,7 @@ class HostKeeper:
         try:
             for name, piece in pieces.items():
                 self._logs(slot).mkdir(parents=True, exist_ok=True)
-                with (self._logs(slot) / name).open("ab") as file:
+                with open(self._logs(slot) / name, "ab", opener=not_a_link) as file:
                     file.write(piece)
                 slot.offsets[name] = slot.offsets.get(name, 0) + len(piece)
         except OSError as error:

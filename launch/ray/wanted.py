@@ -13,7 +13,7 @@ import msgspec
 
 from launch.errors import LaunchError
 from launch.report.figures import plural
-from protocol.atomic_file import write_atomic
+from protocol.atomic_file import not_a_link, write_atomic
 
 HOSTS_FILE: Final = "hosts.json"
 LOCK_FILE: Final = "hosts.lock"
@@ -84,7 +84,7 @@ def _write(run_dir: Path, wanted: Wanted) -> None:
 def _alone(run_dir: Path) -> Generator[None]:
     """One process at a time; the lock ends with the process. Raises LaunchError after LOCK_S."""
     until_s = time.monotonic() + LOCK_S
-    with (run_dir / LOCK_FILE).open("ab") as lock:
+    with open(run_dir / LOCK_FILE, "ab", opener=not_a_link) as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,6 +27,7 @@ from launch.config.run import RunConfig
 from launch.processes.lifeline import die_with_parent
 from launch.processes.local import worker_environment
 from launch.runfolder import RunFolder
+from protocol.atomic_file import not_a_link
 from protocol.messages import WeightVersion
 
 LEAST_S: Final = 60.0
@@ -71,7 +72,7 @@ def measured_teachers(
     if not measurable_pools(config):
         return {}
     say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C skips it)")
-    with (folder.logs / LOG_FILE).open("ab") as output:
+    with open(folder.logs / LOG_FILE, "ab", opener=not_a_link) as output:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "launch.report.teacher_accuracy", str(folder.path), str(os.getpid())],
             stdin=subprocess.DEVNULL,

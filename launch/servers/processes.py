@@ -126,7 +126,8 @@ class ServerProcesses:
         log_path = self._log_dir / f"{plan.name}.log"
         command = plan.engine.command(plan.launch, plan.model, plan.host, port, api_key, log_path)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpus)} if plan.gpus else {}
-        with open(os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:  # noqa: PTH123 - a mode
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with open(os.open(log_path, flags, 0o600), "ab") as log:  # noqa: PTH123 - a mode
             process = subprocess.Popen(
                 command.words,
                 stdin=subprocess.PIPE,

@@ -64,7 +64,7 @@ log = logging.getLogger("launch.workers.roles")  # also when run by -m
 
 def redirect_output(log_path: Path) -> None:
     """Append stdout and stderr to the log, by descriptor so that native libraries follow; stdin reads nothing."""
-    log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log_fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
         os.dup2(source, target)

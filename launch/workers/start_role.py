@@ -21,6 +21,7 @@ import msgspec
 from launch.config.pools import pool_of
 from launch.config.run import RunConfig
 from launch.machine.devices import on_device
+from protocol.atomic_file import not_a_link
 from protocol.context import RoleContext, WorkerRole
 from protocol.printable import LineFormatter, printable
 
@@ -92,6 +93,7 @@ class WorkFolder:
 
     def log_launcher(self) -> None:
         """Send this process's log to the launcher's file; the terminal belongs to the status."""
+        os.close(not_a_link(self.log_path("launcher"), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         to_file = logging.FileHandler(self.log_path("launcher"))
         to_file.setFormatter(LineFormatter("launcher"))
         logging.basicConfig(level=logging.INFO, force=True, handlers=[to_file])

@@ -90,7 +90,7 @@ def _between(spans: Iterable[Span], total_bytes: int) -> Iterator[Span]:
 @contextmanager
 def opened(file: Path) -> Generator[int]:
     """A descriptor for writing to any place. Flushed to the disk at the end."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         yield descriptor
         os.fsync(descriptor)

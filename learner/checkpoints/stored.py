@@ -53,7 +53,7 @@ from learner.checkpoints.files import (
     write_manifest,
 )
 from learner.checkpoints.packed_rows import Span, pack_rest, unpack
-from protocol.atomic_file import sync
+from protocol.atomic_file import not_a_link, sync
 from protocol.messages import WeightVersion
 from protocol.object_store import Store, StoreError
 from protocol.store_owner import Owner, StoreOwner, read_owner
@@ -163,7 +163,7 @@ class StoredCheckpoints:
         """The folder of this very version below `root`, copied if it is not there. Several processes may ask for it at
         once. Raises CheckpointError, OSError."""
         root.mkdir(parents=True, exist_ok=True)
-        with (root / ".lock").open("wb") as lock:
+        with open(root / ".lock", "ab", opener=not_a_link) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if (here := find_version(root, version)) is not None:
                 return here

@@ -37,6 +37,7 @@ from learner.reports.figures import staleness as staleness_of
 from learner.reports.settings import Setting
 from learner.reports.trackers.feed import Trackers
 from learner.reports.wait_clock import WaitReport
+from protocol.atomic_file import not_a_link
 from protocol.messages import LedgerCounts, Snapshot, WeightVersion
 from recording.append_file import AppendFile, Unwritten
 from recording.format import Branches
@@ -336,7 +337,7 @@ def _cut_torn_line(file: Path) -> int:
     """Cut an unfinished last line, left by a killed learner. Returns the number of bytes cut."""
     if not file.exists():
         return 0
-    with file.open("r+b") as stream:
+    with open(file, "r+b", opener=not_a_link) as stream:
         size = at = stream.seek(0, io.SEEK_END)
         whole = 0
         while at > 0 and whole == 0:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from buffer.journal.database import Database, StoreUnwritable
 from launch.errors import LaunchError
 from launch.runfolder import RunFolder, read_record
+from protocol.atomic_file import not_a_link
 from protocol.keys import ClientKeys, run_client_keys
+from recording.append_file import AppendFile, Unwritten
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,52 @@ def test_a_folder_in_use_is_refused_and_the_user_is_named(tmp_path: Path) -> Non
     for resume in (False, True):
         with pytest.raises(LaunchError, match=f"in use by another launcher .pid {os.getpid()}"):
             RunFolder.open(tmp_path / "run", resume=resume)
+    folder.close()
+
+
+@pytest.mark.parametrize("plant", ["link", "dangling link", "other name", "plain file"])
+def test_what_somebody_else_called_lock_is_left_alone(tmp_path: Path, plant: str) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    run.mkdir()
+    (run / "other").touch()
+    if plant != "dangling link":
+        precious.write_text("precious")
+    match plant:
+        case "other name":
+            (run / "lock").hardlink_to(precious)
+        case "plain file":
+            (run / "lock").write_text("precious")
+        case _:
+            (run / "lock").symlink_to(precious)
+    with pytest.raises(LaunchError):
+        RunFolder.open(run, resume=False)
+    kept = run / "lock" if plant == "plain file" else precious
+    assert not kept.exists() if plant == "dangling link" else kept.read_text() == "precious"
+
+
+@pytest.mark.parametrize("file", ["logs/launcher.log", "metrics.jsonl", "journal/owner", "latest"])
+def test_nothing_is_written_through_a_link_at_a_path_that_others_can_foresee(tmp_path: Path, file: str) -> None:
+    """In the folder of somebody else, which a user resumes."""
+    RunFolder.open(tmp_path / "run", resume=False).close()
+    precious, planted = tmp_path / "precious", tmp_path / "run" / file
+    precious.write_bytes(b"precious")
+    planted.parent.mkdir(exist_ok=True)
+    planted.symlink_to(precious)
+    folder = RunFolder.open(tmp_path / "run", resume=True)
+    with pytest.raises((OSError, StoreUnwritable), match="symbolic links"):
+        match file:
+            case "logs/launcher.log":
+                folder.log_launcher()
+            case "metrics.jsonl":
+                rows = Unwritten()
+                AppendFile(planted, rows).append(b"row\n", rows=1)
+                assert rows.rows_total == 1
+                raise OSError("counted; symbolic links")
+            case "journal/owner":
+                Database(planted.parent, sync="process")
+            case _:
+                open(planted, "wb", opener=not_a_link).close()
+    assert precious.read_bytes() == b"precious"
     folder.close()
 
 

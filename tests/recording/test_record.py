@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import tracemalloc
+import zlib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
-from recording.format import HEAD, ItemRecord, RecordError, Rollout, decode_frames, encode_batch, encode_header
+from recording.format import (
+    HEAD,
+    MAGIC,
+    BatchRecord,
+    ItemRecord,
+    RecordError,
+    Rollout,
+    decode_frames,
+    encode_batch,
+    encode_header,
+    scan,
+)
 from recording.reader import Recording
 from recording.writer import DEFAULT_NAME, BatchRecorder
 from tests.learner.records import VOCABULARY, add, batch, header, record, rollout, same
@@ -109,6 +124,31 @@ def test_numbers_only() -> None:
     item = ItemRecord(rollout("a").item, False, (("|O", (1,)),), 0, 8, False)
     with pytest.raises(RecordError, match="plain numbers"):
         decode_frames(item, b"\0" * 8)
+
+
+def test_a_record_unpacks_to_what_it_claims_and_claims_what_a_batch_can_have() -> None:
+    item, zeros = rollout("a").item, zlib.compress(bytes(64 << 20), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecordError, match="more than 16 bytes"):
+            decode_frames(ItemRecord(item, False, (("<i4", (4,)),), 0, len(zeros), True), zeros)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    for frames, said in ((("<i4", (1 << 40,)),), "no batch is larger"), ((("<i4", (-4,)), ("<i4", (8,))), "plain"):
+        with pytest.raises(RecordError, match=said):
+            decode_frames(ItemRecord(item, False, frames, 0, len(zeros), True), zeros)
+
+
+@pytest.mark.parametrize(("claim", "said"), [((0, 9), "outside"), ((-1, 1), "outside"), ((0, 1), "claim")])
+def test_a_batch_s_items_lie_inside_it(claim: tuple[int, int], said: str) -> None:
+    frames = (("<i4", (250_000_000,)),)
+    item = ItemRecord(rollout("a").item, False, frames, *claim, True)
+    body = msgspec.msgpack.encode(BatchRecord(1, WeightVersion(0, 0), {}, (), (item,) * 3))
+    head = HEAD.pack(2, len(body), 8, 0)[:-4]
+    content = MAGIC + head + zlib.crc32(bytes(8), zlib.crc32(body, zlib.crc32(head))).to_bytes(4, "little") + body
+    with pytest.raises(RecordError, match=said):
+        list(scan(io.BytesIO(content + bytes(8)), len(content) + 8, "it"))
 
 
 # ------------------------------------------------------------------------------------------------------- going on
