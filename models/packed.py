@@ -34,6 +34,7 @@ from models.logprobs import lm_head
 from models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
 from models.past import Around, Cells, Past, Piece
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+from models.rotary import depends_on_neighbours, moving_rope, turn_each_alone
 from models.transfer import upload
 
 IMPLEMENTATION = "stillhouse_packed"
@@ -99,6 +100,11 @@ def refuse_unpackable(config: PreTrainedConfig) -> None:
             f"model_type {config.model_type!r} has layers of type {sorted(unknown)}; packed forwards do "
             f"{sorted(_SUPPORTED_LAYERS)} only (a recurrent or chunked layer would leak between sequences)"
         )
+    if getattr(text, "attn_temperature_tuning", False):
+        raise PackingError(
+            f"model_type {config.model_type!r} has attn_temperature_tuning, which scales queries by their place in the "
+            "whole row, not in their sequence; packed forwards cannot do that"
+        )
     if getattr(text, "is_causal", True) is False:
         raise PackingError(
             f"model_type {config.model_type!r} is configured as bidirectional; expected causal attention"
@@ -126,7 +132,8 @@ def refuse_undividable(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> None:
-    """Run three short sequences packed, and each alone through the model's own eager path; compare the logits.
+    """Run three short sequences packed, and each alone through the model's own eager path; compare the logits. Compare
+    the rotations of a short sequence alone and beside the longest one.
 
     Catches what the configuration does not show: ignored positions or keyword arguments, the architecture's own masks,
     a head that is more than one linear layer. Raises PackingError with the difference measured.
@@ -151,6 +158,8 @@ def probe(model: PreTrainedModel) -> None:
             f"{allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)}); this architecture mixes tokens outside of "
             "the attention interface or changes its logits after the head, and cannot be scored or trained packed"
         )
+    if name := depends_on_neighbours(model):
+        raise PackingError(f"{name} turns a short sequence otherwise beside a long one; it cannot be run packed")
 
 
 @torch.no_grad()
@@ -181,13 +190,6 @@ def probe_past(model: PreTrainedModel) -> int:
             f"(allowed {allowed:.3g}); this architecture cannot continue from kept keys and values"
         )
     return cells.nbytes // n_first
-
-
-def moving_rope(config: PreTrainedConfig) -> str:
-    """The type of rotary frequencies, if they depend on the longest position of the batch; else empty."""
-    rope: Any = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    return kind if kind in ("dynamic", "longrope") else ""
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -334,6 +336,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
 
 
 def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: Layout | DividedLayout) -> Tensor:
+    turn_each_alone(model)
     output = model.base_model(
         input_ids=ids_T[None],
         position_ids=positions_T[None],

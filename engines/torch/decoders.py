@@ -24,8 +24,9 @@ from engines.torch.kernels import Kernels, KernelsUnavailableError, compiled_ker
 from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from engines.torch.products import packs
 from engines.torch.step import Prefill, Step, plan_step
-from models.packed import moving_rope, refuse_unpackable
+from models.packed import refuse_unpackable
 from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+from models.rotary import moving_rope
 
 log = logging.getLogger(__name__)
 

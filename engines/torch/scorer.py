@@ -34,6 +34,7 @@ from models.logprobs import TokenScores, lm_head, token_scores
 from models.packed import PackingError, context_window, packed_hidden, probe_past
 from models.packed_layout import first_fit_decreasing
 from models.past import Around, Cells, Past
+from models.rotary import switching_rope
 from models.transfer import upload
 from protocol.hidden_codec import Bits
 from protocol.messages import WeightsRef
@@ -60,6 +61,7 @@ class TorchScorer:
         self._head = lm_head(model)
         self._vocab_size = self._head.weight_VH.shape[0]
         self._max_context = context_window(model.config)
+        self._folds = not switching_rope(model.config)
         self._max_batch_tokens = max_batch_tokens
         self._chunk_tokens = chunk_rows(self._vocab_size, self._head.weight_VH.device.type)
 
@@ -105,7 +107,7 @@ class TorchScorer:
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
         size = self.hidden_size if hidden else None
         results = [ScoreResult.empty(top_k if one.top_ids is None else one.top_ids.shape[1], size) for one in requests]
-        runs = fold(requests)
+        runs = fold(requests, together=self._folds)
         try:
             self._look_up(runs)
             for pack in first_fit_decreasing([run.n_inputs for run in runs], self._max_batch_tokens):
@@ -238,9 +240,10 @@ class Run:
         return len(self.ids) - 1 - self.n_past
 
 
-def fold(requests: Sequence[ScoreRequest]) -> list[Run]:
+def fold(requests: Sequence[ScoreRequest], *, together: bool = True) -> list[Run]:
     """One run for all requests of a rollout of which each begins the next one and reaches up to its start. Requests
-    without a token to score are in none."""
+    without a token to score are in none. `together=False`: one run each, for a model in which a longer text changes
+    what was before."""
     runs: list[Run] = []
     by_rollout: dict[str, list[Run]] = {}
     for index in sorted(range(len(requests)), key=lambda i: -len(requests[i].token_ids)):
@@ -248,7 +251,7 @@ def fold(requests: Sequence[ScoreRequest]) -> list[Run]:
         ids, end = request.token_ids, len(request.token_ids)
         if request.start == end:
             continue
-        its = by_rollout.setdefault(request.rollout_id, []) if request.rollout_id else []
+        its = by_rollout.setdefault(request.rollout_id, []) if request.rollout_id and together else []
         run = next((run for run in its if end >= run.start and np.array_equal(run.ids[:end], ids)), None)
         if run is None:
             run = Run(ids, request.rollout_id, request.start, [], request.last)

@@ -13,6 +13,8 @@ from transformers import (
     CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -21,8 +23,13 @@ from transformers import (
     GraniteForCausalLM,
     HyperCLOVAXConfig,
     HyperCLOVAXForCausalLM,
+    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -96,6 +103,50 @@ def _granite() -> Any:
     return GraniteForCausalLM, GraniteConfig(**SMALL, logits_scaling=4.0)
 
 
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [8.0, 9.0, 10.0, 11.0],
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+}
+
+
+def _phi3() -> Any:
+    return Phi3ForCausalLM, Phi3Config(**SMALL, original_max_position_embeddings=8, rope_parameters=dict(LONGROPE))
+
+
+def _phimoe() -> Any:
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    scales = {"short_mscale": 1.0, "long_mscale": 1.7}
+    return PhimoeForCausalLM, PhimoeConfig(**SMALL, **experts, rope_parameters={**LONGROPE, **scales})
+
+
+def _gemma3() -> Any:
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention": dict(LONGROPE)}
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM, Gemma3TextConfig(**WINDOWED, layer_types=kinds, rope_parameters=ropes)
+
+
+def _yarn() -> Any:
+    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 8}
+    return Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=8, rope_parameters=rope)
+
+
+def _dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 8.0}
+    return Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=8, rope_parameters=rope)
+
+
+MOVING: dict[str, Callable[[], Any]] = {
+    "phi3 (longrope)": _phi3,
+    "phimoe (longrope with scales, experts)": _phimoe,
+    "gemma3 (longrope in layers of one type)": _gemma3,
+    "yarn": _yarn,
+    "dynamic": _dynamic,
+}
+"""What else may depend on the longest sequence of a row. The original context is 8 tokens."""
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "qwen3 (GQA, rotary)": _qwen3,
     "qwen3_moe (experts in every layer)": _qwen3_moe,
@@ -128,12 +179,12 @@ def _plain_logits(model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int])
     return torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in ids_T.split(list(lengths))])
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (3, 17, 1, 40, 9, 17, 2)], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES | MOVING)
+@pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (3, 17, 1, 40, 9, 8, 2)], ids=str)
 def test_packed_equals_plain_forward(name: str, lengths: tuple[int, ...]) -> None:
     dtype = torch.float32 if "experts" in name else torch.float64  # torch has no float64 kernel for experts
-    model = _build(ARCHITECTURES[name], packed.IMPLEMENTATION, dtype)
-    plain = _build(ARCHITECTURES[name], "eager", dtype)
+    make = (ARCHITECTURES | MOVING)[name]
+    model, plain = _build(make, packed.IMPLEMENTATION, dtype), _build(make, "eager", dtype)
     ids_T = _ids(lengths)
     with torch.no_grad():
         logits_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
@@ -143,7 +194,7 @@ def test_packed_equals_plain_forward(name: str, lengths: tuple[int, ...]) -> Non
     torch.testing.assert_close(logits_TV, expected_TV, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("make", [_qwen3, _qwen3_moe, _gpt2, _gemma2], ids=["qwen3", "qwen3_moe", "gpt2", "gemma2"])
+@pytest.mark.parametrize("make", [_qwen3, _qwen3_moe, _gpt2, _gemma2, _phi3])
 def test_packed_gradients_equal_plain_gradients(make: Callable[[], Any]) -> None:
     lengths = (3, 17, 1, 30, 9)
     model, plain = _build(make, packed.IMPLEMENTATION), _build(make, "eager")
@@ -254,6 +305,22 @@ def test_probe_refuses_a_model_that_mixes_tokens_outside_attention() -> None:
     model.model.layers[0].mlp.register_forward_hook(leak)  # pyright: ignore
     with pytest.raises(PackingError, match="mixes tokens outside"):
         packed.probe(model)
+
+
+def test_probe_refuses_rotations_that_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "turn_each_alone", lambda _model: None)  # pyright: ignore
+    with pytest.raises(PackingError, match="Phi3RotaryEmbedding turns a short sequence otherwise beside a long one"):
+        packed.probe(_build(_phi3, packed.IMPLEMENTATION))
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_probe_accepts_what_is_turned_alone(name: str) -> None:
+    packed.probe(_build(MOVING[name], packed.IMPLEMENTATION))
+
+
+def test_scaling_by_the_place_in_the_row_is_refused_from_the_configuration_alone() -> None:
+    with pytest.raises(PackingError, match="attn_temperature_tuning"):
+        packed.refuse_unpackable(Llama4TextConfig(layer_types=["full_attention"] * 48))
 
 
 def test_recurrent_layers_are_refused_from_the_configuration_alone() -> None:

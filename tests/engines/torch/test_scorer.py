@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from engines.base import ScoreRequest, ScoringEngine
 from engines.config import ScorerSettings, chunk_rows
@@ -75,6 +82,21 @@ def test_scores_equal_transformers_for_every_start_and_mixture(scorer: TorchScor
         given, _ = _expected(plain, request)
         assert result.logprobs.dtype == np.float32
         np.testing.assert_allclose(result.logprobs, given, atol=1e-4)
+
+
+def test_growing_rollouts_under_longrope_are_each_scored_as_alone(tmp_path: Path) -> None:
+    """Segments of one rollout, before and behind the length from which there are other frequencies (8), in one pack."""
+    rope: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0, 9.0, 10.0, 11.0]}
+    shape: dict[str, Any] = {**SHAPE, "original_max_position_embeddings": 8, "pad_token_id": None}
+    Phi3ForCausalLM(
+        Phi3Config(**shape, rope_parameters={**rope, "original_max_position_embeddings": 8})
+    ).save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = _request(30, 1).token_ids
+    requests = [ScoreRequest(ids[:end], start, rollout_id="a") for start, end in ((3, 7), (7, 8), (8, 20), (20, 30))]
+    requests += [_request(n, 1, seed=n) for n in (5, 8, 10, 40)]
+    for request, result in zip(requests, TorchScorer.load(tmp_path, ScorerSettings()).score(requests), strict=True):
+        np.testing.assert_allclose(result.logprobs, _expected(plain, request)[0], atol=1e-4)
 
 
 def test_top_k_ids_and_logprobs_come_likeliest_first(scorer: TorchScorer, plain: PreTrainedModel) -> None:
