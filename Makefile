@@ -1,4 +1,4 @@
-# make demo | test | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -28,7 +28,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 demo test test-slow test-all check sglang-cpu clean
+.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 demo test test-slow test-release test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -101,10 +101,13 @@ PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist load
 test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that make test leaves out; those of SGLang need make sglang-cpu
-	$(PYTEST) --no-loadscope-reorder -m slow $(ARGS)
+test-slow: $(INSTALLED)  ## what CI runs beside make test: servers, whole runs, short campaigns; SGLang's need make sglang-cpu
+	$(PYTEST) --no-loadscope-reorder -m "slow and not release" $(ARGS)
 
-test-all: agents trackers ray openenv verifiers test test-slow  ## every test, once; up to an hour on two cores
+test-release: $(INSTALLED)  ## what only a release needs: long campaigns, further cases (tests/release.py), half an hour and more
+	$(PYTEST) --no-loadscope-reorder -m release $(ARGS)
+
+test-all: agents trackers ray openenv verifiers test test-slow test-release  ## every test, once; over an hour on two cores
 
 check: $(TRACKERS_INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
