@@ -1,4 +1,5 @@
-"""The kernels in C against slow and obvious float64, for each width of vector registers that this machine has."""
+"""The kernels in C against slow and obvious float64, for each width of vector registers that this machine has. What
+happens without a compiler is tested on every machine."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import logging
 import math
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,8 +36,8 @@ WIDTHS = ((), ("-mno-avx512f",), ("-mno-avx",)) if platform.machine() == "x86_64
 KINDS = ("llama", "qwen2", "qwen3")
 
 
-@pytest.fixture(autouse=True)
-def needs_a_compiler() -> None:
+@pytest.fixture
+def a_compiler() -> None:
     try:
         compiled_kernels()
     except KernelsUnavailableError as error:
@@ -43,7 +45,7 @@ def needs_a_compiler() -> None:
 
 
 @pytest.fixture(params=WIDTHS, ids=lambda flags: " ".join(flags) or "native")
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest, a_compiler: None) -> Kernels:
     return compiled_kernels(*request.param)
 
 
@@ -91,6 +93,7 @@ def test_a_row_does_not_depend_on_the_others(kernels: Kernels) -> None:
         assert torch.equal(kernels.product(x[row : row + 1], packed, 96, None, None)[0], together[row])
 
 
+@pytest.mark.usefixtures("a_compiler")
 def test_a_product_follows_its_weight() -> None:
     weight, x = torch.randn(50, 20), torch.randn(3, 20)
     product = Product(weight, kernels=compiled_kernels())
@@ -200,6 +203,7 @@ def test_a_row_that_is_nan_stays_alone(kernels: Kernels) -> None:
 # --------------------------------------------------------------------------------------------- in the engine
 
 
+@pytest.mark.usefixtures("a_compiler")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_with_kernels_writes_the_same(kind: str) -> None:
     """The same tokens as without, and the log-probs of the plain forward."""
@@ -212,6 +216,7 @@ def test_an_engine_with_kernels_writes_the_same(kind: str) -> None:
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.usefixtures("a_compiler")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("update_mode", ["in_place", "retract"])
 def test_kernels_follow_a_swap(kind: str, update_mode: str) -> None:
@@ -229,6 +234,7 @@ def kernels_of(engine: TorchEngine) -> Kernels | None:
     return decoder.kernels
 
 
+@pytest.mark.usefixtures("a_compiler")
 def test_auto_is_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_of(make_engine()) is None
     monkeypatch.setattr(products, "PACKED_FROM_ELEMENTS", 1)
@@ -237,25 +243,26 @@ def test_auto_is_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels_of(make_engine(dtype="bfloat16")) is None
 
 
-@pytest.fixture
-def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CC", "/nowhere/cc -m64")
+@pytest.fixture(params=["/nowhere/cc -m64", ""])
+def without_compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """None at the place that CC names, or none on the PATH."""
+    monkeypatch.setenv("CC", request.param)
+    monkeypatch.setenv("PATH", "/nowhere/bin")
     compiled_kernels.cache_clear()
-    yield
+    yield "/nowhere/cc" if request.param else "no C compiler.* install gcc, or name one in CC"
     compiled_kernels.cache_clear()
 
 
-@pytest.mark.usefixtures("without_compiler")
 def test_without_a_compiler_auto_warns_and_on_refuses(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    without_compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ValueError, match=r"kernels = on: .*/nowhere/cc"):
+    with pytest.raises(ValueError, match=f"kernels = on: .*{without_compiler}"):
         make_engine(kernels="on")
     monkeypatch.setattr(products, "PACKED_FROM_ELEMENTS", 1)
     with caplog.at_level(logging.WARNING):
         engine = make_engine()
     assert kernels_of(engine) is None
-    assert "/nowhere/cc" in caplog.text and "actor.torch.kernels" in caplog.text
+    assert re.search(f"actor.torch.kernels.*{without_compiler}", caplog.text)
     requests = make_requests(2)
     assert_true(make_model("qwen3"), requests, run(engine, requests))
 
@@ -275,6 +282,7 @@ def test_a_machine_without_a_folder_for_temporary_files_has_no_kernels(monkeypat
         compiled_kernels.__wrapped__()
 
 
+@pytest.mark.usefixtures("a_compiler")
 def test_a_file_that_stays_as_long_as_it_is_loaded_does_no_harm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -291,7 +299,7 @@ def test_a_file_that_stays_as_long_as_it_is_loaded_does_no_harm(
     assert [folder.name[:19] for folder in tmp_path.iterdir()] == ["stillhouse-kernels-"]
 
 
-@pytest.mark.parametrize("cc", ["false", "cc -fnot-an-option"])
+@pytest.mark.parametrize("cc", ["false", "sh -c 'echo error: no such option >&2; exit 1'"])
 def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, cc: str) -> None:
     monkeypatch.setenv("CC", cc)
     with pytest.raises(KernelsUnavailableError, match=f"{cc.split()[0]} .*failed: "):

@@ -1,6 +1,9 @@
-"""Packed weights: the same products as with plain ones, before and after the weights change."""
+"""Packed weights: the same products as with plain ones, before and after the weights change. What can be packed is
+asked of the processor, as the product does; the path of a processor that cannot is taken by all."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,14 @@ from tests.engines.torch.generation import assert_true, make_engine, make_model,
 torch.set_num_threads(1)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+NO_BFLOAT16, NO_OPERATORS, NO_ONEDNN = "no products in bfloat16", "no operators", "no oneDNN"
+
+
+def processor_multiplies(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has packed products of this type here: in bfloat16 it needs AVX-512, or AVX-NE-CONVERT."""
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.fixture
@@ -33,10 +44,32 @@ def slow_product(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_packed_weight_multiplies_as_a_plain_one(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    assert packs(torch.empty(24, 40, dtype=dtype)) == processor_multiplies(dtype)
+    assert_product_follows_its_weight(dtype, rows, with_bias)
+
+
+@pytest.mark.usefixtures("everything_packed")
+@pytest.mark.parametrize("lacking", [NO_BFLOAT16, NO_OPERATORS, NO_ONEDNN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_nothing_can_be_packed_products_are_the_same(
+    lacking: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == NO_BFLOAT16:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    elif lacking == NO_OPERATORS:
+        monkeypatch.setattr(products, "_ops", lambda: SimpleNamespace(mkldnn=SimpleNamespace()))
+    else:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert packs(torch.empty(24, 40, dtype=dtype)) == (lacking == NO_BFLOAT16 and dtype == torch.float32)
+    for rows in (1, 17):
+        for with_bias in (False, True):
+            assert_product_follows_its_weight(dtype, rows, with_bias)
+
+
+def assert_product_follows_its_weight(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     torch.manual_seed(rows)
     weight, bias = torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype) if with_bias else None
     x, residual = torch.randn(rows, 40).to(dtype), torch.randn(rows, 24).to(dtype)
-    assert packs(weight)
     product = Product(weight, bias)
     for _ in range(2):
         expected = slow_product(weight, bias, x)
