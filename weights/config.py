@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -28,6 +28,14 @@ BUILT_IN: Final = {
 """Transports by name; each value is a callable that makes one from a weights.transport.Setup."""
 ENTRY_POINTS: Final = "stillhouse.weights"
 """Entry-point group of transports in installed packages."""
+NCCL_SOCKETS_ONLY: Final = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NET": "Socket",
+}
+"""Variables with which NCCL's ranks talk by sockets alone, as they must where two are on one GPU: its other transports
+assume that ranks which say that they are on different hosts are."""
 CPU_BUCKET_BYTES: Final = 64 << 20
 GPU_BUCKET_BYTES: Final = 512 << 20
 """Larger, because each bucket for an SGLang server costs an HTTP request, which 64 MiB over NVLink do not repay."""
@@ -57,7 +65,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Library that carries the broadcast. auto: nccl if the learner and all actors (or their servers) have a GPU each
     and the same NCCL version, else gloo. The launcher decides before the start and prints its choice and the reason. If
-    you set nccl and it cannot work, the run is refused."""
+    you set nccl and it cannot work, the run is refused; members that share a GPU then talk by NCCL's sockets."""
     dtype: PublishDtype = "auto"
     """Dtype in which weights are sent. auto: the dtype of the actors' weights (actor.torch.dtype; for servers that the
     launcher starts on GPUs, --dtype or the student's config.json) if that loses nothing, else keep. keep: the dtype of
@@ -169,6 +177,17 @@ def find_transport(way: str) -> str:
         known = ", ".join(["auto", *BUILT_IN, *found])
         raise ValueError(f"weights.transport: got {way!r}, expected one of {known}, or module:attribute of your own")
     return found[way]
+
+
+def sockets_only(environment: Mapping[str, str]) -> bool:
+    """Whether NCCL's ranks in this environment reach each other by sockets alone."""
+    return all(environment.get(name) == "1" for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"))
+
+
+def own_nccl_host(environment: Mapping[str, str], name: str) -> dict[str, str]:
+    """NCCL_HOSTID for a member of the weight group, which replaces the host's hash (getHostHash in NCCL's utils.cc), so
+    that a member on the same GPU is not refused as a duplicate. Empty where NCCL may use more than sockets."""
+    return {"NCCL_HOSTID": name} if sockets_only(environment) and "NCCL_HOSTID" not in environment else {}
 
 
 def sent_dtype(asked: PublishDtype, held: SentDtype) -> SentDtype:

@@ -35,6 +35,7 @@ from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivat
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from weights.buckets import BucketLayout, Content
+from weights.config import own_nccl_host
 from weights.deadlines import in_thread, wait_patiently
 from weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
@@ -310,6 +311,8 @@ def new_nccl_group(store: AnyStore, rank: int, world_size: int, timeout: timedel
         raise GroupBroken("this torch was built without NCCL; set the backend to gloo")
     options = nccl.Options()
     options._timeout = timeout
+    if rank > 0:
+        os.environ.update(own_nccl_host(os.environ, f"{socket.gethostname()}-{os.getpid()}"))
     with _environment(_NCCL_ENVIRONMENT):  # read by the constructor
         return nccl(store, rank, world_size, options)
 

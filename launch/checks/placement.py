@@ -4,9 +4,10 @@ The launcher decides all of it before anything starts; these are pure functions 
 for. `engine = auto` is decided first, so that everything behind it, and config.yaml of the run, has engines by name.
 Each embedded worker receives its device in StartRole; the learner reads the weight backend from its configuration.
 
-NCCL refuses two ranks on one GPU ("Duplicate GPU detected", initTransportsRank in its init.cc) and ranks with different
-versions ("Mismatched NCCL version detected", bootstrap.cc and init.cc), and it needs a GPU on every rank. gloo works
-with all layouts, more slowly, because weights go through host memory.
+NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected", initTransportsRank in its init.cc; asked for,
+members on a shared GPU say that they are hosts of their own, launch.servers.plan) and ranks with different versions
+("Mismatched NCCL version detected", bootstrap.cc and init.cc), and it needs a GPU on every rank. gloo works with all
+layouts, more slowly, because weights go through host memory.
 """
 
 from __future__ import annotations
@@ -50,36 +51,43 @@ class Member(NamedTuple):
 class Choice(NamedTuple):
     backend: Backend
     why: str
+    shared: bool = False
+    """NCCL among members of which some share a GPU: over sockets, each as a host of its own."""
 
 
 def choose_weight_backend(wanted: Literal["auto", "gloo", "nccl"], learner: Member, actors: Sequence[Member]) -> Choice:
-    """Choose nccl if it can work, else gloo. Under `auto`, anything unknown means gloo. Raises ValueError if `wanted`
-    is nccl and it cannot work."""
+    """Choose nccl if it can work, else gloo. Under `auto`, a shared GPU and anything unknown mean gloo. Raises
+    ValueError if `wanted` is nccl and it cannot work."""
     if wanted == "gloo":
         return Choice("gloo", "as configured")
     if impossible := next(_impossible(learner, actors), None):
         if wanted == "nccl":
             raise ValueError(f"weights.backend: got nccl, but {impossible}; use gloo or auto")
         return Choice("gloo", impossible)
+    shared = next(_shared(learner, actors), None)
     if wanted == "nccl":
-        return Choice("nccl", "as configured")
+        why = f"as configured; {shared}, so it goes over NCCL's sockets" if shared else "as configured"
+        return Choice("nccl", why, shared is not None)
+    if shared:
+        return Choice("gloo", f"{shared}, and NCCL takes one rank per GPU and host")
     if unknown := next(_unknown(learner, actors), None):
         return Choice("gloo", unknown)
     return Choice("nccl", f"a GPU each, NCCL {learner.nccl or 'of one interpreter'}")
 
 
-def _impossible(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
-    def named(member: Member) -> str:
-        return "the learner" if member is learner else member.who
+def _shared(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
+    holders: dict[int, str] = dict.fromkeys(learner.gpus or (), "the learner")
+    for actor in actors:
+        for gpu in actor.gpus or ():
+            if gpu in holders:
+                yield f"{holders[gpu]} and {actor.who} share GPU {gpu}"
+            holders[gpu] = actor.who
 
-    holders: dict[int, str] = {}
+
+def _impossible(learner: Member, actors: Sequence[Member]) -> Iterator[str]:
     for member in (learner, *actors):
         if member.gpus == ():
-            yield f"{named(member)} is on the CPU"
-        for gpu in member.gpus or ():
-            if gpu in holders:
-                yield f"{holders[gpu]} and {named(member)} share GPU {gpu}, and NCCL takes one rank per GPU"
-            holders[gpu] = named(member)
+            yield f"{'the learner' if member is learner else member.who} is on the CPU"
     for actor in actors:
         if actor.nccl and learner.nccl and actor.nccl != learner.nccl:
             yield (

@@ -5,6 +5,7 @@ starts, as launch.checks.preflight does for a run.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, cast
@@ -33,6 +34,7 @@ from protocol.addresses import is_local
 from protocol.handshake import vocab_fingerprint
 from protocol.object_store import Store, StoreError
 from protocol.processors import usable_cores
+from weights.config import NCCL_SOCKETS_ONLY, sockets_only
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that a joining host may set; all others belong to the run."""
@@ -223,8 +225,9 @@ def _of_this_machine(config: RunConfig, roles: Sequence[EngineRole], *, elsewher
 
 
 def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -> Iterator[str]:
-    """NCCL allows one rank per GPU; two on one GPU would break the whole group, again and again."""
-    if target.config.weights.backend != "nccl":
+    """NCCL allows one rank per GPU and host; two would break the whole group, again and again. Where it is told to use
+    sockets only, as a run on a shared GPU tells it, each member is a host of its own."""
+    if target.config.weights.backend != "nccl" or sockets_only(os.environ):
         return
     where = engine_of(asked, "actor").device("actor", asked.actor)
     key = "actor.server.gpus" if where is None else f"actor.{where.key}"
@@ -234,7 +237,8 @@ def _gpus_of_their_own(target: Target, asked: RunConfig, placement: Placement) -
     if None in gpus or len(set(gpus)) < len(gpus):
         yield (
             f"{key}: the run sends weights by NCCL, which needs a GPU of its own for each actor; expected as many free "
-            "GPUs here as actors that join, or a run with --weights.backend gloo"
+            "GPUs here as actors that join, or a run with --weights.backend gloo; for a run whose members share GPUs, "
+            f"set {' '.join(f'{name}={value}' for name, value in NCCL_SOCKETS_ONLY.items())}"
         )
     named = asked.actor.server.gpus or (where is not None and where.device.startswith("cuda:"))
     if not target.elsewhere and not named:

@@ -20,6 +20,7 @@ from launch.config.pools import WorkerGroup, engine_of, worker_groups
 from launch.config.run import RunConfig
 from launch.machine.gpus import LEARNER, Groups, Places
 from protocol.addresses import is_local
+from weights.config import NCCL_SOCKETS_ONLY
 
 FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Makes a server survive the failure of its weight group, which is only aborted. With torch's default (3) the watchdog
@@ -136,18 +137,23 @@ def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
             )
 
 
-def server_environment(config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def server_environment(
+    config: RunConfig, temporary: Path, base: Mapping[str, str] = os.environ, *, shared: bool = False
+) -> dict[str, str]:
     """Variables that servers get in addition to this process's: a folder for socket files that is removed at the end,
     and the interface towards the learner for gloo, which would otherwise look up the host name."""
     added = {"TMPDIR": str(temporary)}
     if "GLOO_SOCKET_IFNAME" not in base and (interface := interface_for(config.weights.host)):
         added["GLOO_SOCKET_IFNAME"] = interface
     added |= {name: value for name, value in FAILED_GROUPS.items() if name not in base}
-    return added | nccl_environment(config, base)
+    return added | nccl_environment(config, base, shared=shared)
 
 
-def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def nccl_environment(
+    config: RunConfig, base: Mapping[str, str] = os.environ, *, shared: bool = False
+) -> dict[str, str]:
     """Variables that must be the same on all sides of the weight group: the learner, embedded actors and servers.
+    `shared`: some of them are on one GPU (`launch.checks.placement.Choice`).
 
     NCCL_SOCKET_IFNAME is the loopback if all are on one machine; NCCL would choose another interface if there is one.
     Variables that the actors' servers set for themselves (`ServerEngine.nccl_environment`) are set for all. Variables
@@ -157,6 +163,8 @@ def nccl_environment(config: RunConfig, base: Mapping[str, str] = os.environ) ->
         added["NCCL_SOCKET_IFNAME"] = interface
     if (servers := engine_of(config, "actor").servers) is not None:
         added |= servers.nccl_environment(config.actor.server)
+    if shared:
+        added |= NCCL_SOCKETS_ONLY
     return {name: value for name, value in added.items() if name not in base}
 
 

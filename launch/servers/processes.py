@@ -18,6 +18,7 @@ from typing import Final, NamedTuple, TypeAlias
 from launch.processes.lifeline import kill_group, reap
 from launch.servers.plan import ServerPlan
 from sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
+from weights.config import own_nccl_host
 
 ZYGOTE_LOG: Final = "zygote"
 GRACE_S: Final = 5.0
@@ -125,7 +126,10 @@ class ServerProcesses:
     def _spawn(self, plan: ServerPlan, port: int, api_key: str) -> None:
         log_path = self._log_dir / f"{plan.name}.log"
         command = plan.engine.command(plan.launch, plan.model, plan.host, port, api_key, log_path)
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(plan.gpus)} if plan.gpus else {}
+        environment = {**os.environ, **self._environment}
+        environment |= own_nccl_host(environment, plan.name)
+        if plan.gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.gpus)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         with open(os.open(log_path, flags, 0o600), "ab") as log:  # noqa: PTH123 - a mode
             process = subprocess.Popen(
@@ -133,7 +137,7 @@ class ServerProcesses:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._environment, **devices},
+                env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
             )
         assert process.stdin is not None

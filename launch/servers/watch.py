@@ -66,7 +66,10 @@ class ServerWatch:
         log_dir: Path,
         budget: RestartBudget,
         api_key: str,
+        *,
+        shared: bool = False,
     ) -> None:
+        """`shared`: of the weight group's GPUs (`server_environment`)."""
         self._slots = {plan.worker: ServerSlot(plan) for plan in plans}
         self._by_name = {slot.plan.name: slot for slot in self._slots.values()}
         self._budget = budget
@@ -76,7 +79,9 @@ class ServerWatch:
         self._probed_s = 0.0
         self._stopping = False
         self._processes = (
-            ServerProcesses(log_dir, lambda temporary: server_environment(config, temporary)) if plans else None
+            ServerProcesses(log_dir, lambda temporary: server_environment(config, temporary, shared=shared))
+            if plans
+            else None
         )
 
     def __repr__(self) -> str:

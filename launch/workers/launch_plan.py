@@ -54,7 +54,8 @@ class LaunchPlan:
     def environment(self) -> dict[str, str]:
         """Environment variables that workers get in addition to their host's. One of them is the servers' key, which
         must not appear on a command line or in a log."""
-        return nccl_environment(self.config) | ({API_KEY_VARIABLE: self.api_key} if self.servers else {})
+        shared = self.placement.weights.shared
+        return nccl_environment(self.config, shared=shared) | ({API_KEY_VARIABLE: self.api_key} if self.servers else {})
 
 
 MakeBackend: TypeAlias = Callable[[LaunchPlan, WorkFolder], ProcessBackend]

@@ -64,7 +64,8 @@ class Watch(ABC):
         self._status = status
         self._backend = backend
         self._budget = RestartBudget(plan.config.launch)
-        self._servers = ServerWatch(plan.servers, plan.config, folder.logs, self._budget, plan.api_key)
+        shared = plan.placement.weights.shared
+        self._servers = ServerWatch(plan.servers, plan.config, folder.logs, self._budget, plan.api_key, shared=shared)
         self._crew = Crew(plan, folder.run_id, backend, self._servers, workers)
         self._link: BufferLink | None = None
         self._signals = StopRequests()

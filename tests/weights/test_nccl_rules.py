@@ -390,3 +390,25 @@ def test_nothing_is_read_from_a_gpu_before_it_is_there(fake: FakeGroup, event: F
         else:
             group.join(0.2)
     group.close()
+
+
+@pytest.mark.parametrize(("rank", "disabled", "own"), [(1, "1", True), (0, "1", False), (1, "0", False)])
+def test_members_that_may_use_sockets_only_say_that_they_are_hosts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, rank: int, disabled: str, own: bool
+) -> None:
+    """Two on one GPU are then no duplicates for NCCL. The learner keeps the machine's name, which its ranks share."""
+    seen: list[str | None] = []
+
+    class Recorder:
+        class Options: ...
+
+        def __init__(self, *_: object) -> None:
+            seen.append(os.environ.get("NCCL_HOSTID"))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Recorder, raising=False)
+    monkeypatch.setenv("NCCL_HOSTID", "")  # so that it is put back
+    monkeypatch.delenv("NCCL_HOSTID")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    weights.group_operations.new_nccl_group(host_store(HOST), rank, 2, timedelta(seconds=1))
+    assert bool(seen[0]) is own

@@ -206,7 +206,8 @@ def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_doe
     without = placed({"actors": 32, "teachers": 8}, 8, Installed(missing=("sglang",)))
     gpus = table(without)
     assert gpus["learner"] == 0 and 0 not in [gpu for who, gpu in gpus.items() if who != "learner"]
-    assert without.placement.weights == ("gloo", "actor-0 and actor-7 share GPU 2, and NCCL takes one rank per GPU")
+    why = "actor-0 and actor-7 share GPU 2, and NCCL takes one rank per GPU and host"
+    assert without.placement.weights == ("gloo", why, False)
 
 
 @pytest.mark.parametrize(
@@ -217,17 +218,21 @@ def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_doe
         (SERVED, 1, "got 1 visible GPUs, 0 of them free"),
         (EMBEDDED | {"learner": {"device": "cuda:8"}}, 8, "learner.device: got cuda:8, expected a number less than 8"),
         (EMBEDDED | {"learner": {"device": "gpu"}}, 8, "learner.device: got 'gpu', expected auto, cpu, cuda or cuda:N"),
-        (
-            EMBEDDED | {"weights": {"backend": "nccl"}},
-            2,
-            "weights.backend: got nccl, but actor-0 and actor-1 share GPU 1",
-        ),
         (EMBEDDED | {"weights": {"backend": "nccl"}}, 0, "got nccl, but the learner is on the CPU"),
     ],
 )
 def test_what_is_impossible_is_refused_by_key(plain: dict[str, Any], gpus: int, message: str) -> None:
     (mistake,) = placed(plain, gpus).mistakes
     assert message in mistake
+
+
+@pytest.mark.parametrize("plain", [EMBEDDED, EMBEDDED | {"actors": 1}])
+def test_nccl_on_a_shared_gpu_may_be_asked_for_and_goes_over_sockets(plain: dict[str, Any]) -> None:
+    assert placed(plain, 1).placement.weights.backend == "gloo"
+    asked = placed(plain | {"weights": {"backend": "nccl"}}, 1)
+    assert asked.mistakes == [] and asked.placement.weights[::2] == ("nccl", True)
+    assert "the learner and actor-0 share GPU 0, so it goes over NCCL's sockets" in asked.placement.text
+    assert placed(EMBEDDED | {"actors": 1}, 8).placement.weights[::2] == ("nccl", False)
 
 
 def test_servers_with_another_nccl_than_the_learner_get_gloo_and_nccl_is_refused() -> None:

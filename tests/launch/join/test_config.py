@@ -24,6 +24,7 @@ from launch.join.target import Target
 from launch.machine import torch_build
 from launch.machine.machine import Machine
 from launch.machine.torch_build import TorchBuild
+from weights.config import NCCL_SOCKETS_ONLY
 
 MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
 
@@ -153,6 +154,19 @@ def test_an_actor_joins_a_run_on_nccl_with_a_gpu_that_nobody_else_has(
     with pytest.raises(ConfigError) as refused:
         joining(run, *arguments)
     assert message in str(refused.value)
+
+
+def test_an_actor_joins_a_run_on_nccl_on_a_shared_gpu_where_nccl_uses_sockets_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(join_config, "find_machine", lambda: Machine(("0",)))
+    monkeypatch.setattr(torch_build, "own_build", lambda: TorchBuild("2.13.0", "12.8"))
+    run, arguments = target(weights={"backend": "nccl"}), ("--actors=2", "--actor.torch.device=cuda:0")
+    with pytest.raises(ConfigError, match="set NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1"):
+        joining(run, *arguments)
+    for name, value in NCCL_SOCKETS_ONLY.items():
+        monkeypatch.setenv(name, value)
+    assert joining(run, *arguments).config.actors == 2
 
 
 def test_a_model_of_another_vocabulary_is_refused_before_it_loads(tmp_path: Path) -> None:

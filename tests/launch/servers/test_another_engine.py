@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from engines.config import WorkerSettings
 from engines.provider import EngineRole, Launch, ServerCommand, ServerEngine, ServerFacts
 from launch.config.run import RunConfig
@@ -17,7 +19,8 @@ from launch.servers.watch import ServerNews, ServerWatch
 from tests.patience import PATIENCE_S, Limit
 
 PROGRAM = """
-import ctypes, http.server, signal, sys
+import ctypes, http.server, os, signal, sys
+print("NCCL_HOSTID", os.environ.get("NCCL_HOSTID"), flush=True)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 key = sys.stdin.readline().strip()
 
@@ -50,7 +53,9 @@ class OtherServers(ServerEngine):
         raise AssertionError("no server is attached")
 
 
-def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Path, shared: bool) -> None:
+    """Where the members of the weight group share a GPU, it is a host of its own for NCCL."""
     plan = ServerPlan(
         worker="actor-0",
         model="",
@@ -62,7 +67,7 @@ def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Pa
         start_timeout_s=PATIENCE_S,
     )
     config = build(RunConfig, {"launch": {"restart_backoff_s": 0.01}})
-    watch = ServerWatch([plan], config, tmp_path, RestartBudget(config.launch), "its-key")
+    watch = ServerWatch([plan], config, tmp_path, RestartBudget(config.launch), "its-key", shared=shared)
     news: list[ServerNews] = []
 
     def until_up(times: int) -> None:
@@ -82,3 +87,5 @@ def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Pa
     finally:
         watch.close()
     assert watch.slots["server-actor-0"].exit_codes == [-9, -15]
+    host = "server-actor-0" if shared else "None"
+    assert (tmp_path / "server-actor-0.log").read_text().splitlines()[0] == f"NCCL_HOSTID {host}"

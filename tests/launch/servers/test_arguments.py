@@ -116,6 +116,14 @@ def test_nccl_finds_the_same_on_all_sides() -> None:
     assert nccl_environment(config, {"NCCL_CUMEM_ENABLE": "1", "NCCL_SOCKET_IFNAME": "eth0"}) == {
         "NCCL_NVLS_ENABLE": "0"
     }
+    shared = nccl_environment(config, {}, shared=True)
+    assert shared == both | {
+        "NCCL_MNNVL_ENABLE": "0",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_NET": "Socket",
+    }
+    assert shared.items() <= server_environment(config, Path("/tmp/x"), {}, shared=True).items()
     assert nccl_environment(served(["--enable-nccl-nvls"]), {})["NCCL_NVLS_ENABLE"] == "1"
     assert nccl_environment(served(["--enable-symm-mem"]), {})["NCCL_CUMEM_ENABLE"] == "1"
 
