@@ -29,6 +29,8 @@ class Calculator(Environment):
     """`answer_pattern`: as in single_turn, applied to the student's last turn. `result_role`: the chat role of results
     where `</calc>` is not one token."""
 
+    row_options = ("answer_pattern", "result_role")
+
     def __init__(
         self, tokenizer: TextTokenizer, *, answer_pattern: str = ANSWER_PATTERN, result_role: str = "user"
     ) -> None:

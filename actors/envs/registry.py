@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, cast
 from actors.config import EnvConfig
 from actors.envs.adapters.packages import MissingPackage
 from actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
+from actors.rewards.registry import reward_of_row
+from actors.row_options import declared_by, given_by_row
 from protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
@@ -75,11 +77,13 @@ def find_environment(name: str) -> EnvironmentFactory:
 def check_options(name: str, options: Mapping[str, Any], *, more_in_rows: bool = False) -> EnvironmentFactory:
     """The class behind `name`, checked to accept a tokenizer and these options. A class that has a class method
     `check_options(**options)`, or an agent with one (`actors.agent.options_checked_by`), also checks their values with
-    it. `more_in_rows`: rows may give what is missing; values are then not checked until all are there.
+    it. `more_in_rows`: rows may give what is missing, if it is declared (actors.row_options); values are then not
+    checked until all are there.
 
     Raises UnknownEnvironment, and ValueError for an unknown option (naming the nearest known one), a missing one, or a
     value that the class refuses."""
-    if more_in_rows and lacks_options(name, options):
+    missing = lacking_options(name, options) if more_in_rows else ()
+    if missing and {*missing} <= {*declared_by(find_environment(name))}:
         return _knowing(name, options)
     factory = _accepting(name, options)
     check_values: Callable[..., None] | None = getattr(factory, "check_options", None)
@@ -88,14 +92,14 @@ def check_options(name: str, options: Mapping[str, Any], *, more_in_rows: bool =
     return factory
 
 
-def lacks_options(name: str, options: Mapping[str, Any]) -> bool:
-    """Return True if the class behind `name` needs more options than these. Raises UnknownEnvironment."""
+def lacking_options(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options that the class behind `name` needs beside these. Raises UnknownEnvironment."""
     factory = find_environment(name)
     try:
         required = [p for p in inspect.signature(factory).parameters.values() if p.default is inspect.Parameter.empty]
     except (TypeError, ValueError):  # implemented in C, without a signature
-        return False
-    return any(p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in options for p in required)
+        return ()
+    return tuple(p.name for p in required if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in options)
 
 
 def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
@@ -187,18 +191,24 @@ def load_environments(configs: Mapping[str, EnvConfig]) -> dict[str, LoadedEnvir
 
 
 def _make(config: EnvConfig, tokenizer: TextTokenizer, row_options: Mapping[str, Any]) -> Environment:
-    return make_environment(config.name, tokenizer, options_of_row(config.options, row_options))
+    return make_environment(config.name, tokenizer, options_of_row(config.options, row_options, config.name))
 
 
 def _agent(config: EnvConfig, row_options: Mapping[str, Any]) -> Callable[..., Any]:
-    options = options_of_row(config.options, row_options)
+    options = options_of_row(config.options, row_options, config.name)
     return functools.partial(_accepting(config.name, options), **options)
 
 
-def options_of_row(configured: Mapping[str, Any], of_row: Mapping[str, Any]) -> dict[str, Any]:
-    """The configured options with those of a row over them. None in a row changes nothing: tables fill options that
-    other rows have with null."""
-    return {**configured, **{name: value for name, value in of_row.items() if value is not None}}
+def options_of_row(configured: Mapping[str, Any], of_row: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """The configured options of the environment `name`, with those of a row over them. None in a row changes nothing.
+
+    Raises RowRefused for an option that the environment, or its reward, does not declare as a row's to set; without a
+    name that is any. Raises UnknownEnvironment."""
+    if not any(value is not None for value in of_row.values()):
+        return dict(configured)
+    factory = find_environment(name) if name else None
+    given = given_by_row(of_row, factory, f"environment {name!r}" if name else "an environment")
+    return {**configured, **given, **(reward_of_row(configured, given) if "reward" in declared_by(factory) else {})}
 
 
 def make_environment(name: str, tokenizer: TextTokenizer, options: Mapping[str, Any]) -> Environment:

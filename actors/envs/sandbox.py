@@ -10,6 +10,7 @@ from actors.envs.base import EnvTask
 from actors.envs.judged import answered, reward_of
 from actors.envs.tool_loop import Notation, converse, read_notation
 from actors.rewards import Reward
+from actors.row_options import row_may_set
 from actors.sandbox.sandbox import Ran, Sandbox, make_sandbox
 from actors.tool_calls import ToolCall
 
@@ -71,6 +72,7 @@ def _check(**options: Any) -> None:
     _options(**options)
 
 
+@row_may_set("reward", "reward_options", "answer_pattern")
 @options_checked_by(_check)
 async def sandbox(
     ctx: Context,

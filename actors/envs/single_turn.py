@@ -16,6 +16,8 @@ class SingleTurn(Environment):
     """`reward`: what judges the response, a name or a `module:function` (docs/rewards.md). `reward_options`: its
     options. `answer_pattern`: the option of that name of the reward."""
 
+    row_options = ("reward", "reward_options", "answer_pattern")
+
     def __init__(
         self,
         tokenizer: TextTokenizer,

@@ -8,6 +8,7 @@ from typing import Final
 
 from actors.rewards.base import Answered, Reward, Verdict, unscored
 from actors.rewards.pattern import BoundedPattern
+from actors.row_options import row_may_set
 
 ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
 """Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""
@@ -15,6 +16,7 @@ TIMEOUT_S: Final = 1.0
 """Longest search for a pattern in one text."""
 
 
+@row_may_set("answer_pattern")
 def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
     """`answer_pattern`: a regular expression with one group, the answer."""
     check = AnswerCheck(answer_pattern)

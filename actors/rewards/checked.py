@@ -11,12 +11,14 @@ from typing import Any, Final
 from actors.rewards.base import Answered, Reward, Verdict, unscored
 from actors.rewards.checkers import CHECKERS, CheckerLost
 from actors.rewards.pattern import BoundedPattern, positive
+from actors.row_options import row_may_set
 
 WAIT_S: Final = 10.0
 """Longest time for a free process, and again for its answer: what is computed is limited by `limit_s`, this is for a
 machine that is busy."""
 
 
+@row_may_set("answer_pattern")
 def math_reward(answer_pattern: str | None = None, limit_s: float = 5.0) -> Reward:
     """1.0 if the last formula of the response equals the ground truth, by the package math-verify: 1/2 equals 0.5.
     `answer_pattern`: a regular expression with one group; its last match is the formula. `limit_s`: an answer that
@@ -42,6 +44,7 @@ def math_reward(answer_pattern: str | None = None, limit_s: float = 5.0) -> Rewa
     return judged
 
 
+@row_may_set("schema")
 def json_schema_reward(schema: Mapping[str, Any] | bool, limit_s: float = 5.0) -> Reward:
     """1.0 if the response is JSON that fits `schema`: as a whole, or in its last ``` block. References to other
     documents are not fetched."""

@@ -15,6 +15,7 @@ import aiohttp
 
 from actors.rewards.base import Answered, Reward, Verdict, unscored
 from actors.rewards.pattern import BoundedPattern, positive
+from actors.row_options import row_may_set
 
 PROMPT: Final = """Judge a response to a task.
 
@@ -105,6 +106,7 @@ def _content(read: bytes) -> str:
     return text
 
 
+@row_may_set("prompt")
 def judge_reward(
     base_url: str,
     model: str,

@@ -10,6 +10,7 @@ import importlib
 from typing import Any, Final
 
 from actors.rewards.base import Answered, Reward, Verdict, unscored
+from actors.row_options import row_may_set
 
 _regex: Final[Any] = importlib.import_module("regex")
 
@@ -56,6 +57,7 @@ class BoundedPattern:
             ) from error
 
 
+@row_may_set("pattern", "full")
 def pattern_reward(pattern: str, full: bool = False, timeout_s: float = 1.0) -> Reward:
     """1.0 for a response in which `pattern` is found (`full`: which it matches as a whole), else 0.0. A search that
     takes longer than `timeout_s` leaves the response unscored."""

@@ -7,10 +7,11 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from actors.rewards.base import Reward
 from actors.rewards.custom import custom_reward
+from actors.row_options import RowRefused, declared_by, given_by_row, refuse_undeclared
 from protocol.plugins import load
 
 BUILT_IN: Final = {
@@ -21,6 +22,8 @@ BUILT_IN: Final = {
     "code": "actors.rewards.code:code_reward",
     "judge": "actors.rewards.judge:judge_reward",
 }
+ROWS_MAY_NAME: Final = frozenset({"answer", "math", "pattern", "json_schema"})
+"""Rewards that a row may ask for where another one is configured: they run no program and ask no server."""
 
 
 class UnknownReward(ValueError):
@@ -47,6 +50,27 @@ def make_reward(name: str, **options: Any) -> Reward:
 def _shared(name: str, options: str) -> Reward:
     """Cached, because each rollout asks for its reward, and compiling a schema takes longer than judging by it."""
     return _make(name, json.loads(options))
+
+
+def reward_of_row(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`reward` and `reward_options` for a row that gives these options, over what is configured.
+
+    A row's options come over the configured ones of the same reward. Raises RowRefused for a reward or an option that
+    is the configuration's alone, and ValueError for what is none."""
+    own = configured.get("reward", "answer")
+    name = given.get("reward", own)
+    if not isinstance(name, str) or name not in {own, *ROWS_MAY_NAME}:
+        expected = ", ".join(sorted(ROWS_MAY_NAME))
+        raise RowRefused(f"reward: a row may not name {name!r:.80}; expected the configured {own!r}, or {expected}")
+    options = given.get("reward_options", {})
+    if not isinstance(options, Mapping):
+        raise ValueError(f"reward_options: got {options!r:.60}, expected a table of options")
+    function = _loaded(name, BUILT_IN.get(name, name))
+    if "answer_pattern" in given:
+        refuse_undeclared(("answer_pattern",), declared_by(function), f"reward {name!r}")
+    of_row = given_by_row(cast("Mapping[str, Any]", options), function, f"reward {name!r}")
+    before = configured.get("reward_options") or {} if name == own else {}
+    return {"reward": name, "reward_options": {**before, **of_row}}
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Reward:

@@ -1,15 +1,16 @@
-"""Checks the first rows of a prompts file without torch, in a moment: the columns, and the environments that rows name.
-The learner reads and checks more of it (learner.prompts.data), and so does `--check`."""
+"""Checks a prompts file without torch, in a moment: the columns and the environments that its first rows name, and the
+options that any row sets. The learner reads and checks more of it (learner.prompts.data), and so does `--check`."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
 from actors.config import EnvConfig
-from actors.envs.registry import UnknownEnvironment, check_options, lacks_options, options_of_row
+from actors.envs.registry import UnknownEnvironment, check_options, lacking_options, options_of_row
 from launch.checks.model_files import nearest_path
 from learner.prompts.data import HUB, open_prompts
 from learner.prompts.records import NO_COLUMNS, DataError, RowError, check_columns, expect_known_environment
@@ -21,15 +22,12 @@ Json = Mapping[str, object]
 def check_prompts(
     key: str, given: str | Path, environments: Mapping[str, EnvConfig], columns: Mapping[str, str] = NO_COLUMNS
 ) -> list[str]:
-    """Check the first rows of a prompts file. `environments`: those of the run. `columns`: field -> the column that has
-    it. A data set with a name is loaded, and with that in the cache of its library before the learner needs it."""
+    """Check the first rows of a prompts file, and the `env_options` of all. `environments`: those of the run.
+    `columns`: field -> the column that has it. A data set with a name is loaded, and with that in the cache of its
+    library before the learner needs it."""
     check, given = EnvironmentCheck(key, environments, columns), str(given)
     if given.startswith(HUB):
-        try:
-            open_prompts(given, environments, columns)
-        except DataError as error:
-            return [f"{key}: {error}"]
-        return []
+        return _check_data_set(key, given, check)
     path = Path(given).expanduser()
     if not path.exists():
         return [f"{key}: no file {str(path)!r}{nearest_path(path)}"]
@@ -56,9 +54,11 @@ def absolute_prompts(given: str) -> str:
 
 def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[str]]:
     seen = 0
+    # As JSON may write it: with escapes for its letters too.
+    options = re.compile(re.escape(check.columns.get("env_options", "env_options")) + r"|\\u00[2-7]")
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
+            if not line.strip() or (seen >= ROWS_CHECKED and not options.search(line)):
                 continue
             try:
                 row: object = json.loads(line)
@@ -70,10 +70,9 @@ def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[
                 return
             fields = cast(Json, row)
             where = f"{path}:{number}"
-            yield _check_columns(key, where, list(fields), check.columns) or check(where, fields)
+            columns = _check_columns(key, where, list(fields), check.columns) if seen < ROWS_CHECKED else []
+            yield columns or check(where, fields, names_only=seen >= ROWS_CHECKED)
             seen += 1
-            if seen == ROWS_CHECKED:
-                return
     if seen == 0:
         yield [f"{key}: {path} holds no prompts"]
 
@@ -90,19 +89,34 @@ def _check_columns(key: str, where: object, found: list[str], columns: Mapping[s
 
 def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     if (path / "dataset_info.json").is_file():
-        features = cast(Json, json.loads((path / "dataset_info.json").read_text(encoding="utf-8"))).get("features")
-        return (
-            _check_columns(key, path, list(cast(Json, features)), check.columns)
-            if isinstance(features, Mapping)
-            else []
-        )
-    parquet = sorted(path.rglob("*.parquet"))
-    if parquet:
-        return _check_parquet(key, parquet[0], check)
+        features: object = json.loads((path / "dataset_info.json").read_text(encoding="utf-8")).get("features")
+        names = list(cast(Json, features)) if isinstance(features, Mapping) else []
+        if names and (mistakes := _check_columns(key, path, names, check.columns)):
+            return mistakes
+        wanted = check.columns.get("env_options", "env_options") in names
+        return _check_data_set(key, str(path), check) if wanted else []
+    if parquet := sorted(path.rglob("*.parquet")):
+        return next((mistakes for file in parquet if (mistakes := _check_parquet(key, file, check))), [])
     if (path / "dataset_dict.json").is_file():
         splits = cast(Json, json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))).get("splits")
         return [f"{key}: {path} holds the splits {splits}; name one of them, e.g. {path}/train"]
     return [f"{key}: the folder {path} holds neither a saved dataset (dataset_info.json) nor .parquet files"]
+
+
+def _check_data_set(key: str, given: str, check: EnvironmentCheck) -> list[str]:
+    """What the library `datasets` reads."""
+    try:
+        source = open_prompts(given, check.environments, check.columns)
+        for row in range(len(source)):
+            fields = cast("dict[str, object]", json.loads(source.read(row).columns or b"{}"))
+            if row == 0 and "env_options" not in fields:
+                return []  # a table has the same columns in all rows
+            named = fields.get("env"), fields.get("env_options")
+            if mistakes := check.of_fields(f"{given}, row {row}", *named, names_only=row >= ROWS_CHECKED):
+                return mistakes
+    except DataError as error:
+        return [f"{key}: {error}"]
+    return []
 
 
 def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
@@ -118,10 +132,14 @@ def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
         columns = [name for name in wanted if name in names]
         if not columns:
             return []
-        first: Any = next(file.iter_batches(batch_size=ROWS_CHECKED, columns=columns), None)
-    for number, row in enumerate(first.to_pylist() if first is not None else ()):
-        if mistakes := check(f"{path}, row {number}", row):
-            return mistakes
+        number = 0
+        for batch in file.iter_batches(batch_size=ROWS_CHECKED, columns=columns):
+            for row in cast(Any, batch).to_pylist():
+                if mistakes := check(f"{path}, row {number}", row, names_only=number >= ROWS_CHECKED):
+                    return mistakes
+                number += 1
+            if wanted[1] not in names:
+                break
     return []
 
 
@@ -135,11 +153,16 @@ class EnvironmentCheck:
         column that has it."""
         self._key = key
         self.columns = columns
-        self._environments = environments
+        self.environments = environments
         self._fine: set[str] = set()
 
-    def __call__(self, where: str, row: Json) -> list[str]:
-        env, options = (row.get(self.columns.get(field, field)) for field in ("env", "env_options"))
+    def __call__(self, where: str, row: Json, *, names_only: bool = False) -> list[str]:
+        """`names_only`: whether a row may set such options, and not whether their values are fine."""
+        named = (row.get(self.columns.get(field, field)) for field in ("env", "env_options"))
+        return self.of_fields(where, *named, names_only=names_only)
+
+    def of_fields(self, where: str, env: object, options: object, *, names_only: bool) -> list[str]:
+        """The same for the fields `env` and `env_options` of a row."""
         asked = repr((env, options))
         if asked in self._fine:
             return []
@@ -149,22 +172,23 @@ class EnvironmentCheck:
                 "environment and a table of its options"
             ]
         try:
-            expect_known_environment(env or "", self._environments, lambda: where)
-            self._check_options(env, cast("dict[str, Any]", options or {}))
+            expect_known_environment(env or "", self.environments, lambda: where)
+            self._check_options(env, cast("dict[str, Any]", options or {}), names_only)
         except RowError as error:
             return [f"{self._key}: {error}"]
         except ValueError as error:
             place = f"actor.environments.{env}.options" if env else "options of the environment"
             return [f"{self._key}: {where}: env_options, together with the {place}: {error}"]
-        self._fine.add(asked)
+        if not names_only:
+            self._fine.add(asked)
         return []
 
-    def _check_options(self, env: str | None, of_row: Mapping[str, Any]) -> None:
+    def _check_options(self, env: str | None, of_row: Mapping[str, Any], names_only: bool) -> None:
         """Raises ValueError. What is wrong without the row's options, launch.config.consistency says once."""
-        config = self._environments[env] if env else next(iter(self._environments.values()))
-        options = options_of_row(config.options, of_row)
+        config = self.environments[env] if env else next(iter(self.environments.values()))
         try:
-            if of_row or lacks_options(config.name, options):
+            options = options_of_row(config.options, of_row, config.name)
+            if not names_only and (of_row or lacking_options(config.name, options)):
                 check_options(config.name, options)
         except UnknownEnvironment:
             return

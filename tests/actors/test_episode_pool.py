@@ -31,6 +31,8 @@ REPOSITORY = Path(__file__).parents[2]
 class Deadly(Environment):
     """Ends its process, or keeps Python's lock, where the row says so. Otherwise one turn, with the process id."""
 
+    row_options = ("how",)
+
     def __init__(self, tokenizer: TextTokenizer, *, how: str = "") -> None:
         self._how = how
 

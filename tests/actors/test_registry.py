@@ -145,7 +145,7 @@ def test_options_of_a_row_lie_over_the_configured_ones_and_null_changes_nothing(
 
     assert asyncio.run(rewarded({}, "=7")) == asyncio.run(rewarded({"answer_pattern": None}, "=7")) == 1.0
     assert asyncio.run(rewarded({"answer_pattern": "#(.*)"}, "=7")) == 0.0
-    with pytest.raises(ValueError, match="no option 'pattern'"):
+    with pytest.raises(ValueError, match="may not set 'pattern'"):
         make(tokenizer, {"pattern": "x"})
 
 

@@ -15,6 +15,7 @@ from actors.envs.adapters.spaces import Actions, describe, show
 from actors.envs.adapters.toy_text import GAMES, MARK, picture
 from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 from actors.rewards.answer import AnswerCheck
+from actors.row_options import refuse_module
 from protocol.plugins import import_module
 
 _gymnasium = import_package("gymnasium", environment="gymnasium", package="gymnasium", extra="gymnasium")
@@ -29,6 +30,9 @@ class Gymnasium(Environment):
     `answer_pattern`: a regular expression with one group; its last match names the action. Without it, the last name or
     number does. `draw`: show the environment's text picture, where it has one. `invalid_action_reward`: added for each
     turn that names no possible action or is cut short; after `max_invalid_actions` of them the episode ends."""
+
+    row_options = ("id", "instructions", "action_names", "answer_pattern", "draw")
+    check_row_options = staticmethod(refuse_module)
 
     def __init__(
         self,

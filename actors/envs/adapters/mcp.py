@@ -16,6 +16,7 @@ from actors.envs.adapters.packages import import_package
 from actors.envs.base import EnvTask
 from actors.envs.tool_loop import converse, read_notation
 from actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
+from actors.row_options import row_may_set
 from actors.tool_calls import ToolCall
 
 _mcp = import_package("mcp", environment="mcp", package="mcp", extra="mcp")
@@ -45,6 +46,7 @@ def _check(
     AnswerCheck(answer_pattern)
 
 
+@row_may_set("answer_pattern")
 @options_checked_by(_check)
 async def mcp(
     ctx: Context,

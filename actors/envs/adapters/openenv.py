@@ -17,6 +17,7 @@ from actors.agent import Context, options_checked_by
 from actors.envs.adapters.chat import own_prompt, whole_number
 from actors.envs.base import EnvTask
 from actors.envs.single_turn import AnswerCheck
+from actors.row_options import row_may_set
 
 OBSERVATION_PLACE: Final = "{observation}"
 """Stands for the first observation in a row's prompt; without it that follows the prompt."""
@@ -64,6 +65,7 @@ def _check(
         AnswerCheck(answer_pattern)
 
 
+@row_may_set("reset", "answer_pattern")
 @options_checked_by(_check)
 async def openenv(
     ctx: Context,

@@ -47,6 +47,8 @@ class ReasoningGym(Environment):
     regular expression and what replaces it, applied to the question in this order. `allow_eval`: also data sets whose
     checker runs the student's answer as Python."""
 
+    row_options = ("dataset", "instructions", "answer_pattern")
+
     def __init__(
         self,
         tokenizer: TextTokenizer,

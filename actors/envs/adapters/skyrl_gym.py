@@ -18,6 +18,7 @@ from actors.envs.adapters.chat import turns_of
 from actors.envs.adapters.packages import import_package
 from actors.envs.base import EnvTask
 from actors.envs.episode import EnvironmentFault
+from actors.row_options import refuse_module, row_may_set
 from protocol.plugins import import_module
 
 _package = import_package("skyrl_gym", environment="skyrl_gym", package="skyrl-gym", extra="skyrl-gym")
@@ -65,6 +66,7 @@ def _check(
         )
 
 
+@row_may_set("id", check=refuse_module)
 @options_checked_by(_check)
 async def skyrl_gym(
     ctx: Context,
@@ -76,13 +78,13 @@ async def skyrl_gym(
     allow_code: bool = False,
 ) -> None:
     """`id`: the registered name; `module:name` imports the module, which registers it. `env_config`: the environment's
-    settings. `extras`: what it gets beside the columns of the row, which come before them. `allow_code`: also
+    settings. `extras`: what it gets beside the columns of the row, and before them. `allow_code`: also
     environments that run the student's code."""
     _check(id=id, allow_code=allow_code)
     environment = _package.make(
         id.rpartition(":")[2],
         env_config=_omegaconf.OmegaConf.create(dict(env_config or {})),
-        extras=dict(extras or {}) | _extras(task),
+        extras=_extras(task) | dict(extras or {}),
     )
     with contextlib.closing(environment):
         asked = turns_of(task.row)

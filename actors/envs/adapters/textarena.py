@@ -20,6 +20,7 @@ from actors.envs.adapters.chat import own_prompt, whole_number
 from actors.envs.adapters.packages import import_package
 from actors.envs.base import EnvTask
 from actors.envs.single_turn import AnswerCheck
+from actors.row_options import row_may_set
 from protocol.plugins import load
 
 _package = import_package("textarena", environment="textarena", package="textarena", extra="textarena")
@@ -133,6 +134,7 @@ def _check(
         ) from error
 
 
+@row_may_set("id", "player", "instructions", "answer_pattern")
 @options_checked_by(_check)
 async def textarena(
     ctx: Context,

@@ -123,7 +123,8 @@ def test_single_turn_is_judged_by_the_reward_of_its_options_and_a_row_may_name_a
         configured = {"reward": "pattern", "reward_options": {"pattern": "seven"}}
 
         async def run() -> tuple[float | None, dict[str, float]]:
-            environment = make_environment("single_turn", tokenizer=None, options=options_of_row(configured, of_row))  # pyright: ignore[reportArgumentType]
+            options = options_of_row(configured, of_row, "single_turn")
+            environment = make_environment("single_turn", tokenizer=None, options=options)  # pyright: ignore[reportArgumentType]
             await environment.reset(task)
             result = await environment.step(Action(no_tokens(), text, "stop", 0, True))
             return result.reward, dict(result.info)

@@ -45,7 +45,7 @@ def test_the_configuration_on_the_page_is_one_for_each_of_its_rows() -> None:
     options = msgspec.convert(config["actor"], ActorConfig).environments["single_turn"].options
     (rows,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     for line in rows.splitlines():
-        check_options("single_turn", options_of_row(options, json.loads(line).get("env_options", {})))
+        check_options("single_turn", options_of_row(options, json.loads(line).get("env_options", {}), "single_turn"))
 
 
 def test_the_functions_on_the_page_work() -> None:

@@ -156,10 +156,13 @@ def test_an_option_that_neither_the_configuration_nor_a_row_gives_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "from actors.envs.single_turn import SingleTurn\n\nclass Own(SingleTurn):\n"
-    (tmp_path / "needs_size.py").write_text(f"{code}    def __init__(self, tokenizer, *, size): ...\n")
+    init = "    def __init__(self, tokenizer, *, size): ...\n"
+    (tmp_path / "needs_size.py").write_text(f"{code}{init}\nclass OfRow(Own):\n    row_options = ('size',)\n{init}")
     monkeypatch.syspath_prepend(str(tmp_path))
     own = {"name": "needs_size:Own"}
     message = told(actor={"environments": {"own": own}}, learner={"tasks": {"env": "own"}})
+    assert "actor.environments.own" in message and "missing a required argument: 'size'" in message
+    message = told(actor={"environments": {"own": {"name": "needs_size:OfRow"}}}, learner={"tasks": {"env": "own"}})
     assert "jsonl:1: env_options" in message and "missing a required argument: 'size'" in message
     check(build(RunConfig, {"actor": {"environments": {"own": own | {"options": {"size": 1}}}}}))
 

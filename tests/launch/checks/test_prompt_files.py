@@ -73,8 +73,11 @@ def test_rows_may_name_any_environment_of_the_run_and_set_its_options(tmp_path: 
             "env 'tolls' is not an environment of this run, expected one of single_turn, tools; did you mean 'tools'? "
             "(others are added as actor.environments.NAME)",
         ),
-        ({"env": "tools", "env_options": {"result_rule": "x"}}, "'result_rule'; did you mean 'result_role'?"),
-        ({"env_options": {"result_role": "x"}}, "environment 'single_turn' has no option 'result_role'"),
+        (
+            {"env": "tools", "env_options": {"result_rule": "x"}},
+            "may not set 'result_rule' of environment 'calculator'",
+        ),
+        ({"env_options": {"result_role": "x"}}, "may not set 'result_role' of environment 'single_turn'"),
     ],
 )
 def test_a_row_for_no_environment_of_the_run_is_told_with_its_place(
@@ -100,6 +103,7 @@ def test_an_environment_is_a_name_and_its_options_a_table(tmp_path: Path, row: d
 class Level(SingleTurn):
     """Needs an option, and refuses some values of it."""
 
+    row_options = ("level",)
     made: ClassVar[list[int]] = []
 
     def __init__(self, tokenizer: TextTokenizer, *, level: int) -> None:
