@@ -2,7 +2,8 @@
 
     on arrival at the buffer    `printable_texts`, for all texts of a message, so that the texts in ledger, metrics,
                                 status and summary are safe
-    in every log                `LineFormatter`: a record is one line, whatever it quotes; its traceback is indented
+    in every log                `LineFormatter`: a record is one line, whatever it quotes; its traceback is indented,
+                                and what stands before the host of a URL is hidden
     elsewhere                   `printable`, and `in_one_line` for a quotation
 
 Characters that cannot be printed are escaped as in Python: `\\n`, `\\x1b`, `\\u202e`.
@@ -11,6 +12,7 @@ Characters that cannot be printed are escaped as in Python: `\\n`, `\\x1b`, `\\u
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
 from typing import Final, TypeVar, cast
 
@@ -19,6 +21,8 @@ import msgspec
 LONGEST_QUOTE: Final = 200
 """Most characters of a peer's text in a log line."""
 INDENT: Final = "    "
+USER_AT_HOST: Final = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^\s/?#]+)@")
+"""Scheme, and the part of a URL before the host, which may hold a password."""
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 
@@ -29,9 +33,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def without_credentials(text: str) -> str:
+    """`text` with the user's part of every URL hidden."""
+    return USER_AT_HOST.sub(r"\1://(hidden)@", text) if "://" in text else text
+
+
 def in_one_line(text: str) -> str:
     """A peer's text, shortened and escaped, so that it can neither fill a log nor add lines to it."""
-    quoted = printable(text[:LONGEST_QUOTE])
+    quoted = printable(without_credentials(text)[:LONGEST_QUOTE])
     return quoted if len(text) <= LONGEST_QUOTE else f"{quoted}... ({len(text)} characters)"
 
 
@@ -67,7 +76,7 @@ class LineFormatter(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        record.message = printable(record.message.rstrip("\n"))
+        record.message = printable(without_credentials(record.message).rstrip("\n"))
         return super().formatMessage(record)
 
     def formatException(self, ei: logging._SysExcInfoType) -> str:  # noqa: N802 # pyright: ignore[reportPrivateUsage]
@@ -78,4 +87,4 @@ class LineFormatter(logging.Formatter):
 
 
 def _indented(text: str) -> str:
-    return "\n".join(INDENT + printable(line) for line in text.split("\n"))
+    return "\n".join(INDENT + printable(line) for line in without_credentials(text).split("\n"))

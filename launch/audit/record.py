@@ -23,7 +23,7 @@ FORMAT: Final = 1
 _HEAD: Final = struct.Struct("<BIQI")
 _READ_BYTES: Final = 1 << 20
 _MOST_BYTES: Final = 1 << 30
-"""Of a batch, and so of an item."""
+"""Largest batch, and so largest item."""
 _TRAIN_MASK: Final = 2
 """Index among the frames of an item: token ids, behaviour log-probs, train mask, teacher log-probs."""
 

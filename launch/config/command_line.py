@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
+from launch.config.credentials import urls_with_credentials
 from launch.config.files import read_plain, read_resolved
 from launch.config.keys import Key, find_key, keys_of, parse_text, type_name, unknown_key
 from launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
@@ -181,7 +182,10 @@ def put_overrides(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> list[st
 
 
 def build_run(plain: Plain, mistakes: Sequence[str]) -> RunConfig:
-    """Build the configuration. Raises ConfigError with the given `mistakes` and all further ones."""
+    """Build the configuration. Raises ConfigError with the given `mistakes` and all further ones. Secrets in URLs come
+    alone, because other messages quote what they refuse."""
+    if secrets := list(urls_with_credentials(plain)):
+        raise ConfigError(*secrets)
     try:
         config = build(RunConfig, plain)
     except ConfigError as error:

@@ -117,3 +117,10 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
     lines = stream.getvalue().splitlines()
     assert lines and all("actor-0 ERROR" not in line and line.isprintable() for line in lines)
     assert not any(line.startswith("12:00:00.000 buffer") for line in stream.getvalue().split("\n"))
+
+
+def test_a_password_in_a_url_is_in_no_log() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "no answer from %s", ("http://me:p@ss@h:1/v1",), None)
+    line = LineFormatter("actor-0").format(record)
+    assert line.endswith("no answer from http://(hidden)@h:1/v1")
+    assert in_one_line("ws://me:ss@h") == "ws://(hidden)@h"

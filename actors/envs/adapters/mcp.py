@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from actors.agent import Context, EpisodeOver, options_checked_by
+from actors.envs.adapters import address
 from actors.envs.adapters.packages import import_package
 from actors.envs.base import EnvTask
 from actors.envs.tool_loop import converse, read_notation
@@ -30,14 +31,15 @@ MAX_DEPTH: Final = 32
 def _check(
     *,
     url: str = "",
+    url_env: str = "",
     command: Sequence[str] = (),
     tools: Sequence[str] = (),
     notation: Mapping[str, str] | None = None,
     call_timeout_s: float = 20.0,
     answer_pattern: str = ANSWER_PATTERN,
 ) -> None:
-    if bool(url) == bool(command):
-        raise ValueError("mcp needs either `url` (a server that runs) or `command` (one per episode)")
+    if bool(address(url, url_env)) == bool(command):
+        raise ValueError("mcp needs either `url` or `url_env` (a server that runs) or `command` (one per episode)")
     if command and shutil.which(_argv(command)[0]) is None:
         raise ValueError(f"command: there is no program {_argv(command)[0]!r}")
     if call_timeout_s <= 0:
@@ -53,17 +55,19 @@ async def mcp(
     task: EnvTask,
     *,
     url: str = "",
+    url_env: str = "",
     command: Sequence[str] = (),
     tools: Sequence[str] = (),
     notation: Mapping[str, str] | None = None,
     call_timeout_s: float = 20.0,
     answer_pattern: str = ANSWER_PATTERN,
 ) -> None:
-    """One conversation with a server's tools. `url`: a server that speaks streamable HTTP. `command`: one that is
+    """One conversation with a server's tools. `url`: a server that speaks streamable HTTP; `url_env`: the environment
+    variable with its URL, for one with credentials. `command`: one that is
     started for the episode and speaks stdio; `{python}` stands for this Python. `tools`: the only ones to offer.
     `notation`: see `actors.envs.tool_loop.Notation`. The reward is that of single_turn, for the last turn."""
     argv = _argv(command)
-    target = url or _mcp.StdioServerParameters(command=argv[0], args=argv[1:])
+    target = address(url, url_env) or _mcp.StdioServerParameters(command=argv[0], args=argv[1:])
     try:
         async with _mcp.Client(target, read_timeout_seconds=call_timeout_s) as client:
             offered = [tool for tool in await _all_tools(client) if not tools or tool.name in tools]

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 
 from actors.agent import Context, options_checked_by
+from actors.envs.adapters import address
 from actors.envs.adapters.chat import own_prompt, whole_number
 from actors.envs.base import EnvTask
 from actors.envs.single_turn import AnswerCheck
@@ -50,15 +51,17 @@ class _Step(NamedTuple):
 
 def _check(
     *,
-    url: str,
+    url: str = "",
+    url_env: str = "",
     action: Mapping[str, Any] | None = None,
     fields: Sequence[str] = (),
     answer_pattern: str | None = None,
     reset: Mapping[str, Any] | None = None,
 ) -> None:
     """Raises ValueError for a URL of another kind, and for an action without a place for the student's turn."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url: got {url!r}, expected the server's address, such as http://127.0.0.1:8000")
+    if not address(url, url_env).startswith(("http://", "https://")):
+        shown = "another address" if url_env else repr(url)
+        raise ValueError(f"url: got {shown}, expected the server's address, such as http://127.0.0.1:8000")
     if action is not None and TEXT_PLACE not in json.dumps(action):
         raise ValueError(f"action: got {dict(action)}, expected {TEXT_PLACE} in it, in place of the student's turn")
     if answer_pattern is not None:
@@ -71,22 +74,24 @@ async def openenv(
     ctx: Context,
     task: EnvTask,
     *,
-    url: str,
+    url: str = "",
+    url_env: str = "",
     action: Mapping[str, Any] | None = None,
     fields: Sequence[str] = (),
     answer_pattern: str | None = None,
     reset: Mapping[str, Any] | None = None,
 ) -> None:
-    """`url`: the server's address. `action`: what it gets for a turn, with `{text}` for the student's text; by default
-    `{message = "{text}"}`. `fields`: those of an observation that the student reads, in this order; empty: all, as
-    JSON. `answer_pattern`: a regular expression with one group; its last match is sent instead of the whole turn.
-    `reset`: what the server's reset gets beside the seed."""
-    _check(url=url, action=action, answer_pattern=answer_pattern)
+    """`url`: the server's address; `url_env`: the environment variable with it, for one with credentials. `action`:
+    what it gets for a turn, with `{text}` for the student's text; by default `{message = "{text}"}`. `fields`: those of
+    an observation that the student reads, in this order; empty: all, as JSON. `answer_pattern`: a regular expression
+    with one group; its last match is sent instead of the whole turn. `reset`: what the server's reset gets beside the
+    seed."""
+    _check(url=url, url_env=url_env, action=action, answer_pattern=answer_pattern)
     seed = whole_number(task.row, "seed")
     begin = {"seed": task.seed if seed is None else seed} | dict(reset or {})
     answers = AnswerCheck(answer_pattern) if answer_pattern else None
     async with aiohttp.ClientSession() as http:
-        socket, begun = await _session(http, url, begin)
+        socket, begun = await _session(http, address(url, url_env), begin)
         async with socket:
             text = _text(begun.observation, fields)
             line = ctx.root(own_prompt(ctx.tokenizer, task.row, text, place=OBSERVATION_PLACE))

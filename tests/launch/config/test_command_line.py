@@ -131,3 +131,25 @@ def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "nothing was started" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--actor.environments.mcp.options.url", "http://user:hunter2@127.0.0.1:9/v1"),
+        ("--actor.environments.openenv.options.url", "http://h/v1?x=1&api_key=hunter2"),
+        ("--actor.urls", '["http://a:1", "http://hunter2@a:2"]'),
+        ("--actor.environments.mcp.options.command", '["prog", "--url=https://h/?X-Amz-Signature=hunter2"]'),
+        ("--store", "s3://me:hunter2@bucket/x"),
+    ],
+)
+def test_a_url_with_a_secret_is_refused_and_not_repeated(words: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(*words, "--steps", "http://hunter2:hunter2@x")
+    assert "hunter2" not in str(error.value) and words[0].removeprefix("--") in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://h:1/v1?tokenizer=a&key=", "ssh://git@h/x", "http://h/a@b?c=d:e@f"])
+def test_a_url_without_a_secret_is_none(url: str) -> None:
+    options = resolve("--actor.environments.mcp.options.url", url).actor.environments["mcp"].options
+    assert options["url"] == url
