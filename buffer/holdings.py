@@ -125,11 +125,11 @@ class Holdings:
         segment.counted_place = place
         leases = (place in _LEASED) - (was in _LEASED)
         rollout.n_leased += leases
-        if leases or was == _NOWHERE:
+        if leases:
             self.rollout_changed(rollout)
 
     def rollout_changed(self, rollout: Rollout) -> None:
-        """Count a rollout again, after it was opened or closed."""
+        """Count a rollout again, after it was opened or closed, or has got its first segment."""
         progress, ownership = progress_of(rollout), ownership_of(rollout, leased=rollout.n_leased > 0)
         if progress != rollout.counted_progress or ownership != rollout.counted_ownership:
             self._enter(rollout, progress, ownership)

@@ -90,12 +90,13 @@ class Lifecycle:
         blob = number_of(arrays)
         segment.top_ids = KeptBytes.of(top_ids[0].tobytes(), blob, 3) if top_ids else b""
         counts = self.book.of(rollout.kind)
-        if not rollout.segments:
-            counts.rollouts.accept()
         counts.segments.accept()
         counts.tokens.accept(n_sampled)
         rollout.tokens.append(ids_N, logprobs_N, loss_mask_N, blob)
         rollout.segments.append(segment)
+        if len(rollout.segments) == 1:
+            counts.rollouts.accept()
+            self.held.rollout_changed(rollout)
         rollout.n_sampled += n_sampled
         rollout.n_turns = message.n_turns
         rollout.n_unsettled += 1

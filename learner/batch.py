@@ -18,6 +18,7 @@ Legend: L tokens of an item, T input tokens of a microbatch, N trained tokens of
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,6 +91,23 @@ class TrainItem:
         return int(self.train_mask_L.sum())
 
     @cached_property
+    def before(self) -> npt.NDArray[np.int64]:
+        """[N] For each trained token, which of the trained ones is the last before it on its path; -1 if none is."""
+        trained = np.flatnonzero(self.train_mask_L)
+        before_N = np.arange(len(trained)) - 1
+        starts = [branch.start for branch in self.item.branches]
+        entered: list[int] = []  # by branch: the last trained token before its first one
+        for branch in self.item.branches:
+            behind = bisect_left(starts, branch.follows) - 1  # the branch of the token that it follows; -1: the first
+            last = int(np.searchsorted(trained, branch.follows)) - 1
+            if behind >= 0 and (last < 0 or trained[last] < starts[behind]):
+                last = entered[behind]
+            entered.append(last)
+            first = int(np.searchsorted(trained, branch.start))
+            before_N[first : first + 1] = last
+        return before_N
+
+    @cached_property
     def inputs(self) -> Inputs:
         """All tokens of each branch before its last trained one."""
         trained = np.flatnonzero(self.train_mask_L)
@@ -125,6 +143,8 @@ class Microbatch:
     """Index of the token's item in the batch."""
     token_N: npt.NDArray[np.int64]
     """Index of the token among the trained tokens of the batch, in the order of the items."""
+    before_N: npt.NDArray[np.int64]
+    """Which token of the microbatch (of the whole, if it is divided) is the last before it on its path; -1: none."""
     top: tuple[Rows, ...]
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
     shared: Shared | None = None
@@ -178,6 +198,7 @@ class PackedBatch:
             routed_MN=np.zeros((teachers, 1), np.bool_),
             item_N=zero_1,
             token_N=zero_1,
+            before_N=zero_1 - 1,
             top=(TopRows.joined([]),) * teachers,
         )
 
@@ -273,9 +294,11 @@ def _microbatch(
     n_trained = sum(len(offsets) for offsets in trained)
     teacher_MN = np.zeros((len(teachers), n_trained), np.float32)
     routed_MN = np.zeros((len(teachers), n_trained), np.bool_)
+    before: list[npt.NDArray[np.int64]] = []
     column = 0
     for i, offsets in zip(members, trained, strict=True):
         place = slice(column, column + len(offsets))
+        before.append(np.where(items[i].before < 0, -1, items[i].before + column))
         for row, name in enumerate(items[i].item.teachers):
             teacher_MN[teachers.index(name), place] = items[i].teacher_ML[row, offsets]
             routed_MN[teachers.index(name), place] = True
@@ -290,6 +313,7 @@ def _microbatch(
         routed_MN=routed_MN,
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
         token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
+        before_N=np.concatenate(before),
         top=tuple(join_rows([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
     )
 
@@ -316,6 +340,7 @@ def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
         routed_MN=whole.routed_MN[:, chosen_N],
         item_N=whole.item_N[chosen_N],
         token_N=whole.token_N[chosen_N],
+        before_N=whole.before_N[chosen_N],
         top=tuple(one.at(own_R) if one.n_rows else one for one, own_R in zip(whole.top, rows, strict=True)),
         shared=Shared(whole, own, trained, own_N),
     )

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 class Pieces(NamedTuple):
@@ -107,24 +108,47 @@ def turns_of(train_item: TrainItem) -> ItemTurns:
     return ItemTurns(turn_N.reshape(-1), depth_U)
 
 
-def turn_rewards(parts: Sequence[TurnReward], turns: EpisodeTurns, reward: float) -> npt.NDArray[np.float64]:
+def turn_rewards(parts: Sequence[TurnReward], turns: EpisodeTurns, reward: float) -> Floats:
     """[V] The rewards by turn. What belongs to none is the last one's."""
-    reward_V = np.zeros(len(turns.begin_V))
-    for part in parts:
-        reward_V[turns.pieces.of(np.array([part.end - 1]))] += part.reward
-    reward_V[-1:] += reward - sum(part.reward for part in parts)
+    reward_V, rest = _by_turn(parts, turns, reward)
+    reward_V[-1:] += rest
     return reward_V
 
 
-def paid_at(train_item: TrainItem, turns: EpisodeTurns) -> Int64s:
-    """[V] Index of the trained token at which a turn's reward is paid: its last one; for a turn without one, the last
-    before it in the row, or the first. -1 if the item has none."""
-    trained = np.flatnonzero(train_item.train_mask_L)
-    if not len(trained):
-        return np.full(len(turns.begin_V), -1)
-    place_V = np.maximum(np.searchsorted(trained, turns.begin_V) - 1, 0)
-    place_V[turns.turn_N] = np.arange(len(trained))  # of several, the last one stays
-    return place_V
+def paid_rewards(train_item: TrainItem, turns: EpisodeTurns, reward: float) -> Floats:
+    """[N] The reward that is paid at each trained token: that of a turn at its last one; for a turn without one, at the
+    last before it on its path, or the first that follows it. What belongs to no turn is paid at the end of each path,
+    as all paths of a rollout share its reward."""
+    trained, before_N = np.flatnonzero(train_item.train_mask_L), train_item.before
+    reward_V, rest = _by_turn(train_item.item.turn_rewards, turns, reward)
+    paid_N = np.full(len(trained), rest)
+    paid_N[before_N[before_N >= 0]] = 0.0
+    lasts_V = dict(zip(turns.turn_N.tolist(), range(len(trained)), strict=True))  # of several, the last one stays
+    for turn in np.flatnonzero(reward_V).tolist():
+        at = lasts_V.get(turn)
+        if at is None:
+            at = _nearest(train_item.item.branches, trained, int(turns.begin_V[turn]))
+        if at is not None:
+            paid_N[at] += reward_V[turn]
+    return paid_N
+
+
+def _by_turn(parts: Sequence[TurnReward], turns: EpisodeTurns, reward: float) -> tuple[Floats, float]:
+    """The rewards that belong to a turn [V], and the rest."""
+    reward_V = np.zeros(len(turns.begin_V))
+    for part in parts:
+        reward_V[turns.pieces.of(np.array([part.end - 1]))] += part.reward
+    return reward_V, reward - sum(part.reward for part in parts)
+
+
+def _nearest(branches: Sequence[Branch], trained: Int64s, begin: int) -> int | None:
+    """The last trained token before `begin` on its path, else the first that is read behind it, if there is one."""
+    for start, end in reversed(path_to(branches, begin)):
+        last = int(np.searchsorted(trained, end)) - 1
+        if last >= 0 and trained[last] >= start:
+            return last
+    follows = (any(start <= begin < end for start, end in path_to(branches, t)) for t in trained.tolist())
+    return next((n for n, follow in enumerate(follows) if follow), None)
 
 
 def _depth(branches: Sequence[Branch], sampled_L: Bools, start: int) -> int:

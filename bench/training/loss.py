@@ -138,6 +138,7 @@ def top_k(x: Inputs, chunk: int) -> Tensor:
         routed_MN=routed_MN,
         item_N=nothing,
         token_N=nothing,
+        before_N=nothing,
         top=(x.top,),
     )
     return loss(LmHead(x.weight_VH), x.hidden_TH, x.targets_T, inputs, microbatch, n).loss

@@ -5,9 +5,9 @@ happens here, BEFORE any divergence is subtracted: the coefficient of a divergen
 of the rewards (see `learner.objectives.losses.combined_advantage`). A rollout without a reward has the advantage 0 and
 is in no mean.
 
-Advantages of single tokens need a value function. The sampled tokens of a rollout follow one another as if the
+Advantages of single tokens need a value function. The sampled tokens of a path follow one another as if the
 environment's tokens were not there: a state is the context of a sampled token. A turn's reward is paid at its last
-sampled token; a reward that belongs to no turn, at the rollout's.
+sampled token; a reward that belongs to no turn, at the end of each path, as all paths of a rollout share it.
 
 Legend: R rollouts of the batch, N trained tokens of it in the order of the rollouts, L tokens of the longest rollout.
 """
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from learner.batch import BatchError
+from learner.objectives.importance import sums_before
 from learner.objectives.options import Grpo, TokenAdvantage, TurnAdvantage, TurnReturns
 from learner.objectives.registry import ADVANTAGE
 from protocol.settings import Member
@@ -46,7 +47,7 @@ class Rewards:
     lengths_R: Tensor | None = None
     """int64: tokens of each rollout that the student wrote, trained or not; None if no length penalty reads them."""
     turns: Callable[[], TurnRewards] | None = None
-    """The rewards by turn, for advantages of turns and tokens. None: each is given at the rollout's last token."""
+    """The rewards by turn, for advantages of turns and tokens; None if none reads them."""
     parts: tuple[str, ...] = ()
     """Rollouts that continue in a later batch, so that their reward is not known yet."""
 
@@ -77,10 +78,12 @@ class TurnRewards:
     """int64, ascending."""
     group_V: Tensor
     """int64: rollouts of one prompt have the same number."""
-    paid_V: Tensor
-    """int64: trained token at which the reward is paid (`learner.turns.paid_at`); -1 if the rollout has none."""
     turn_N: Tensor
     """int64: turn of each trained token."""
+    paid_N: Tensor
+    """float64: reward that is paid at each trained token (`learner.turns.paid_at`)."""
+    before_N: Tensor
+    """int64: the last trained token before each on its path; -1: none."""
 
 
 TurnAdvantageFn: TypeAlias = Callable[[TurnRewards, Any], Tensor]
@@ -160,33 +163,30 @@ def _whitened(value_R: Tensor, rewards: Rewards) -> Tensor:
 
 
 def gae(
-    reward_N: Tensor,
-    value_N: Tensor,
-    sequence_N: Tensor,
-    n_sequences: int,
-    *,
-    discount: float = 1.0,
-    decay: float = 0.95,
+    reward_N: Tensor, value_N: Tensor, before_N: Tensor, *, discount: float = 1.0, decay: float = 0.95
 ) -> tuple[Tensor, Tensor]:
     """(advantage [N], return [N]) of generalised advantage estimation (Schulman et al. 2016), without gradient.
 
-        delta_t = reward_t + discount * value_{t+1} - value_t          value behind the last token: 0
+        delta_t = reward_t + discount * value_{t+1} - value_t          behind the last token of a path: 0
         A_t     = delta_t + discount * decay * A_{t+1}                 return_t = A_t + value_t
 
-    reward_N: reward paid at a token (a rollout's reward at its last one). `sequence_N` int64 in [0, R); tokens of one
-    rollout stand in their order, next to one another or not. The loop is over L, for all rollouts at a time."""
-    place_N, longest = _places(sequence_N, n_sequences)
-    shape = (n_sequences, longest + 1)  # one more: nothing follows the last token
-    rewards_RL = reward_N.new_zeros(shape)
-    values_RL = reward_N.new_zeros(shape)
-    rewards_RL[sequence_N, place_N] = reward_N.detach()
-    values_RL[sequence_N, place_N] = value_N.detach().to(reward_N.dtype)
-    advantages_RL = reward_N.new_zeros(shape)
-    for t in range(longest - 1, -1, -1):
-        delta_R = rewards_RL[:, t] + discount * values_RL[:, t + 1] - values_RL[:, t]
-        advantages_RL[:, t] = delta_R + discount * decay * advantages_RL[:, t + 1]
-    advantage_N = advantages_RL[sequence_N, place_N]
-    return advantage_N, advantage_N + values_RL[sequence_N, place_N]
+    `before_N` int64: the token before each on its path, -1 where there is none. Where several tokens follow one, value
+    and A at t + 1 are their means: each branch is one way on. reward_N: reward paid at a token. The loop is over the
+    length of the longest path, for all at a time."""
+    n_tokens = len(reward_N)
+    before_N = torch.where(before_N < 0, n_tokens, before_N)
+    value_N = value_N.detach().to(reward_N.dtype)
+    advantage_N, following_N = (
+        torch.zeros_like(reward_N),
+        reward_N.new_zeros(n_tokens + 1).index_add_(0, before_N, torch.ones_like(reward_N)),
+    )
+    next_2N = reward_N.new_zeros(2, n_tokens + 1)  # sums of what follows: values, advantages
+    for own in _from_the_ends(before_N):
+        next_value, next_advantage = next_2N[:, own] / following_N[own].clamp(min=1)
+        delta = reward_N[own].detach() + discount * next_value - value_N[own]
+        advantage_N[own] = delta + discount * decay * next_advantage
+        next_2N.index_add_(1, before_N[own], torch.stack([value_N[own], advantage_N[own]]))
+    return advantage_N, advantage_N + value_N
 
 
 def whitened(advantage_N: Tensor) -> Tensor:
@@ -195,14 +195,11 @@ def whitened(advantage_N: Tensor) -> Tensor:
     return centred_N / (centred_N.square().mean().sqrt() + EPSILON)
 
 
-def _places(sequence_N: Tensor, n_sequences: int) -> tuple[Tensor, int]:
-    """Position of each token in its rollout, from 0, and the length of the longest rollout."""
-    order_N = torch.argsort(sequence_N, stable=True)
-    tokens_R = torch.bincount(sequence_N, minlength=n_sequences)
-    firsts_R = tokens_R.cumsum(0) - tokens_R
-    place_N = torch.empty_like(sequence_N)
-    place_N[order_N] = torch.arange(len(sequence_N), device=sequence_N.device) - firsts_R[sequence_N[order_N]]
-    return place_N, int(tokens_R.max()) if len(sequence_N) else 0
+def _from_the_ends(before_N: Tensor) -> list[Tensor]:
+    """The tokens by their number of tokens before, most first."""
+    depth_N = sums_before(torch.ones_like(before_N), before_N)
+    order_N = torch.argsort(depth_N, descending=True, stable=True)
+    return list(order_N.split(torch.bincount(depth_N).flip(0).tolist())) if len(before_N) else []
 
 
 @dataclass(frozen=True)
@@ -214,9 +211,11 @@ class TokenRewards:
     value_N: Tensor
     """float64: value of the token's context, before the batch is trained."""
     sequence_N: Tensor
-    """int64 in [0, R); tokens of one rollout stand in their order."""
+    """int64 in [0, R)."""
     n_sequences: int
     """R."""
+    before_N: Tensor
+    """int64: the token before each on its path (rollouts may branch); -1: none."""
 
 
 class TokenAdvantages(NamedTuple):
@@ -233,12 +232,7 @@ TokenAdvantageFn: TypeAlias = Callable[[TokenRewards, Any], TokenAdvantages]
 def gae_whitened(rewards: TokenRewards, options: TokenAdvantage) -> TokenAdvantages:
     """`learner.objectives.advantages.gae`, whitened over all tokens of the judged rollouts (PPO)."""
     advantage_N, return_N = gae(
-        rewards.reward_N,
-        rewards.value_N,
-        rewards.sequence_N,
-        rewards.n_sequences,
-        discount=options.discount,
-        decay=options.decay,
+        rewards.reward_N, rewards.value_N, rewards.before_N, discount=options.discount, decay=options.decay
     )
     return TokenAdvantages(whitened(advantage_N) if len(advantage_N) else advantage_N, return_N)
 
@@ -299,25 +293,15 @@ def _of_turns(advantage: TurnAdvantageFn, options: TurnAdvantage, rewards: Rewar
     return TokenSignal(advantage(turns, options)[turns.turn_N], None)
 
 
-def _paid(rewards: Rewards) -> Tensor:
-    """[N] float64: the reward that is paid at each trained token."""
-    tokens_R = rewards.tokens_R
-    paid_N = torch.zeros(int(tokens_R.sum()), dtype=torch.float64)
-    if rewards.turns is None:
-        paid_N[tokens_R.cumsum(0)[tokens_R > 0] - 1] = rewards.reward_R[tokens_R > 0]
-        return paid_N
-    turns = rewards.turns()
-    trains_V = turns.paid_V >= 0
-    return paid_N.index_add_(0, turns.paid_V[trains_V], turns.reward_V[trains_V])
-
-
 def _of_tokens(advantage: TokenAdvantageFn, options: Member, rewards: Rewards, values: Values) -> TokenSignal:
     rewards.refuse_parts(options.name)
-    n_rollouts, tokens_R = len(rewards.tokens_R), rewards.tokens_R
-    sequence_N = torch.arange(n_rollouts).repeat_interleave(tokens_R)
-    paid_N = _paid(rewards)
-    judged_N, old_N = rewards.rewarded_R[sequence_N], values()
-    judged = TokenRewards(paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts)
+    assert rewards.turns is not None
+    n_rollouts, turns, old_N = len(rewards.tokens_R), rewards.turns(), values()
+    sequence_N = torch.arange(n_rollouts).repeat_interleave(rewards.tokens_R)
+    judged_N = rewards.rewarded_R[sequence_N]
+    before_N = turns.before_N[judged_N]
+    before_N = torch.where(before_N < 0, -1, judged_N.cumsum(0)[before_N] - 1)
+    judged = TokenRewards(turns.paid_N[judged_N], old_N[judged_N], sequence_N[judged_N], n_rollouts, before_N)
     advantage_N, return_N = torch.zeros_like(old_N), old_N.clone()
     advantage_N[judged_N], return_N[judged_N] = advantage(judged, options)
     return TokenSignal(advantage_N, ValueTargets(old_N, return_N, judged_N))

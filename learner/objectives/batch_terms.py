@@ -25,6 +25,7 @@ from torch import Tensor
 from learner.batch import TrainItem
 from learner.objectives.advantages import Rewards, Values, ValueTargets
 from learner.objectives.divergences import Divergences
+from learner.objectives.importance import sums_before
 from learner.objectives.losses import Objective
 from learner.objectives.turns import batch_rewards, batch_turns
 from learner.turns import sampled_mask
@@ -184,15 +185,15 @@ def _divergence_weights(items: Sequence[TrainItem], n_offline: int, objective: O
 def prefix_weights(train_item: TrainItem, gain: float) -> Tensor:
     """[n] float64: 1 + gain * (1 - D_t / T) for each trained token (IW-OPD, arXiv 2606.22600).
 
-        d_t = |sum over its teachers of (mu_t - q_t)|          D_t = sum of d over the trained tokens before t
-        T   = sum of d over all of the rollout's trained tokens in the batch
+        d_t = |sum over its teachers of (mu_t - q_t)|          D_t = sum of d over trained tokens before t on its path
+        T   = sum of d over all of the rollout's trained tokens in the batch, on all branches
 
     A rollout on which student and teacher agree to the last bit has the weight 1 + gain everywhere."""
     trained_L = train_item.train_mask_L
     behaviour_n = torch.from_numpy(train_item.behaviour_L[trained_L]).double()
     teacher_Mn = torch.from_numpy(train_item.teacher_ML[:, trained_L]).double()
     distance_n = (behaviour_n - teacher_Mn).sum(dim=0).abs()
-    before_n = distance_n.cumsum(0) - distance_n
+    before_n = sums_before(distance_n, torch.from_numpy(train_item.before))
     return 1.0 + gain * (1.0 - before_n / distance_n.sum().clamp(min=1e-8))
 
 

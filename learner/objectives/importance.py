@@ -132,18 +132,25 @@ TOKEN_LOCAL = (no_weights, truncated, cispo, ppo, decoupled)
 """Members whose weight of a token does not depend on other tokens."""
 
 
-def context_weights(ratios: TokenRatios, cap: float) -> Tensor:
-    """w = min(product of r over the rollout's trained tokens BEFORE this one, cap), [N]: the weight of
-    terms that depend on the context alone, such as a divergence between distributions. The token's own r is not part of
-    it. The tokens of a rollout must be in their order."""
+def sums_before(value_N: Tensor, before_N: Tensor) -> Tensor:
+    """[N] sum of the values of all tokens before each one on its path, without its own. `before_N` int64: the last
+    token before it; -1: none. Each round adds as many tokens as all rounds before it."""
+    n_tokens = len(value_N)
+    value_N = torch.cat([value_N, value_N.new_zeros(1)])  # what is before a first token
+    before_N = torch.cat([torch.where(before_N < 0, n_tokens, before_N), before_N.new_full((1,), n_tokens)])
+    total_N = value_N[before_N]
+    for _ in range(n_tokens.bit_length()):
+        total_N = total_N + total_N[before_N]
+        before_N = before_N[before_N]
+    return total_N[:n_tokens]
+
+
+def context_weights(ratios: TokenRatios, before_N: Tensor, cap: float) -> Tensor:
+    """w = min(product of r over the trained tokens BEFORE this one on its path, cap), [N]: the weight of terms that
+    depend on the context alone, such as a divergence between distributions. The token's own r is not part of it.
+    `before_N`: see `sums_before`."""
     log_ratio_N = (ratios.student_N - ratios.behaviour_N).double()
-    before_N = log_ratio_N.cumsum(0) - log_ratio_N
-    n_tokens = len(log_ratio_N)
-    first_R = torch.full((ratios.n_sequences,), n_tokens, dtype=torch.int64, device=log_ratio_N.device)
-    places_N = torch.arange(n_tokens, device=log_ratio_N.device)
-    first_R = first_R.scatter_reduce(0, ratios.sequence_N, places_N, "amin")
-    own_before_N = before_N - before_N[first_R[ratios.sequence_N]]
-    return own_before_N.exp().clamp(max=cap).to(ratios.student_N.dtype)
+    return sums_before(log_ratio_N, before_N).exp().clamp(max=cap).to(ratios.student_N.dtype)
 
 
 def _capped(ratio_N: Tensor, cap: float) -> Weights:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner.batch import TrainItem
 from learner.objectives.advantages import Rewards, TurnRewards
-from learner.turns import episode_turns, paid_at, turn_rewards, turns_of
+from learner.turns import episode_turns, paid_rewards, turn_rewards, turns_of
 
 
 class Turns(NamedTuple):
@@ -50,12 +50,10 @@ def batch_rewards(items: Sequence[TrainItem], rewards: Rewards) -> TurnRewards:
         turn_rewards(train_item.item.turn_rewards, one, reward)
         for train_item, one, reward in zip(items, each, rewards.reward_R.tolist(), strict=True)
     ]
+    paid = [paid_rewards(*of) for of in zip(items, each, rewards.reward_R.tolist(), strict=True)]
     firsts, before = np.cumsum([0, *counts[:-1]]), (rewards.tokens_R.cumsum(0) - rewards.tokens_R).tolist()
     turn_N = [one.turn_N + first for one, first in zip(each, firsts, strict=True)]
-    paid = [
-        np.where(place_V < 0, -1, place_V + n)
-        for place_V, n in zip((paid_at(i, one) for i, one in zip(items, each, strict=True)), before, strict=True)
-    ]
+    before_N = [np.where(i.before < 0, -1, i.before + n) for i, n in zip(items, before, strict=True)]
     rollout_V = torch.from_numpy(np.repeat(np.arange(len(each)), counts))
     none = np.zeros(0, np.int64)
     return TurnRewards(
@@ -63,6 +61,7 @@ def batch_rewards(items: Sequence[TrainItem], rewards: Rewards) -> TurnRewards:
         rewarded_V=rewards.rewarded_R[rollout_V],
         rollout_V=rollout_V,
         group_V=rewards.group_R[rollout_V],
-        paid_V=torch.from_numpy(np.concatenate([none, *paid])),
         turn_N=torch.from_numpy(np.concatenate([none, *turn_N])),
+        paid_N=torch.from_numpy(np.concatenate([np.zeros(0), *paid])),
+        before_N=torch.from_numpy(np.concatenate([none, *before_N])),
     )

@@ -182,7 +182,7 @@ class Between:
         if not compared:
             return lambda z_CV, place: ChunkDivergences([])
         device = inputs.behaviour_N.device
-        weights = {m: _weights(inputs, ahead, divisor, one.options) for m, one in compared.items()}
+        weights = {m: _weights(inputs, ahead, microbatch, divisor, one.options) for m, one in compared.items()}
         uniforms_M = {m: upload(microbatch.top[m].uniform_RS, device) for m in compared}
         rows = self._rows(microbatch, inputs, list(compared))
 
@@ -232,13 +232,17 @@ class Between:
         return z_CV.index_select(0, rows_R - place.start)[:, : self.vocab_tokens]
 
 
-def _weights(inputs: TokenInputs, ahead: Ahead | None, divisor: int, options: Distributions) -> Tensor:
+def _weights(
+    inputs: TokenInputs, ahead: Ahead | None, microbatch: Microbatch, divisor: int, options: Distributions
+) -> Tensor:
     """[N] float64: share * w / divisor."""
     weight_N = inputs.share_N.double() / divisor
     if inputs.divergence_weight_N is not None:
         weight_N = weight_N * inputs.divergence_weight_N.double()
     if options.context_cap > 0 and ahead is not None:
-        context_N = context_weights(ahead.inputs.ratios(ahead.student_N), options.context_cap)
+        whole = microbatch if microbatch.shared is None else microbatch.shared.whole
+        before_N = upload(whole.before_N, inputs.behaviour_N.device)
+        context_N = context_weights(ahead.inputs.ratios(ahead.student_N), before_N, options.context_cap)
         weight_N = weight_N * context_N[ahead.own_N].double()
     return weight_N
 

@@ -38,7 +38,7 @@ class PackAhead:
         """What was made of these items for this step; None if nothing was, or if other tokens are to be trained. The
         items' rewards may differ: they are not in the packs. Forgets what was made for this step and earlier ones."""
         packed = self._packed.get(step)
-        for passed in [made for made in self._packed if made <= step]:
+        for passed in [made for made in tuple(self._packed) if made <= step]:  # a copy in one go: `make` may add one
             del self._packed[passed]
         if packed is None or len(packed.items) != len(items):
             return None

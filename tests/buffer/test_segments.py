@@ -404,6 +404,23 @@ def test_a_rollout_without_a_sampled_token_is_settled_as_context(make: Make) -> 
     assert not driver.work, "nothing to score"
 
 
+def test_a_rollout_that_begins_with_context_alone_is_counted_while_it_runs(make: Make) -> None:
+    """Its first segment is settled at once; `Driver` sees the ledger balance after every message."""
+    driver = make(release="segment", batch=1)
+    driver.offer(0)
+    for n in (0, 0, 2, 0):
+        driver.write("train-0-0-0", n, context=3, final=False)
+        assert driver.ledger.rollouts.in_flight == 1
+        assert driver.state.counts_are_right, "an image of the journal can be written"
+    driver.write("train-0-0-0", 0, context=1, final=True)
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    driver.trained(batch)
+    ledger = driver.ledger
+    assert (ledger.rollouts.trained, ledger.segments.trained, ledger.segments.masked) == (1, 1, {"context": 4})
+
+
 def test_an_actor_may_use_new_weights_before_the_buffer_hears_of_them(make: Make) -> None:
     driver = make(staleness=0, batch=1)
     driver.offer(0, 1)

@@ -97,9 +97,10 @@ def _slow_gae(reward: list[float], value: list[float], discount: float, decay: f
 @pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (1.0, 0.0)])
 def test_equal_to_the_sum_over_later_tokens(discount: float, decay: float) -> None:
     random = np.random.default_rng(0)
-    sequence_N = torch.tensor([0, 0, 0, 2, 2, 3, 0, 2, 3, 3])  # rollout 1 has no token; others are interleaved
+    sequence_N = torch.tensor([0, 0, 0, 2, 2, 3, 0, 2, 3, 3])  # of rollouts, interleaved
+    before_N = torch.tensor([-1, 0, 1, -1, 3, -1, 2, 4, 5, 8])
     reward_N, value_N = torch.tensor(random.normal(size=(2, 10)))
-    advantage_N, return_N = gae(reward_N, value_N, sequence_N, 4, discount=discount, decay=decay)
+    advantage_N, return_N = gae(reward_N, value_N, before_N, discount=discount, decay=decay)
     for r in (0, 2, 3):
         own = (sequence_N == r).nonzero().flatten()
         slow = _slow_gae(reward_N[own].tolist(), value_N[own].tolist(), discount, decay)
@@ -109,12 +110,12 @@ def test_equal_to_the_sum_over_later_tokens(discount: float, decay: float) -> No
 
 def test_without_a_value_function_every_token_answers_for_the_reward_at_the_end() -> None:
     reward_N = torch.tensor([0.0, 0.0, 1.0, 0.0, -2.0])
-    advantage_N, _ = gae(reward_N, torch.zeros(5), torch.tensor([0, 0, 0, 1, 1]), 2, decay=1.0)
+    advantage_N, _ = gae(reward_N, torch.zeros(5), torch.tensor([-1, 0, 1, -1, 3]), decay=1.0)
     assert advantage_N.tolist() == [1.0, 1.0, 1.0, -2.0, -2.0]
 
 
 def test_no_token_at_all() -> None:
-    advantage_N, return_N = gae(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64), 3)
+    advantage_N, return_N = gae(torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.int64))
     assert advantage_N.shape == return_N.shape == (0,)
 
 

@@ -111,9 +111,9 @@ def test_gae_pays_a_turn_s_reward_at_its_last_trained_token(make_item: Make) -> 
     }
     numbers = torch.arange(sum(item.n_trained for item in items), dtype=torch.float64) / 7
     judged = torch.cat([torch.full((i.n_trained,), i.item.reward is not None) for i in items])
-    rollouts = torch.cat([torch.full((i.n_trained,), r) for r, i in enumerate(items)])[judged]
+    before = [-1, 0, 1, 2, 3, -1, 5, 5, -1, 8, -1, 10, -1, 12, -1, 14, 15]  # in "b" two branches and a root
     reward_N = torch.tensor([value for of in paid.values() for value in of], dtype=torch.float64)
-    advantage_N, return_N = gae(reward_N, numbers[judged], rollouts, len(items), discount=0.9, decay=0.8)
+    advantage_N, return_N = gae(reward_N, numbers[judged], torch.tensor(before), discount=0.9, decay=0.8)
     got = terms(items, ("gae", {"discount": 0.9, "decay": 0.8}), numbers)
     white_N = (advantage_N - advantage_N.mean()) / (advantage_N.std(correction=0) + 1e-6)
     torch.testing.assert_close(got.reward_advantage_N[judged], white_N)

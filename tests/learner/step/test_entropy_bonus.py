@@ -51,7 +51,9 @@ def _step(hidden_TH: Tensor, head: LmHead, *, chunk_tokens: int, **fields: Any) 
         n_sequences=1,
     )
     none = np.zeros((1, T), np.float32)
-    microbatch = Microbatch(nothing, (), nothing, nothing, none[0, :0], none, routed_1T, nothing, nothing, (top,))
+    microbatch = Microbatch(
+        nothing, (), nothing, nothing, none[0, :0], none, routed_1T, nothing, nothing, nothing, (top,)
+    )
     terms = step_loss(head, hidden_TH, targets_T, inputs, microbatch, DIVISOR)
     return terms.loss, terms.entropy_N
 

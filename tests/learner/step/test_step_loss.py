@@ -81,6 +81,7 @@ def _divergence(
         routed_MN=np.full((1, n), len(top.counts_R) > 0),
         item_N=nothing,
         token_N=nothing,
+        before_N=nothing,
         top=(top,),
     )
     terms = step_loss(head, hidden_TH, torch.zeros(n, dtype=torch.int64), inputs, microbatch, 1)

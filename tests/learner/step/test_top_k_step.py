@@ -26,8 +26,9 @@ from learner.objectives.registry import DIVERGENCE
 from learner.prompts.config import TaskConfig
 from learner.step.finite_step import finite_step
 from learner.step.train_step import Trainer
-from protocol.messages import TopKPiece
+from protocol.messages import Branch, TopKPiece
 from protocol.topk_codec import encode_top_k
+from tests.learner.objectives.test_turns import path_before
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 
@@ -96,6 +97,9 @@ def items_with_sets(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
         make_item("d", [0] * 6 + [1] * 9, teachers=("style",), vocab=VOCAB, task_id=9, reward=0.5),
         make_item("e", [0, 1, 1], teachers=(), vocab=VOCAB, task_id=9, reward=-1.0),
     ]
+    forked = make_item("f", [0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1], vocab=VOCAB, task_id=9, reward=0.25)
+    branches = (Branch(4, 2), Branch(7, 4), Branch(9, 0))
+    made.append(replace(forked, item=msgspec.structs.replace(forked.item, branches=branches)))
     return [with_sets(train_item, k=k, cut=3) for train_item in made]
 
 
@@ -119,34 +123,36 @@ def _divergence(divergence: Distributions, p_V: Tensor, q_V: Tensor) -> Tensor:
 def _slow(
     model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig, *, k: int = VOCAB
 ) -> tuple[dict[str, Tensor], float]:
-    """Gradients, and the mean divergence of the graded tokens: item by item, token by token, teacher by teacher, on
-    the teacher's own numbers; with k tokens and one bucket for the others. Rewards: GRPO without std, truncated."""
+    """Gradients, and the mean divergence of the graded tokens: item by item, token by token on its path, teacher by
+    teacher, on the teacher's own numbers; with k tokens and one bucket for the others. Rewards: GRPO without std,
+    truncated."""
     n_tokens, n_rollouts = sum(t.n_trained for t in items), sum(t.n_trained > 0 for t in items)
     loss, divergences = torch.zeros((), dtype=torch.float64), []
     objective = config.objective
     divergence, importance = cast(Distributions, objective.divergence), cast(Capped, objective.importance)
     for train_item in items:
         ids_L = torch.from_numpy(train_item.tokens_L).long()
-        logits_LV = model(input_ids=ids_L[None]).logits[0]
-        every_LV, tokens_LV = torch.log_softmax(logits_LV, dim=-1), torch.softmax(logits_LV[:, :VOCAB], dim=-1)
         rewards = [t.item.reward for t in items if t.item.task_id == train_item.item.task_id]
         told = [reward for reward in rewards if reward is not None]
         advantage = 0.0
         if objective.advantage.name == "grpo" and train_item.item.reward is not None:
             advantage = train_item.item.reward - sum(told) / len(told)
-        log_ratio_before = 0.0
+        log_ratio = dict[int, float]()
         divisor = n_tokens if objective.aggregation == "token_mean" else n_rollouts * max(1, train_item.n_trained)
         for t in np.flatnonzero(train_item.train_mask_L).tolist():
-            s, mu = every_LV[t - 1, ids_L[t]], float(train_item.behaviour_L[t])
+            path = path_before(train_item, t)
+            logits_V = model(input_ids=ids_L[None, path]).logits[0, -1]
+            tokens_V = torch.softmax(logits_V[:VOCAB], dim=-1)
+            s, mu = torch.log_softmax(logits_V, dim=-1)[ids_L[t]], float(train_item.behaviour_L[t])
             loss = loss - min(math.exp(s.item() - mu), importance.cap) * advantage * s / divisor
             cap = divergence.context_cap
-            weight = min(math.exp(log_ratio_before), cap) if cap else 1.0
-            log_ratio_before += s.item() - mu
+            weight = min(math.exp(sum(log_ratio.get(u, 0.0) for u in path)), cap) if cap else 1.0
+            log_ratio[t] = s.item() - mu
             total = 0.0
             for name in train_item.item.teachers:
                 q_V = torch.from_numpy(np.exp(teacher_logprobs(train_item, name)[t]))
                 top = torch.argsort(-q_V)[:k]
-                p_B, q_B = tokens_LV[t - 1][top], q_V[top]
+                p_B, q_B = tokens_V[top], q_V[top]
                 if k < VOCAB:
                     p_B = torch.cat([p_B, (1 - p_B.sum())[None]])
                     q_B = torch.cat([q_B, (1 - q_B.sum())[None]])

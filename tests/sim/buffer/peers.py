@@ -227,7 +227,7 @@ def make_segment(
     own = rollout.index == 0 and rng.random() < 0.2
     if own:  # the environment's
         prompt = np.array([rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 4)))], np.int32)
-    n_sampled = rng.choice((0, 1, 2, 3, 5)) if rollout.index else rng.choice((1, 2, 4))
+    n_sampled = rng.choice((0, 1, 2, 3, 5) if rollout.index else (0, 1, 1, 2, 2, 4, 4))
     n_context = rng.choice((0, 0, 0, 1)) + (0 if n_sampled or final or len(prompt) else 1)
     n = len(prompt) + n_sampled + n_context
     ids = np.array([*prompt, *(rng.randrange(VOCAB_SIZE) for _ in range(n - len(prompt)))], np.int32)
@@ -245,7 +245,7 @@ def make_segment(
             spans.append(m.VersionSpan(actor.version, first + cut, first + n_sampled))
     follows = rng.randrange(rollout.length) if rollout.index and n and rng.random() < 0.25 else None
     if follows == 0 and sampled[0]:
-        follows = 1  # the first token of a root has nothing that predicts it
+        follows = 1 if rollout.length > 1 else None  # the first token of a root has nothing that predicts it
     reward = rng.choice((0.0, 1.0, 1.0, None)) if final else None
     message = m.Segment(
         rollout_id=rollout.ticket.rollout_id,
