@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -30,7 +31,7 @@ def load_head(path: str | Path, *, device: str, dtype: DtypeName) -> LmHead:
     with torch.device("meta"):
         empty = cast(PreTrainedModel, AutoModelForCausalLM.from_config(load_config(name)))
     outline = lm_head(empty)
-    tensors = _read(Path(name), empty, [one for one in (outline.weight_VH, outline.bias_V) if one is not None])
+    tensors = _read(Path(name), empty)
     if tensors is None:
         log.warning("%s has its output head in no safetensors file under the usual name; loading the whole model", name)
         whole = lm_head(load_causal_lm(name, device="cpu", dtype=dtype, attention="packed"))
@@ -40,21 +41,38 @@ def load_head(path: str | Path, *, device: str, dtype: DtypeName) -> LmHead:
     return LmHead(weight_VH, bias[0] if bias else None, outline.scale, outline.softcap)
 
 
-def _read(folder: Path, empty: PreTrainedModel, parameters: list[Tensor]) -> list[Tensor] | None:
-    """The values of these parameters of a model on the meta device; None if one is in no safetensors file. A tied head
-    is in the file under the embedding's name."""
-    files = _files(folder)
+def _read(folder: Path, empty: PreTrainedModel) -> list[Tensor] | None:
+    """Weight and bias of the head of a model on the meta device, as transformers would load them; None where names do
+    not say which they are. A head that is in the files counts, also if config.json ties it to the embedding; without
+    one the embedding is the head."""
+    files, head = _files(folder), empty.get_output_embeddings()
+    prefix = next(name for name, module in empty.named_modules() if module is head)
+    known = dict(empty.named_parameters(remove_duplicate=False))
     found: list[Tensor] = []
-    for parameter in parameters:
-        names = [name for name, one in empty.named_parameters(remove_duplicate=False) if one is parameter]
+    for part, parameter in cast("torch.nn.Module", head).named_parameters():
+        names = [f"{prefix}.{part}", *(name for name, one in known.items() if one is parameter)]
         name = next((name for name in names if name in files), None)
-        if name is None:
+        if name is None or (name != names[0] and _unknown_of_shape(files, known, parameter)):
             return None
-        with safe_open(files[name], framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
-            found.append(cast(Tensor, file.get_tensor(name)))
+        found.append(_tensor(files[name], name))
         if found[-1].shape != parameter.shape:
             raise ModelError(f"{folder}: {name} is {list(found[-1].shape)}, config.json says {list(parameter.shape)}")
     return found
+
+
+def _unknown_of_shape(files: Mapping[str, Path], known: Collection[str], parameter: Tensor) -> bool:
+    """Whether a tensor of this shape is there under a name that the architecture does not have: transformers may know
+    it by a former name of the head."""
+    for name in files.keys() - known:
+        with safe_open(files[name], framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
+            if list(file.get_slice(name).get_shape()) == list(parameter.shape):
+                return True
+    return False
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:  # pyright: ignore[reportUnknownVariableType]
+        return cast(Tensor, opened.get_tensor(name))
 
 
 def _files(folder: Path) -> dict[str, Path]:

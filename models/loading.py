@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from models import packed
 from models.description import DtypeName
+from models.safetensors_header import head_beside_embedding
 from models.transfer import whole
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
@@ -77,7 +78,11 @@ def load_causal_lm(
         _check_embeddings(name, model)
         make_current(torch.device(device))
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+            _untie(model.config)
     else:
+        if Path(name).is_dir() and head_beside_embedding(Path(name)):
+            _untie(config)
         with torch.device("meta"):
             model = cast(
                 PreTrainedModel,
@@ -192,6 +197,12 @@ def _from_pretrained(name: str, dtype: torch.dtype, implementation: str) -> PreT
     if unexpected := sorted(str(key) for key in report["unexpected_keys"]):
         _log.warning("%s: %d tensors in the checkpoint are not used, e.g. %s", name, len(unexpected), unexpected[:4])
     return model
+
+
+def _untie(config: PreTrainedConfig) -> None:
+    """Say in the configuration that the head is not the embedding. Where a checkpoint has both, transformers goes by
+    its numbers, whatever its config.json says; ranks that see no numbers, and who reads an export, go by this."""
+    config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
 
 def _check_embeddings(name: str, model: PreTrainedModel) -> None:

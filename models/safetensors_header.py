@@ -8,7 +8,7 @@ among them, may end where it says otherwise. Format: https://github.com/huggingf
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,6 +22,9 @@ _BITS: Final = {
     **{"BOOL": 8, "BF16": 16, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8},
 }
 """Bits per number. Of other dtypes only the places are checked."""
+_HEADS: Final = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_BLOCK_BYTES: Final = 1 << 20
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -44,6 +47,51 @@ class Header(NamedTuple):
 
 def read_header(file: Path) -> Header:
     """The header. Raises ValueError if the file is not whole or its tensors are not where they must be, and OSError."""
+    metadata, entries, _ = _read(file)
+    return Header(metadata, sum(entry.numbers for entry in entries.values()))
+
+
+def head_beside_embedding(folder: Path) -> str:
+    """The name of an output head in the safetensors files of a model whose numbers differ from those of the embedding,
+    which is there too; empty if there are not both, or they are equal. Raises as `read_header`."""
+    found: dict[str, _Place] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        _, entries, start = _read(file)
+        found |= {
+            name: _Place(file, start, one)
+            for name, one in entries.items()
+            if name in _HEADS or name.endswith(_EMBEDDINGS)
+        }
+    for name, head in found.items():
+        for other, embedding in found.items():
+            if name in _HEADS and other.endswith(_EMBEDDINGS) and head.entry.shape == embedding.entry.shape:
+                return "" if head.equals(embedding) else name
+    return ""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is."""
+
+    file: Path
+    start: int
+    """Of the file's numbers."""
+    entry: _Entry
+
+    def equals(self, other: _Place) -> bool:
+        return self.entry.dtype == other.entry.dtype and all(
+            mine == theirs for mine, theirs in zip(self._blocks(), other._blocks(), strict=True)
+        )
+
+    def _blocks(self) -> Iterator[bytes]:
+        begin, end = self.entry.data_offsets
+        with self.file.open("rb") as stream:
+            stream.seek(self.start + begin)
+            for at in range(begin, end, _BLOCK_BYTES):
+                yield stream.read(min(_BLOCK_BYTES, end - at))
+
+
+def _read(file: Path) -> tuple[dict[str, str], dict[str, _Entry], int]:
+    """(metadata, tensors, where their numbers begin)."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -62,7 +110,7 @@ def read_header(file: Path) -> Header:
     if size != expected:
         why = "it is cut short" if size < expected else "there is more data after the weights"
         raise ValueError(f"got {size:,} bytes, expected {expected:,} by its header: {why}")
-    return Header(metadata, sum(entry.numbers for entry in entries.values()))
+    return metadata, entries, LENGTH_BYTES + length
 
 
 def _end(entries: Mapping[str, _Entry]) -> int:

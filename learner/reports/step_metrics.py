@@ -47,11 +47,13 @@ class StepSums:
     """Number of their terms; 0 without top-k sets that the objective uses."""
     pools: dict[str, tuple[float, int]]
     """Pool -> (its part of `divergence`, tokens that it scored)."""
+    heads: dict[str, tuple[float, float, float]]
+    """Teacher with hidden states and tag -> (its part of `hidden_error`, sum of s - q, number of terms)."""
     ratio_max: float
 
     @classmethod
     def zero(cls) -> StepSums:
-        return cls(tokens=0, hidden_scores=0, set_scores=0, pools={}, **dict.fromkeys(SUMS, 0.0))
+        return cls(tokens=0, hidden_scores=0, set_scores=0, pools={}, heads={}, **dict.fromkeys(SUMS, 0.0))
 
     def of_sets(self) -> dict[str, float]:
         """Means over the scores that have a top-k set."""
@@ -60,18 +62,22 @@ class StepSums:
         return {name: float(getattr(self, name)) / n for name in names} if n else {}
 
     def plus(self, other: StepSums) -> StepSums:
-        names = (field.name for field in fields(self) if field.name != "pools")
+        names = (field.name for field in fields(self) if field.name not in ("pools", "heads"))
         summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
         summed["ratio_max"] = max(self.ratio_max, other.ratio_max)
         pools = dict(self.pools)
         for pool, (divergence, n) in other.pools.items():
             before, n_before = pools.get(pool, (0.0, 0))
             pools[pool] = (before + divergence, n_before + n)
-        return StepSums(pools=pools, **summed)
+        heads = dict(self.heads)
+        for name, (error, kl, terms) in other.heads.items():
+            before = heads.get(name, (0.0, 0.0, 0.0))
+            heads[name] = (before[0] + error, before[1] + kl, before[2] + terms)
+        return StepSums(pools=pools, heads=heads, **summed)
 
 
-COUNTS: Final = ("tokens", "hidden_scores", "set_scores", "pools")
-"""Sums that the host knows, and those of pools."""
+COUNTS: Final = ("tokens", "hidden_scores", "set_scores", "pools", "heads")
+"""Sums that the host knows, and those of pools and heads."""
 SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name not in COUNTS)
 """Names of the other sums, in the order in which a step reads them from the device."""
 

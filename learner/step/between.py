@@ -51,14 +51,21 @@ class ChunkPart(NamedTuple):
     """Gradient of weight * divergence by the logits."""
 
 
+class HiddenErrors(NamedTuple):
+    """How far one teacher's log-prob of the sampled token, computed from its hidden state, is from the one that it
+    sent, nats, at the positions `rows_R`."""
+
+    m: int
+    rows_R: Tensor
+    error_R: Tensor
+
+
 class PayloadSums(NamedTuple):
     """Figures of the payloads of a chunk or of a microbatch, for the metrics."""
 
-    error: Tensor
-    """Sum over the scores from hidden states: how far the teacher's log-prob of the sampled token, computed from its
-    hidden state, is from the one that it sent."""
+    errors: tuple[HiddenErrors, ...]
     hidden_scores: int
-    """Number of its terms: pairs of a token and a teacher that sent its hidden state."""
+    """Pairs of a token and a teacher that sent its hidden state."""
     sets_3: Tensor
     """Sums of `TopKTeacher.agreement_T3`."""
     set_scores: int
@@ -66,12 +73,11 @@ class PayloadSums(NamedTuple):
 
     @classmethod
     def zero(cls, device: torch.device) -> PayloadSums:
-        zeros = torch.zeros(4, dtype=torch.float64, device=device)
-        return cls(zeros[0], 0, zeros[1:], 0)
+        return cls((), 0, torch.zeros(3, dtype=torch.float64, device=device), 0)
 
     def plus(self, other: PayloadSums) -> PayloadSums:
         return PayloadSums(
-            self.error + other.error,
+            self.errors + other.errors,
             self.hidden_scores + other.hidden_scores,
             self.sets_3 + other.sets_3,
             self.set_scores + other.set_scores,
@@ -169,7 +175,7 @@ class Between:
             sums = PayloadSums.zero(z_CV.device)
             for m, teacher, rows_R, part in rows(place):
                 mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), part), own[m].cost)
-                sums = sums.plus(_sums(teacher, part))
+                sums = sums.plus(_sums(m, teacher, rows_R, part))
                 mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
             return MeanCosts(mean_MC, sums)
 
@@ -191,7 +197,7 @@ class Between:
             for m, teacher, rows_R, own in rows(place):
                 student_RV, given = self._logits(z_CV, place, rows_R), _given(compared[m], uniforms_M[m][own])
                 divergence_R, grad_RV = teacher.compare(student_RV, own, given)
-                sums = sums.plus(_sums(teacher, own))
+                sums = sums.plus(_sums(m, teacher, rows_R, own))
                 weight_R = (inputs.coef_M[m] * weights[m][rows_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])
                 found.append(ChunkPart(m, rows_R - place.start, divergence_R, weight_R, grad_RV))
@@ -258,11 +264,11 @@ def _given(compared: Compared, uniform_CS: Tensor) -> Callable[[Tensor, Tensor],
     return partial(compared.function, options=compared.options, **draws)
 
 
-def _sums(teacher: TopKTeacher | WholeTeacher, own: slice) -> PayloadSums:
+def _sums(m: int, teacher: TopKTeacher | WholeTeacher, rows_R: Tensor, own: slice) -> PayloadSums:
     """`own`: the teacher's rows, which have been compared already."""
     n = own.stop - own.start
     if isinstance(teacher, WholeTeacher):
-        error_T = teacher.error_T
-        return PayloadSums.zero(error_T.device)._replace(error=error_T[own].double().sum(), hidden_scores=n)
+        errors = (HiddenErrors(m, rows_R, teacher.error_T[own]),)
+        return PayloadSums.zero(rows_R.device)._replace(errors=errors, hidden_scores=n)
     agreement_T3 = teacher.agreement_T3
     return PayloadSums.zero(agreement_T3.device)._replace(sets_3=agreement_T3[own].sum(dim=0), set_scores=n)

@@ -55,6 +55,7 @@ from learner.step.forward import (
     StepPass,
     batch_values,
     predictor_states,
+    refuse_other_head,
 )
 from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
 from learner.step.pack_ahead import PackAhead
@@ -342,7 +343,7 @@ class Trainer:
             for microbatch, counts in part.batch.passes:
                 forward = self._backward(microbatch, part, counts=counts)
                 if counts:
-                    left[-1].append(forward.left(microbatch))
+                    left[-1].append(forward.left(microbatch, part.items))
         return left
 
     def _backward(self, microbatch: Microbatch, part: BatchPart, *, counts: bool) -> StepPass:
@@ -356,13 +357,15 @@ class Trainer:
         self, parts: Sequence[BatchPart], left: list[list[PassLeft]], further: Sequence[Tensor], update: str
     ) -> tuple[list[StepSums], list[float]]:
         """The sums of each part over all ranks, and the `further` scalars, in one transfer from the device. Raises
-        NonFiniteError."""
+        NonFiniteError and BatchError."""
         passes = [made.figures for of_part in left for made in of_part]
         device = self.model.device
         queued = [*passes, *(upload(scalar.double()[None], device) for scalar in further)]
         numbers = read(torch.cat(queued)).tolist() if queued else []
         of_ranks = self.ranks.agreed(lambda: self._own_sums(parts, left, numbers, update), list[StepSums])
         sums = [functools.reduce(StepSums.plus, of_part) for of_part in zip(*of_ranks, strict=True)]
+        for of_part in sums:
+            refuse_other_head(of_part, update=update)
         return sums, numbers[len(numbers) - len(further) :]
 
     def _own_sums(

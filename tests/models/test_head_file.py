@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     PhiConfig,
@@ -68,6 +69,53 @@ def test_a_head_under_another_name_is_found_by_loading_the_model(
     save_file({name.removeprefix("model."): t for name, t in tensors.items()}, tmp_path / "model.safetensors")
     got = load_head(tmp_path, device="cpu", dtype="float32")
     assert torch.equal(got.weight_VH, lm_head(model).weight_VH) and "loading the whole model" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["another head", "the same head", "no embedding", "former name", "untied, no head"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_what_files_and_configuration_say_differently_is_read_as_transformers_reads_it(
+    tmp_path: Path, case: str, shards: bool
+) -> None:
+    torch.manual_seed(0)
+    model = MODELS["untied" if case.startswith("untied") else "tied"]()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    match case:
+        case "another head":
+            tensors["lm_head.weight"] = embedding * 0.8
+        case "the same head":
+            tensors["lm_head.weight"] = embedding.clone()
+        case "no embedding":
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        case "former name":
+            tensors["module.lm_head.weight"] = embedding * 0.8
+        case _:
+            del tensors["lm_head.weight"]
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = [names[::2], names[1::2]] if shards else [names]
+    files = [f"model-{i}.safetensors" if shards else "model.safetensors" for i in range(len(parts))]
+    for file, part in zip(files, parts, strict=True):
+        save_file({name: tensors[name] for name in part}, tmp_path / file, metadata={"format": "pt"})
+    if shards:
+        placed = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    if case.startswith("untied"):
+        with pytest.raises(ModelError, match=r"lm_head\.weight"):
+            load_head(tmp_path, device="cpu", dtype="float32")
+        return
+    right = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = load_causal_lm(tmp_path, device="cpu", dtype="float32", attention="packed")
+    for got in (load_head(tmp_path, device="cpu", dtype="float32"), lm_head(loaded)):
+        assert torch.equal(got.weight_VH, right.lm_head.weight)
+    outline = load_causal_lm(tmp_path, device="cpu", dtype="float32", attention="packed", weights=False)
+    assert [name for name, _ in outline.named_parameters()] == [name for name, _ in right.named_parameters()]
+    loaded.save_pretrained(tmp_path / "export")
+    config = json.loads((tmp_path / "export/config.json").read_text())
+    assert config["tie_word_embeddings"] == (right.lm_head.weight is right.model.embed_tokens.weight)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    assert torch.equal(again.lm_head.weight, right.lm_head.weight)
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_states_that_do_not_fit_the_teachers_own_scores_are_refused(
 ) -> None:
     shifted = hidden.with_states(make_item("a", [0, 1, 1, 1, 1, 1], vocab=VOCAB), shift=1)
     trainer = _trainer(tiny_student(dtype=torch.float64), _config(importance=importance))
-    with pytest.raises(BatchError, match="log-probs from teachers' hidden states differ by"):
+    with pytest.raises(BatchError, match=r"log-probs from hidden states .* differ by"):
         trainer.step([shifted])
 
 

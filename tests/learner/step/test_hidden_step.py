@@ -215,6 +215,19 @@ def test_the_head_of_another_model_ends_the_step(tiny_student: Student, make_ite
         Trainer(tiny_student(), config, total_steps=3, vocab_tokens=VOCAB).step([item])
 
 
+def test_a_head_that_is_a_little_off_for_one_tag_ends_the_step(tiny_student: Student, make_item: Make) -> None:
+    """The mean over all tags is below the bound; what is above it is the one teacher's, at one tag's tokens."""
+    good = [with_states(make_item(f"a{i}", [0] + [1] * 20, teachers=("math",), vocab=VOCAB)) for i in range(9)]
+    other = with_states(make_item("b", [0] + [1] * 12, teachers=("style",), vocab=VOCAB))
+    other = replace(other, item=msgspec.structs.replace(other.item, tag="rare"))
+    heads = {"math": head_of("math"), "style": replace(head_of("style"), scale=0.85)}
+    trainer = trainer_of(tiny_student(), config_of(divergence="reverse_kl"), heads.__getitem__)
+    with pytest.raises(BatchError, match=r"teacher 'style', tag 'rare'\) differ by 0\.\d+ nats"):
+        trainer.step([*good, other])
+    error = trainer.step(good).hidden_error
+    assert error is not None and error < 1e-3
+
+
 def _bytes(train_item: TrainItem, change: Callable[[bytearray], bytearray]) -> TrainItem:
     body = change(bytearray(train_item.payloads.tobytes()))
     pieces = (msgspec.structs.replace(train_item.item.top_k[0], n_bytes=len(body)),)
