@@ -90,8 +90,9 @@ def _on_ray(line: CommandLine, config: RunConfig, stack: ExitStack) -> tuple[Run
     former = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else None
     if line.check:
         pretended = len(pretended_machine(line.gpus).gpus) if line.gpus else None
-        print(*check_on_ray(config, former, pretended), sep="\n")
-        return beside_the_learner(config), LocalProcesses
+        run, lines = check_on_ray(config, former, pretended)
+        print(*lines, sep="\n")
+        return run, LocalProcesses
     return stack.enter_context(on_ray(config, former))
 
 

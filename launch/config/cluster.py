@@ -26,7 +26,8 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
     """Hosts of actors, or of teachers."""
 
     each: NonNegativeInt = 0
-    """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner."""
+    """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner. With --backend
+    ray, where no role has any: as many as the nodes of the cluster give."""
     most: NonNegativeInt = 0
     """With --backend ray: add hosts while the run waits for this role, up to this many workers, and remove hosts of
     teachers that are not needed. 0: the number stays as it is, until launch/cluster.py scale changes it."""

@@ -17,32 +17,33 @@ from buffer.config import BufferConfig
 from launch.checks.preflight import replace
 from launch.config.files import read_config
 from launch.config.run import RunConfig
-from launch.errors import ConfigError
 from launch.join.export import ROLES, files_to_join
 from launch.join.target import listening_address, running_record
 from launch.processes.local import LocalProcesses
 from launch.ray.autoscale import Autoscaler
 from launch.ray.backend import RayBackend
 from launch.ray.cluster import RayCluster
+from launch.ray.default_hosts import with_hosts
 from launch.ray.hosts import RayHosts
 from launch.ray.wanted import Wanted, read_wanted
-from launch.topology import HostGroup, beside_the_learner, host_groups, teachers_by_pool
+from launch.topology import beside_the_learner, host_groups, said_of_groups, teachers_by_pool
 from launch.workers.launch_plan import LaunchPlan, MakeBackend
 from launch.workers.start_role import WorkFolder
 from protocol.addresses import is_local
 from weights.config import WeightsConfig
 
 
-def check_on_ray(config: RunConfig, former: Path | None, pretended_gpus: int | None) -> list[str]:
-    """Where the hosts could be, in lines for the user. `pretended_gpus`: those of this machine, if no cluster is named.
-    `former`: as in `on_ray`.
+def check_on_ray(config: RunConfig, former: Path | None, pretended_gpus: int | None) -> tuple[RunConfig, list[str]]:
+    """The configuration of the run itself, and where the hosts could be, in lines for the user. `pretended_gpus`: those
+    of this machine, if no cluster is named. `former`: as in `on_ray`.
 
     Raises ConfigError for a configuration that cannot be spread or a cluster that is too small, and LaunchError without
     a cluster."""
     config = of_the_former(config, former)
     cluster = RayCluster.connect(pretended_gpus)
     try:
-        return cluster.check(_groups(config, cluster))
+        config = with_hosts(config, cluster.nodes())
+        return beside_the_learner(config), cluster.check(host_groups(config, one_machine=cluster.ours))
     finally:
         cluster.close()
 
@@ -56,7 +57,11 @@ def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig,
     config = of_the_former(config, former)
     cluster = RayCluster.connect()
     try:
-        groups = _groups(config, cluster)
+        named, config = config, with_hosts(config, cluster.nodes())
+        groups = host_groups(config, one_machine=cluster.ours)
+        if config != named:
+            _say("Ray: hosts by what the nodes have, as the section `cluster` names none:")
+            print(*said_of_groups(groups), sep="\n", file=sys.stderr, flush=True)
         cluster.reserve(groups, config.launch.ready_timeout_s, _say)
         run = beside_the_learner(config)
         if not is_local(cluster.address):
@@ -86,16 +91,6 @@ def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig,
         yield run, make_backend
     finally:
         cluster.close()
-
-
-def _groups(config: RunConfig, cluster: RayCluster) -> tuple[HostGroup, ...]:
-    groups = host_groups(config, one_machine=cluster.ours)
-    if not (config.cluster.actors.each or config.cluster.teachers.each or config.learner.hosts > 1):
-        raise ConfigError(
-            "launch.backend: got ray, but cluster.actors.each and cluster.teachers.each are 0, so that Ray has "
-            "nothing to place; set how many workers share a host of Ray's"
-        )
-    return groups
 
 
 def _say(text: str) -> None:
