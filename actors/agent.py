@@ -110,11 +110,11 @@ class Context:
 
     def observe(self, what: str | Int32s, *, role: str | None = "user") -> None:
         """Add context: text as a turn of the chat by `role` (with role None, or without a chat template, as it is), or
-        token ids [n]."""
+        token ids [n]. Control tokens in text are text."""
         if not isinstance(what, str):
             self._parts.append(np.asarray(what, np.int32))
         elif role is None or not self.tokenizer.has_template:
-            self._parts.append(self.tokenizer.encode(what))
+            self._parts.append(self.tokenizer.encode(self.tokenizer.plain(what), behind=self.token_ids))
         else:
             ended_by = self._ended_by
             self._parts.append(self.tokenizer.chat_turn(what, role, closed=self._closed, ended_by=ended_by))

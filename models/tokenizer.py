@@ -17,8 +17,9 @@ import numpy.typing as npt
 from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from models.chat_template import template_variables
+from models.chat_text import ChatTokenizer, conversation_text, prompt_ids, text_ids
 from models.files import TokenizerError, first_line, model_source, stop_ids
-from models.tokenizer_file import template_variables
 from protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
@@ -84,7 +85,6 @@ def render_prompt(
 
     Raises TokenizerError for: no template where one is needed, a prompt that was rendered before, messages that end
     with the answer, a template that refuses the messages or does not read what it is handed, and an empty result."""
-    handed = _handed(tokenizer, chat_template, tools, template_kwargs)
     if record.messages is not None:
         turns = _with_system([dict(turn) for turn in record.messages], system)
         if not turns or turns[-1].get("role") == "assistant":
@@ -92,21 +92,30 @@ def render_prompt(
                 f"messages must end with the turn to be answered, got roles {[t.get('role') for t in turns]}; "
                 "leave the answer out (ground_truth is the place for it)"
             )
-        return _as_array(_apply_template(tokenizer, turns, chat_template, handed), record)
-    if record.prompt is None:
+    elif record.prompt is None:
         raise TokenizerError("a record needs a prompt or messages, got neither")
-    if chat_template == "auto" and tokenizer.chat_template is not None:
+    else:
         turns = _with_system([{"role": "user", "content": record.prompt}], system)
-        ids = _apply_template(tokenizer, turns, chat_template, handed)
-        _refuse_second_rendering(tokenizer, record.prompt, ids)
+    if record.prompt is None or (chat_template == "auto" and tokenizer.chat_template is not None):
+        text = render_text(tokenizer, turns, chat_template, tools, template_kwargs, opened=True)
+        ids = text_ids(as_chat_tokenizer(tokenizer), text)
+        if record.prompt is not None:
+            _refuse_second_rendering(tokenizer, record.prompt, ids)
         return _as_array(ids, record)
+    if tools or template_kwargs:
+        _expect_read(tokenizer, chat_template, tools, template_kwargs)
     if system is not None:
         raise TokenizerError(
             "a system prompt needs a chat template, got "
             + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
             + "; put the text into the prompts, or take the system prompt out"
         )
-    return _as_array(tokenizer(record.prompt)["input_ids"], record)
+    return _as_array(prompt_ids(as_chat_tokenizer(tokenizer), record.prompt), record)
+
+
+def as_chat_tokenizer(tokenizer: PreTrainedTokenizerBase) -> ChatTokenizer:
+    """The tokenizer as `models.chat_text` takes it."""
+    return cast(ChatTokenizer, tokenizer)
 
 
 def render_text(
@@ -118,23 +127,17 @@ def render_text(
     *,
     opened: bool,
 ) -> str:
-    """A conversation as text, in which special tokens are text too. `opened`: with the opening of the next answer.
-    Raises TokenizerError as `render_prompt` does."""
-    handed = _handed(tokenizer, chat_template, tools, template_kwargs)
-    return cast(
-        str, _apply_template(tokenizer, [dict(t) for t in turns], chat_template, handed, opened, tokenize=False)
-    )
-
-
-def _handed(
-    tokenizer: PreTrainedTokenizerBase,
-    chat_template: ChatTemplateMode,
-    tools: Sequence[Mapping[str, Any]] | None,
-    template_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
+    """A conversation as text for `models.chat_text.text_ids`, in which special tokens are text too. `opened`: with the
+    opening of the next answer. Raises TokenizerError as `render_prompt` does."""
     if tools or template_kwargs:
-        _expect_read(tokenizer, chat_template, [*(["tools"] if tools else []), *template_kwargs])
-    return {**template_kwargs, **({"tools": [dict(tool) for tool in tools]} if tools else {})}
+        _expect_read(tokenizer, chat_template, tools, template_kwargs)
+    if chat_template == "off" or tokenizer.chat_template is None:
+        raise TokenizerError(
+            "messages need a chat template, got "
+            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
+            + "; give text in the field 'prompt' instead"
+        )
+    return conversation_text(as_chat_tokenizer(tokenizer), turns, tools, template_kwargs, opened=opened)
 
 
 def _generation_eos(path: str | Path) -> object:
@@ -155,15 +158,21 @@ def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[s
     return [{"role": "system", "content": system}, *turns]
 
 
-def _expect_read(tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplateMode, names: Sequence[str]) -> None:
+def _expect_read(
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template: ChatTemplateMode,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any],
+) -> None:
     """Raise TokenizerError for a name that the chat template does not read: handing it over would change nothing."""
-    given: Any = tokenizer.chat_template  # a text, or several by name
+    names = [*(["tools"] if tools else []), *template_kwargs]
+    given = as_chat_tokenizer(tokenizer).chat_template
     if chat_template == "off" or given is None:
         raise TokenizerError(
             f"{', '.join(names)}: only a chat template reads this, got "
             + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
         )
-    texts: list[str] = list(given.values()) if isinstance(given, dict) else [given]
+    texts = list(given.values()) if isinstance(given, dict) else [given]
     try:
         read = frozenset[str]().union(*map(template_variables, texts))
     except TemplateError as error:
@@ -178,34 +187,6 @@ def _expect_read(tokenizer: PreTrainedTokenizerBase, chat_template: ChatTemplate
             raise TokenizerError(
                 "the chat template shows no tools, got a row with 'tools'; describe them in the prompt"
             )
-
-
-def _apply_template(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: list[dict[str, Any]],
-    chat_template: ChatTemplateMode,
-    handed: Mapping[str, Any],
-    opened: bool = True,
-    *,
-    tokenize: bool = True,
-) -> list[int]:
-    """Token ids; the text for tokenize=False."""
-    if chat_template == "off" or tokenizer.chat_template is None:
-        raise TokenizerError(
-            "messages need a chat template, got "
-            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
-            + "; give text in the field 'prompt' instead"
-        )
-    try:
-        ids = tokenizer.apply_chat_template(
-            turns, add_generation_prompt=opened, tokenize=tokenize, return_dict=False, **handed
-        )
-    except (TemplateError, TypeError, KeyError) as error:
-        roles = [turn.get("role") for turn in turns]
-        raise TokenizerError(
-            f"the chat template refuses these messages (roles {roles}): {first_line(error)}"
-        ) from error
-    return cast(Any, ids)  # one conversation, tokenize=True: a flat list of ids
 
 
 def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:

@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-import jinja2
-from jinja2 import meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
+from models.chat_template import Templates, read_templates, render, template_for
 from models.files import TokenizerError, model_file, stop_ids
 from protocol.handshake import vocab_fingerprint
 
@@ -41,22 +35,24 @@ class FileTokenizer:
                 "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self.backend_tokenizer: Final = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(f"{file} does not load: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.backend_tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
         config = {**_json(path, "special_tokens_map.json"), **_json(path, "tokenizer_config.json")}
-        self._named = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
-        self.all_special_tokens: Final[list[str]] = list(dict.fromkeys([*self._named.values(), *_extra_tokens(config)]))
+        self.special_tokens_map = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+        self.all_special_tokens: Final[list[str]] = list(
+            dict.fromkeys([*self.special_tokens_map.values(), *_extra_tokens(config)])
+        )
         self._add_missing(config)
-        self.chat_template: Final = _chat_template(path, config)
+        self.chat_template: Final[Templates] = read_templates(path, config)
 
     def get_vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
+        return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def get_added_vocab(self) -> dict[str, int]:
-        return {token.content: i for i, token in sorted(self._tokenizer.get_added_tokens_decoder().items())}
+        return {token.content: i for i, token in sorted(self.backend_tokenizer.get_added_tokens_decoder().items())}
 
     @property
     def fingerprint(self) -> str:
@@ -67,14 +63,18 @@ class FileTokenizer:
     def stop_token_ids(self) -> tuple[int, ...]:
         """Same as `models.tokenizer.stop_token_ids`. Raises TokenizerError when there is none."""
         file = "generation_config.json" if model_file(self._path, "generation_config.json") else "config.json"
-        eos = self._tokenizer.token_to_id(self._named["eos_token"]) if "eos_token" in self._named else None
+        eos = (
+            self.backend_tokenizer.token_to_id(self.special_tokens_map["eos_token"])
+            if "eos_token" in self.special_tokens_map
+            else None
+        )
         return stop_ids(self._path, _json(self._path, file).get("eos_token_id"), eos)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -85,24 +85,17 @@ class FileTokenizer:
         add_generation_prompt: bool,
         **template_kwargs: Any,
     ) -> str:
-        """The rendered text. Raises jinja2's TemplateError, and ValueError for tokenize=True."""
+        """The rendered text. Raises what `models.chat_template.render` does, TokenizerError where no template is for
+        this conversation, and ValueError for tokenize=True."""
         if tokenize:
             raise ValueError("chat templates are rendered to text here, not to ids; got tokenize=True")
-        return self._template.render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **{**self._named, **template_kwargs},
-        )
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        return _template_environment().from_string(self.chat_template or "")
+        template = template_for(self.chat_template, tools) or ""
+        values = {**self.special_tokens_map, **template_kwargs}
+        return render(template, messages, tools, values, opened=add_generation_prompt)
 
     def _add_missing(self, config: dict[str, Any]) -> None:
         """Add tokens that are only in tokenizer_config.json, in the order in which transformers adds them."""
-        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
         listed = config.get("added_tokens_decoder", {})
         tokens = [
             AddedToken(**{key: value for key, value in listed[i].items() if key != "__type"})
@@ -111,47 +104,8 @@ class FileTokenizer:
         tokens += [AddedToken(text, special=True, normalized=False) for text in self.all_special_tokens]
         for token in tokens:
             if token.content not in known:
-                self._tokenizer.add_tokens([token])
+                self.backend_tokenizer.add_tokens([token])
                 known.add(token.content)
-
-
-@lru_cache
-def template_variables(template: str) -> frozenset[str]:
-    """Names that a chat template reads, besides those that it sets itself. Raises jinja2's TemplateError."""
-    environment = _template_environment()
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
-
-
-def _template_environment() -> ImmutableSandboxedEnvironment:
-    """The same as transformers makes for chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    cast("dict[str, Any]", environment.globals).update(raise_exception=_raise, strftime_now=_now)
-    return environment
-
-
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text; rendered like any other text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def _json(path: str | Path, filename: str) -> dict[str, Any]:
@@ -175,13 +129,3 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
         listed = config.get(name) or []
         found += [_content(token) for token in (listed.values() if isinstance(listed, dict) else listed)]
     return found
-
-
-def _chat_template(path: str | Path, config: dict[str, Any]) -> str | None:
-    file = model_file(path, "chat_template.jinja")
-    if file is not None:
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template") or _json(path, "chat_template.json").get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", template)}.get("default")
-    return template

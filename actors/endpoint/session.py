@@ -199,7 +199,7 @@ class EpisodeSession:
         new = messages if best is None else messages[len(best.messages) :]
         if best is not None and all(message["role"] != "assistant" for message in new):
             try:
-                behind = tokenizer.chat_turns(new, closed=best.closed, ended_by=int(best.token_ids[-1]))
+                behind = tokenizer.chat_turns(new, tools, closed=best.closed, ended_by=int(best.token_ids[-1]))
             except ValueError as error:
                 self._say_once(str(error))
             else:
@@ -217,8 +217,13 @@ class EpisodeSession:
             known = [line for line in self._lines if line.text and prompt.startswith(line.text)]
             if known:
                 line = max(known, key=lambda each: len(each.text))
-                return np.concatenate([line.token_ids, self._tokenizer.encode(prompt[len(line.text) :])]), prompt
-            return self._checked_ids(self._tokenizer.encode(prompt).tolist(), "prompt"), prompt
+                try:
+                    behind = self._tokenizer.encode(prompt[len(line.text) :], behind=line.token_ids)
+                except ValueError as error:
+                    self._say_once(str(error))
+                else:
+                    return np.concatenate([line.token_ids, behind]), prompt
+            return self._checked_ids(self._tokenizer.encode_prompt(prompt).tolist(), "prompt"), prompt
         ids = [one for one in prompt if isinstance(one, int)]
         if len(ids) == len(prompt):
             return self._checked_ids(ids, "prompt"), ""

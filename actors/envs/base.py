@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
-from jinja2 import TemplateError
 
 from engines.base import Int32s
+from models.chat_template import template_for
+from models.chat_text import conversation_text, ids_behind, piece_ids, plain_text, prompt_ids, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,9 +132,9 @@ TOOL_MARKS: Final = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "t
 class TextTokenizer:
     """The tokenizer as environments use it: their own text to tokens, the student's tokens to text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | FileTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._added = cast("dict[str, int]", cast(Any, tokenizer).get_added_vocab())
+    def __init__(self, given: PreTrainedTokenizerBase | FileTokenizer) -> None:
+        tokenizer = self._tokenizer = cast(Any, given)
+        self._added = cast("dict[str, int]", tokenizer.get_added_vocab())
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1
         """Every id is below this."""
         marked = {i: text for text, i in self._added.items() if any(mark in text for mark in TOOL_MARKS)}
@@ -158,11 +159,23 @@ class TextTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        return cast("str | None", self._tokenizer.chat_template)
+        """That of conversations with tools, where there are several."""
+        return template_for(self._tokenizer.chat_template, ()) if self.has_template else None
 
-    def encode(self, text: str) -> Int32s:
-        """Token ids [n] of the environment's own text, without a template or special tokens."""
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    def encode(self, text: str, behind: Int32s | None = None) -> Int32s:
+        """Token ids [n] of the environment's own text, without a template, where it stands behind these token ids, or
+        behind a special token. Text of others belongs into `plain` first.
+
+        Raises ValueError for text that the tokenizer cannot put there."""
+        return np.asarray(piece_ids(self._tokenizer, text, () if behind is None else behind.tolist()), dtype=np.int32)
+
+    def plain(self, text: str) -> str:
+        """Text of others (users, tools) for `encode`: the chat template's control tokens in it stay text."""
+        return plain_text(self._tokenizer, text)
+
+    def encode_prompt(self, text: str) -> Int32s:
+        """Token ids [n] of text that begins a context, with what the tokenizer puts before a text, once."""
+        return np.asarray(prompt_ids(self._tokenizer, text), dtype=np.int32)
 
     def decode(self, token_ids: Int32s) -> str:
         """The text without special tokens (end of turn, padding); tool tags stay."""
@@ -198,43 +211,57 @@ class TextTokenizer:
         return self.chat_turns([{"role": role, "content": text}], closed=closed, ended_by=ended_by)
 
     def chat_turns(
-        self, messages: Sequence[Mapping[str, Any]], *, closed: bool = True, ended_by: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        closed: bool = True,
+        ended_by: int | None = None,
     ) -> Int32s:
         """Token ids [n] that follow a finished turn of the student: the rest of the template's end of turn, these new
-        turns (`role` and `content`), and the opening of the student's next turn. `closed`: the student wrote the token
+        turns (`role` and `content`), and the opening of the student's next turn. `tools`: those of the conversation,
+        which may have a template of its own. `closed`: the student wrote the token
         that ends its turn; otherwise that comes first. `ended_by`: that token, where it is known. In templates whose
         turns end with the opening of the next one (GLM), another opening than the student wrote is added.
 
         Raises ValueError when the tokenizer has no chat template, one that does not close turns with a token, or one
         that refuses these turns."""
-        if self._tokenizer.chat_template is None:
+        if not self.has_template:
             raise ValueError("chat_turn needs a tokenizer with a chat template, got one without; use encode")
-        closing, behind = self._behind_a_turn(messages)
+        before, closing, behind = self._around_a_turn(messages, tools)
         if closed and ended_by is not None and self.single_token(closing) != ended_by:
             closed = not self._opens_a_turn(closing, str(messages[0]["role"]))
-        return self.encode(behind if closed else f"{closing}{behind}")
+        if closed:
+            before += closing
+        else:
+            behind = f"{closing}{behind}"
+        return np.asarray(ids_behind(self._tokenizer, before, behind), dtype=np.int32)
 
-    def _behind_a_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """The special token behind a turn of the student, and all that follows, with these turns."""
+    def _around_a_turn(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, str, str]:
+        """Text up to the end of a turn of the student, the special token there, and all that follows, with these
+        turns."""
         mark = "\u2063written\u2063"
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
-        rendered = self._rendered([*before, *messages])
+        student = [{"role": "user", "content": "-"}, {"role": "assistant", "content": mark}]
+        rendered = conversation_text(self._tokenizer, [*student, *messages], tools, self._template_kwargs)
         if mark not in rendered:
             raise ValueError("the chat template leaves out an assistant turn before these turns")
-        behind = rendered[rendered.rindex(mark) + len(mark) :]
+        at = rendered.rindex(mark) + len(mark)
+        before, behind = rendered[:at], rendered[at:]
         closing = next((t for t in self._special_tokens() if behind.startswith(t)), None)
         if closing is None:
             raise ValueError(
                 f"the chat template puts {behind[:20]!r} behind an assistant turn, expected a special token there"
             )
-        return closing, behind[len(closing) :]
+        return before, closing, behind[len(closing) :]
 
     def _opens_a_turn(self, closing: str, role: str) -> bool:
         """Whether the token behind a turn of the student belongs to the next turn: it is another for another role."""
         for other in ("user", "tool"):
             if other != role:
                 with suppress(ValueError):
-                    return self._behind_a_turn([{"role": other, "content": "-"}])[0] != closing
+                    return self._around_a_turn([{"role": other, "content": "-"}])[1] != closing
         return False
 
     def chat_prompt(
@@ -244,25 +271,12 @@ class TextTokenizer:
         `tools`: JSON schemas of functions, for the template. Without a chat template: the contents, joined by newlines.
 
         Raises ValueError for messages that the template refuses, and for tools without a template."""
-        if self._tokenizer.chat_template is None:
-            if tools:
-                raise ValueError("tools need a tokenizer with a chat template, got one without; describe them as text")
-            text = "\n".join(str(message["content"]) for message in messages)
-            return np.asarray(self._tokenizer.encode(text, add_special_tokens=True), dtype=np.int32)
-        return self.encode(self._rendered(messages, tools))
+        if self.has_template:
+            text = conversation_text(self._tokenizer, messages, tools, self._template_kwargs)
+            return np.asarray(text_ids(self._tokenizer, text), dtype=np.int32)
+        if tools:
+            raise ValueError("tools need a tokenizer with a chat template, got one without; describe them as text")
+        return self.encode_prompt("\n".join(self.plain(str(message["content"])) for message in messages))
 
     def _special_tokens(self) -> Sequence[str]:
         return sorted((str(t) for t in self._tokenizer.all_special_tokens), key=len, reverse=True)
-
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Raises ValueError for messages that the template refuses."""
-        listed: Any = None if tools is None else [dict(tool) for tool in tools]
-        turns = [dict(message) for message in messages]
-        try:
-            text = self._tokenizer.apply_chat_template(
-                turns, tools=listed, tokenize=False, add_generation_prompt=True, **self._template_kwargs
-            )
-        except (TemplateError, TypeError, KeyError) as error:
-            roles = [message.get("role") for message in messages]
-            raise ValueError(f"the chat template refuses these messages (roles {roles}): {error}") from error
-        return cast(str, text)

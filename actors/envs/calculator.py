@@ -58,7 +58,10 @@ class Calculator(Environment):
             result, failed = f"error: {error}", 1.0
         reply = f"<result>{result}</result>"
         in_turn = self._close_id is not None and int(action.token_ids[-1]) == self._close_id
-        token_ids = self._tokenizer.encode(reply) if in_turn else self._tokenizer.chat_turn(reply, self._result_role)
+        if in_turn:
+            token_ids = self._tokenizer.encode(reply, behind=action.token_ids)
+        else:
+            token_ids = self._tokenizer.chat_turn(reply, self._result_role)
         return StepResult(token_ids=token_ids, info={"calculator_calls": 1.0, "calculator_errors": failed})
 
 

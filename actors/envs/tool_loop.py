@@ -116,7 +116,7 @@ async def _by_template(
             )
         if tools.done:
             return
-        line.observe(_tool_turns(tokenizer, results, turn))
+        line.observe(_tool_turns(tokenizer, tools.schemas, results, turn))
 
 
 async def _by_notation(
@@ -166,15 +166,17 @@ def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any
     return tokenizer.chat_prompt(messages)
 
 
-def _tool_turns(tokenizer: TextTokenizer, results: Sequence[str], turn: Generation) -> Int32s:
+def _tool_turns(
+    tokenizer: TextTokenizer, tools: Sequence[Mapping[str, Any]], results: Sequence[str], turn: Generation
+) -> Int32s:
     """Token ids [n] of the results of a turn, as tool turns, or as one of the user's where the template knows no such
     turns."""
     if not tokenizer.has_template:
-        return tokenizer.encode("\n" + "\n".join(results) + "\n")
+        return tokenizer.encode(tokenizer.plain("\n" + "\n".join(results) + "\n"), behind=turn.token_ids)
     closed, ended_by = turn.finish_reason == "stop", int(turn.token_ids[-1])
     try:
         new = [{"role": "tool", "content": text} for text in results]
-        return tokenizer.chat_turns(new, closed=closed, ended_by=ended_by)
+        return tokenizer.chat_turns(new, tools, closed=closed, ended_by=ended_by)
     except ValueError:
         new = [{"role": "user", "content": "\n".join(results)}]
-        return tokenizer.chat_turns(new, closed=closed, ended_by=ended_by)
+        return tokenizer.chat_turns(new, tools, closed=closed, ended_by=ended_by)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +22,8 @@ from engines.base import Int32s
 from learner.prompts.config import TaskConfig
 from learner.prompts.records import PromptRecord
 from learner.prompts.rendering import with_template
-from models.tokenizer import TokenizerError, render_text
+from models.chat_text import ids_behind, prompt_ids, without_marked
+from models.tokenizer import TokenizerError, as_chat_tokenizer, render_text
 
 
 class Line(NamedTuple):
@@ -39,8 +41,9 @@ def answer_lines(
     Raises TokenizerError."""
     record = with_template(record, config)
     stops = [str(tokenizer.convert_ids_to_tokens(i)) for i in stop_token_ids]
-    turns: list[dict[str, Any]] = [dict(turn) for turn in record.messages or ()]
+    turns: list[dict[str, Any]] = [_without_stop(turn, stops) for turn in record.messages or ()]
     if record.prompt is not None:
+        record = msgspec.structs.replace(record, response=_cut(record.response or "", stops))
         if config.chat_template == "off" or tokenizer.chat_template is None:
             return [_plain(record, tokenizer, stops)]
         turns = [{"role": "user", "content": record.prompt}, {"role": "assistant", "content": record.response}]
@@ -60,14 +63,24 @@ def answer_lines(
         )
         answer = _answer(prompt, whole, stops, i)
         if lines and prompt.startswith(text):
-            ids, answers, between = lines[-1].token_ids, lines.pop().answers, prompt[len(text) :]
+            ids, answers = lines.pop()
         else:
-            ids, answers, between = np.zeros(0, np.int32), (), prompt
-        ids = np.concatenate([ids, _encoded(tokenizer, between)])
-        start, ids = len(ids), np.concatenate([ids, _encoded(tokenizer, answer)])
+            ids, answers, text = np.zeros(0, np.int32), (), ""
+        ids = _extended(ids, tokenizer, text, prompt[len(text) :])
+        start, ids = len(ids), _extended(ids, tokenizer, prompt, answer)
         lines.append(Line(ids, (*answers, (start, len(ids)))))
         text = prompt + answer
     return lines
+
+
+def _without_stop(turn: dict[str, Any], stops: Sequence[str]) -> dict[str, Any]:
+    """The turn; an answer without the token that ends a turn, which the template writes."""
+    said = turn.get("content")
+    return {**turn, "content": _cut(said, stops)} if turn["role"] == "assistant" and isinstance(said, str) else turn
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    return next((text.removesuffix(stop) for stop in stops if text.endswith(stop)), text)
 
 
 def _answer(prompt: str, whole: str, stops: Sequence[str], turn: int) -> str:
@@ -78,7 +91,8 @@ def _answer(prompt: str, whole: str, stops: Sequence[str], turn: int) -> str:
             f"expected text that begins with ...{prompt[-60:]!r}, got ...{whole[max(0, len(prompt) - 60) :][:80]!r}"
         )
     behind = whole[len(prompt) :]
-    end = max((behind.rfind(stop) + len(stop) for stop in stops if stop in behind), default=0)
+    of_template = without_marked(behind)
+    end = max((of_template.rfind(stop) + len(stop) for stop in stops if stop in of_template), default=0)
     if not end:
         raise TokenizerError(
             f"the chat template ends the answer in turn {turn} without one of the student's stop tokens "
@@ -90,10 +104,12 @@ def _answer(prompt: str, whole: str, stops: Sequence[str], turn: int) -> str:
 def _plain(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> Line:
     """Prompt and response as they are, and the token that ends a text."""
     end = str(tokenizer.eos_token) if tokenizer.eos_token else stops[0]
-    prompt = np.asarray(tokenizer(record.prompt)["input_ids"], np.int32)
-    answer = _encoded(tokenizer, f"{record.response}{end}")
-    return Line(np.concatenate([prompt, answer]), ((len(prompt), len(prompt) + len(answer)),))
+    prompt = prompt_ids(as_chat_tokenizer(tokenizer), record.prompt or "")
+    ids = _extended(np.asarray(prompt, np.int32), tokenizer, record.prompt or "", f"{record.response}{end}")
+    return Line(ids, ((len(prompt), len(ids)),))
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> Int32s:
-    return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+def _extended(ids: Int32s, tokenizer: PreTrainedTokenizerBase, text: str, piece: str) -> Int32s:
+    """The ids of a text, and those of the piece behind it."""
+    behind = ids_behind(as_chat_tokenizer(tokenizer), text, piece)
+    return np.concatenate([ids, np.asarray(behind, np.int32)])

@@ -77,6 +77,48 @@ def test_a_template_is_rendered_as_transformers_does(folder: Path) -> None:
     assert ours.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == expected
 
 
+TURN_BY_TURN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.reasoning_content %} thought: "
+    "{{ m.reasoning_content }}{% endif %}{% for call in m.tool_calls or [] %} {{ call.function.name }} "
+    "{{ call.function.arguments | tojson(separators=(',', ':'), sort_keys=true) }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
+def test_of_several_templates_the_one_of_transformers_counts(where: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    with_tools = "T{% for t in tools or [] %}{{ t | tojson(indent=1) }}{% endfor %}" + TURN_BY_TURN
+    tokenizer.chat_template = cast(Any, {"default": TURN_BY_TURN, "tool_use": with_tools, "rag": "R"})
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=where == "files")
+    ours, theirs = FileTokenizer(tmp_path), load_tokenizer(tmp_path)
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": "é"}}}]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "1+1=", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": "add them"},
+        {"role": "tool", "content": "2", "tool_calls": None},
+    ]
+    for tools in (None, [], [{"type": "function", "function": {"name": "add"}}]):
+        given: Any = {"tools": tools, "tokenize": False, "add_generation_prompt": True}
+        expected = cast(Any, theirs).apply_chat_template(turns, **given)
+        assert ours.apply_chat_template(turns, **given) == expected
+        assert expected.startswith("T") == (tools is not None) and "None" not in expected and "add them" in expected
+        for one in (TextTokenizer(ours), TextTokenizer(theirs)):  # no tools are no list of tools
+            right = cast(Any, theirs).apply_chat_template(turns, **{**given, "tools": tools or None})
+            assert one.shown(one.chat_prompt(turns, tools)) == right
+            assert one.chat_template == with_tools
+
+
+def test_later_turns_are_by_the_template_of_a_conversation_with_tools() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = cast(
+        Any, {"default": TURN_BY_TURN, "tool_use": TURN_BY_TURN.replace("<|im_end|>", "!<|im_end|>")}
+    )
+    ours = TextTokenizer(tokenizer)
+    with pytest.raises(ValueError, match="puts '!<"):
+        ours.chat_turns([{"role": "user", "content": "a"}], [{}])
+    assert ours.shown(ours.chat_turns([{"role": "user", "content": "a"}])) == "<|im_start|>user a<|im_end|>"
+
+
 def test_a_template_can_refuse(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(Exception, match="no such role here"):

@@ -40,7 +40,7 @@ def turns_of(row: Mapping[str, Any]) -> list[Message]:
 
 def reply(tokenizer: TextTokenizer, text: str) -> Int32s:
     """Token ids [n] of a turn that answers the student: one of the chat, or a line where there is no template."""
-    return tokenizer.chat_turn(text) if tokenizer.has_template else tokenizer.encode(f"\n{text}\n")
+    return tokenizer.chat_turn(text) if tokenizer.has_template else tokenizer.encode(f"\n{tokenizer.plain(text)}\n")
 
 
 def whole_number(row: Mapping[str, Any], column: str) -> int | None:

@@ -24,7 +24,7 @@ MARKED = (
 )
 TURNS: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "1+1="},
-    {"role": "assistant", "content": "2 <|im_end|> is no end"},
+    {"role": "assistant", "content": "2, which is no end"},
     {"role": "user", "content": "and 2+2?"},
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "left over"},
@@ -58,6 +58,26 @@ def test_what_is_trained_is_what_transformers_marks(small_tokenizer: PreTrainedT
     assert line.token_ids.tolist() == theirs["input_ids"][:-1]  # all but the line break behind the last answer
     assert trained(line) == theirs["assistant_masks"][:-1] and sum(trained(line)) > 10
     assert line.token_ids.dtype == np.int32
+
+
+def test_a_stop_token_in_an_answer_is_text_and_at_its_end_it_is_there_once(
+    small_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = marked(small_tokenizer)
+    turns = (TURNS[0], {"role": "assistant", "content": "2 <|im_end|> is no end"}, *TURNS[2:4])
+    ended = (TURNS[0], {"role": "assistant", "content": "2 <|im_end|> is no end<|im_end|>"}, *TURNS[2:4])
+    (line,), (again,) = (
+        answer_lines(PromptRecord(0, None, t), tokenizer, TaskConfig(), stops(tokenizer)) for t in (turns, ended)
+    )
+    right: Any = cast(Any, tokenizer).apply_chat_template([*turns], sanitize_control_tokens=True, return_dict=False)
+    assert line.token_ids.tolist() == again.token_ids.tolist() == right[:-1]
+    (plain,) = answer_lines(
+        PromptRecord(0, "1+1=", None, response="2<|im_end|>"),
+        tokenizer,
+        TaskConfig(chat_template="off"),
+        stops(tokenizer),
+    )
+    assert tokenizer.decode(plain.token_ids.tolist()) == "1+1=2<|im_end|>"
 
 
 def test_an_answer_to_a_text_is_the_same_as_two_turns(small_tokenizer: PreTrainedTokenizerFast) -> None:
