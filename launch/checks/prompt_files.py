@@ -13,7 +13,14 @@ from actors.config import EnvConfig
 from actors.envs.registry import UnknownEnvironment, check_options, lacking_options, options_of_row
 from launch.checks.model_files import nearest_path
 from learner.prompts.data import HUB, open_prompts
-from learner.prompts.records import NO_COLUMNS, DataError, RowError, check_columns, expect_known_environment
+from learner.prompts.records import (
+    NO_COLUMNS,
+    DataError,
+    RowError,
+    check_columns,
+    expect_known_environment,
+    unique_keys,
+)
 
 ROWS_CHECKED: Final = 1_000
 Json = Mapping[str, object]
@@ -56,14 +63,14 @@ def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[
     seen = 0
     # As JSON may write it: with escapes for its letters too.
     options = re.compile(re.escape(check.columns.get("env_options", "env_options")) + r"|\\u00[2-7]")
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip() or (seen >= ROWS_CHECKED and not options.search(line)):
                 continue
             try:
-                row: object = json.loads(line)
-            except json.JSONDecodeError as error:
-                yield [f"{key}: {path}:{number} is not JSON: {error}"]
+                row: object = json.loads(line, object_pairs_hook=unique_keys)
+            except ValueError as error:
+                yield [f"{key}: {path}:{number} cannot be read: {error}"]
                 return
             if not isinstance(row, dict):
                 yield [f"{key}: {path}:{number}: got {type(row).__name__}, expected an object with prompt or messages"]

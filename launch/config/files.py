@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,23 +14,12 @@ from launch.config.keys import field_docs
 from launch.config.renamed import gone
 from launch.config.run import RunConfig
 from launch.config.tree import Plain, build, lacking
+from launch.config.yaml_text import fault_of, load_yaml
 from launch.errors import ConfigError
 from protocol.atomic_file import write_atomic
 
 END: Final = "..."
 """Last line of a resolved configuration: YAML's end-of-document marker."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads 1e-3 as a number. PyYAML follows YAML 1.1, in which it is text."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: list(resolvers) for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
 
 
 def read_plain(path: Path) -> Plain:
@@ -40,19 +28,33 @@ def read_plain(path: Path) -> Plain:
         raise ConfigError(f"--config {path}: no such file")
     try:
         if path.suffix == ".toml":
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return tomllib.loads(_text_of(path))
         if path.suffix not in (".yaml", ".yml"):
             raise ConfigError(
                 f"--config {path}: got a {path.suffix or 'suffixless'} file, expected .toml, .yaml or .yml"
             )
-        loaded: object = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = load_yaml(_text_of(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}, {fault_of(error)}") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: {error}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: got {type(loaded).__name__} at the top, expected keys and values")
-    return {str(name): value for name, value in cast(dict[object, object], loaded).items()}
+    return cast(Plain, loaded)
+
+
+def _text_of(path: Path) -> str:
+    """Content of a file in UTF-8, without the byte order mark that some editors write."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"--config {path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from error
 
 
 def read_config(path: Path) -> RunConfig:

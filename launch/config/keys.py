@@ -26,6 +26,7 @@ import msgspec
 import yaml
 
 from launch.config.renamed import farewell
+from launch.config.yaml_text import fault_of, load_yaml
 from launch.errors import ConfigError
 from protocol.settings import Member, Members, Settings, described, members_of
 
@@ -143,12 +144,15 @@ def parse_text(key: Key, text: str) -> object:
     if text.lower() in ("none", "null") and _accepts(None, key.type):
         return None
     if key.type is Any:
-        return yaml.safe_load(text)
+        try:
+            return load_yaml(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{key.name}: got {text!r}: {fault_of(error)}") from error
     parts = [part.strip() for part in text.split(",")]
     readings: list[Callable[[], object]] = [
         lambda: text,
         lambda: msgspec.convert(text, key.type, strict=False),
-        lambda: yaml.safe_load(text),
+        lambda: load_yaml(text),
         lambda: parts,
         lambda: msgspec.convert(parts, key.type, strict=False),
     ]

@@ -71,7 +71,7 @@ def _build(
     for name, value in plain.items():
         key = prefix + name
         if name not in fields:
-            mistakes.append(unknown_key(key, valid))
+            mistakes.append(unknown_key(key, valid) if "." not in name else _dotted(key, name))
             continue
         field_type = fields[name].type
         if (members := members_of(field_type)) is not None:
@@ -113,6 +113,13 @@ def _build(
             message = prefix + message
         mistakes.append(message if message.startswith(prefix) else f"{prefix.rstrip('.')}: {message}")
         return None
+
+
+def _dotted(key: str, name: str) -> str:
+    """The message for a path in the place of one name."""
+    section, _, leaf = name.rpartition(".")
+    nested = f"{name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+    return f"{key}: one name with dots; nest it: `{nested}` in YAML, `{leaf} = ...` below `[{section}]` in TOML"
 
 
 def _build_member(

@@ -18,6 +18,7 @@ Rows of other projects are read too. ROLL: `messages` may be JSON in a text, `pr
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -114,12 +115,16 @@ def record_from_json(
 ) -> PromptRecord:
     """`columns`: field -> the column that has it. `answers`: rows have the answers too. Raises RowError naming
     `where()` for anything but a JSON object with the fields above."""
+    text = line
     try:
         if columns:
             line = msgspec.json.encode(_renamed(msgspec.json.decode(line, type=dict[str, Any]), columns))
         fields = _decoder.decode(line)
+        _json.decode(text.decode())
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
+    except RowError as error:
+        raise RowError(f"{where()}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
     return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip(), answers)
@@ -141,6 +146,20 @@ def record_from_columns(
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}") from error
     return _record(fields, row, where, lambda: columns, _as_json(columns), answers)
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `json`. Raises RowError for a name that is there twice: readers of JSON keep the
+    last value in silence."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"the field {twice!r} is there twice; write it once")
+    return row
+
+
+_json: Final = json.JSONDecoder(object_pairs_hook=unique_keys)
 
 
 def json_columns(line: bytes) -> list[str]:

@@ -34,7 +34,8 @@ FINE: list[dict[str, Any]] = [
     [
         ("", "holds no prompts"),
         ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
-        ("not json\n", ":1 is not JSON"),
+        ("not json\n", ":1 cannot be read: Expecting value"),
+        ('{"prompt": "a", "prompt": "b"}\n', ":1 cannot be read: the field 'prompt' is there twice"),
         ("[1]\n", ":1: got list, expected an object"),
     ],
 )

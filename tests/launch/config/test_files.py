@@ -73,15 +73,46 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
         ("a.toml", "steps = = 3", "a.toml"),
         ("a.yaml", "- 1\n- 2\n", "got list at the top"),
         ("a.yaml", "a: [", "a.yaml"),
+        (
+            "a.yaml",
+            "steps: 3\nlearner:\n  lr: 1\nlearner:\n",
+            "a.yaml, line 4, .*'learner' is there twice, .*line 2",
+        ),
+        ("a.yaml", "learner:\n  pools:\n    a: {x: 1, y: 2, x: 3}\n", "line 3, .*'x' is there twice"),
+        ("a.yaml", "learner:\n\tlr: 1\n", "line 2, column 1: .*with spaces"),
+        ("a.yaml", "? [a, b]\n: 1\n", "line 1, .*text as a key"),
+        ("a.toml", "[learner]\nlr = 1\n[learner]\nsteps = 2\n", "a.toml.*line 3"),
+        ("a.toml", b'steps = 3\nname = "gr\xf6\xdfer"\n', "line 2: not UTF-8 .*save the file as UTF-8"),
+        ("a.yaml", "steps: 3".encode("utf-16"), "line 1: not UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_a_config_error(
-    tmp_path: Path, name: str, content: str | None, told: str
+    tmp_path: Path, name: str, content: str | bytes | None, told: str
 ) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=told.replace(".", r"\.")):
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ConfigError, match=told):
         read_plain(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["learner.lr: 1.0e-4\n", "learner:\n  tasks.group_size: 4\n"])
+def test_a_name_with_dots_is_told_how_to_nest(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"nest it: `(learner: \{lr|tasks: \{group_size): ...\}` in YAML"):
+        read_config(tmp_path / "a.yaml")
+
+
+def test_what_a_person_means_by_yaml_is_what_is_read(tmp_path: Path) -> None:
+    """A byte order mark is no part of the text, names are text, and a merged key may be set again."""
+    text = "\ufeffbase: &base {lr: 1e-3, on: yes}\n2: {<<: *base, lr: 2}\n"
+    text += "deep: {a: &a {<<: *base, lr: 3}}\nagain: {<<: *a}\n"
+    (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "a.toml").write_text("\ufeffsteps = 3\n", encoding="utf-8")
+    base = {"lr": 1e-3, "on": True}
+    assert read_plain(tmp_path / "a.yaml") == {
+        "base": base, "2": base | {"lr": 2}, "deep": {"a": base | {"lr": 3}}, "again": base | {"lr": 3}
+    }  # fmt: skip
+    assert read_plain(tmp_path / "a.toml") == {"steps": 3}
 
 
 def test_the_tree_is_frozen_and_refuses_unknown_fields_all_the_way_down() -> None:

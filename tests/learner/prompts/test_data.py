@@ -215,6 +215,8 @@ def test_a_wrong_path_names_the_nearest_file(tmp_path: Path, write_rows: WriteRo
         (b'{"messages": []}', "'messages' is empty"),
         (b'{"messages": [{"content": "b"}]}', "needs a 'role'"),
         (b'{"messages": [{"role":"user","content":"q"},{"role":"assistant","content":"a"}]}', "end with an assistant"),
+        (b'{"prompt": "a", "tag": "x", "prompt": "b"}', "the field 'prompt' is there twice"),
+        (b'{"prompt": "a", "env_options": {"n": 1, "n": 2}}', "the field 'n' is there twice"),
         (b'{"prompt": "a"', "not a JSON object on one line"),
         (b'["a"]', "Expected `object`, got `array`"),
         (b'{"prompt": "\xff"}', "not a JSON object"),
