@@ -37,6 +37,7 @@ COMMANDS = {
     "completion": "launch.completion",
 }
 """First word -> module with its `main`; without such a word a run is started."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NEEDED = ("msgspec", "numpy", "psutil", "rich", "torch", "transformers", "yaml", "zmq")
 
 
@@ -80,9 +81,18 @@ def expect_own_packages() -> None:
         )
 
 
+def spare_loopback() -> None:
+    """Let no program that this process starts, nor a library in it, ask a proxy of the environment (`http_proxy`) for
+    what is on this machine: servers, agents and their endpoints."""
+    former = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    if former != "*" and any(name.lower().endswith("_proxy") for name in os.environ):
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, (former, *LOOPBACK)))
+
+
 def main() -> int:
     """Entry of the console script `stillhouse`, and of this script."""
     try:
+        spare_loopback()
         expect_own_packages()
         from launch.terminal import sure_output  # now that `launch` is known to be ours
 

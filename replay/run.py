@@ -34,7 +34,7 @@ from learner.checkpoints.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, newest, set_aside
 from learner.config import LearnerConfig
 from learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
 from learner.evaluation.figures import describe
@@ -327,11 +327,13 @@ def _end(
     began_s: float,
 ) -> None:
     """Write replay.json and run.json, and print the last line."""
+    last = newest(folder.path / CHECKPOINTS)
     account = {
         "file": str(recording.path),
         "run": recording.header.run,
         "writer": recording.header.writer,
         "steps": trainer.steps_done,
+        "checkpoint": "" if last is None else last.name,
         "tokens_trained": progress.tokens_trained,
         "reason": reason,
         "exit_code": code,

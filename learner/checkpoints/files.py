@@ -30,6 +30,8 @@ EMA: Final = "ema.safetensors"
 VALUE_HEAD: Final = "value_head.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """In place of config.json in a checkpoint that has only adapters."""
+ACCOUNTS: Final = ("learner*.json", "replay*.json")
+"""Accounts of the learner and of replays: of this launch and, with a number, of former ones."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
 TEMPORARY, _TRASH, _DAMAGED = ".tmp-", ".trash-", "damaged-"
 _READ_BYTES = 1 << 20
@@ -52,13 +54,14 @@ class Skipped(NamedTuple):
 
 
 class NoneUsable(CheckpointError):
-    """All checkpoints are damaged."""
+    """All checkpoints are damaged, or are gone."""
 
-    def __init__(self, damaged: Sequence[Skipped]) -> None:
+    def __init__(self, root: Path, damaged: Sequence[Skipped], last: str = "") -> None:
+        """`last`: the newest one that the run says it wrote."""
+        gone = f", but the run has written checkpoints, the last of them {last}" if last else ""
         super().__init__(
-            "\n".join(map(str, damaged))
-            + f"\nno checkpoint in {damaged[0].path.parent} can be used: restore one from a copy; to start from "
-            "step 0 anyway, move that folder away"
+            "\n".join((*map(str, damaged), f"no checkpoint in {root} can be used{gone}: put one back from a copy. "))
+            + "To start from step 0, start a new run (another --run-dir, without --resume)"
         )
         self.damaged = damaged
 
@@ -77,6 +80,10 @@ class Found(NamedTuple):
 
 
 NOTHING_FOUND: Final = Found(None, None, ())
+
+
+class _Account(msgspec.Struct):
+    checkpoint: str | None = None
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -115,15 +122,28 @@ def latest(root: Path) -> Found:
 
 def go_on_from(root: Path) -> Found:
     """`latest`, for a caller that starts anew without a checkpoint. Raises NoneUsable if that would discard trained
-    steps, because there are checkpoints but none is usable."""
-    return refuse_loss(latest(root))
+    steps, because there are checkpoints but none is usable, or there were some."""
+    return refuse_loss(root, latest(root))
 
 
-def refuse_loss(found: Found) -> Found:
-    """`found`. Raises NoneUsable if there are checkpoints, but none is usable."""
-    if found.path is None and found.damaged:
-        raise NoneUsable(found.damaged)
+def refuse_loss(root: Path, found: Found) -> Found:
+    """`found`. Raises NoneUsable if there are checkpoints, but none is usable, and if the accounts in the run's folder,
+    which is above `root`, name one that was written."""
+    if found.path is not None:
+        return found
+    accounts = [file for pattern in ACCOUNTS for file in sorted(root.parent.glob(pattern))]
+    written = [name for file in accounts if (name := _checkpoint_of(file))]
+    if found.damaged or written:
+        raise NoneUsable(root, found.damaged, written[-1] if written else "")
     return found
+
+
+def _checkpoint_of(account: Path) -> str:
+    """The checkpoint that learner.json names, which is written with each; empty if there was none."""
+    try:
+        return Path(msgspec.json.decode(account.read_bytes(), type=_Account).checkpoint or "").name
+    except (OSError, msgspec.DecodeError):
+        return ""
 
 
 def newest(root: Path) -> Path | None:

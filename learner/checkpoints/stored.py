@@ -278,7 +278,7 @@ def go_on_from_store(root: Path, url: str) -> Found:
     found = latest(root)
     newer = StoredCheckpoints(Store(url)).fetch_newest(root, newer_than=found.version)
     skipped = (*newer.skipped, *found.skipped)
-    return refuse_loss(Found(newer.path or found.path, newer.version or found.version, skipped))
+    return refuse_loss(root, Found(newer.path or found.path, newer.version or found.version, skipped))
 
 
 def have_newest(root: Path, url: str) -> None:

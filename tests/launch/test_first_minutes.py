@@ -100,3 +100,23 @@ def test_a_foreign_distribution_installed_over_ours_is_named(tmp_path: Path) -> 
     done = run_help(tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"finds {tmp_path / 'actors' / '__init__.py'}, of the distribution actors, expected" in done.stderr
+
+
+@pytest.mark.parametrize("former", [{}, {"no_proxy": "own.net"}, {"NO_PROXY": "own.net"}])
+def test_what_is_on_this_machine_is_asked_without_a_proxy(former: dict[str, str]) -> None:
+    """By every library, in the launcher and in what it starts, where the environment names a proxy."""
+    code = """if True:
+        import sys, urllib.request, httpx
+        sys.argv = ["cluster.py", "--version"]
+        import launch.cluster
+        launch.cluster.main()
+        print([bool(urllib.request.proxy_bypass(host)) for host in ("127.0.0.1:80", "localhost", "own.net", "a.com")])
+        client = httpx.Client()
+        print(client._transport_for_url(httpx.URL("http://127.0.0.1:1/v1")) is client._transport)"""
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment |= {"http_proxy": "http://127.0.0.1:9"} | former
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=PATIENCE_S, check=True
+    )
+    own = bool(former)
+    assert done.stdout.decode().splitlines()[1:] == [str([True, True, own, False]), "True"]

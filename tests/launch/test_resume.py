@@ -114,6 +114,20 @@ def test_without_a_checkpoint_nothing_has_to_fit_and_it_is_said(
     assert "there is no checkpoint yet: the run begins anew, at step 0" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("account", ["learner.json", "learner.1.json"])
+def test_a_run_whose_checkpoints_were_deleted_is_not_begun_anew(
+    run_dir: Path, check_resume: Resume, capsys: pytest.CaptureFixture[str], account: str
+) -> None:
+    (run_dir / account).write_text('{"checkpoint": "/old/checkpoints/step_000004", "steps": 4}')
+    assert check_resume() == 0
+    shutil.rmtree(run_dir / CHECKPOINTS)
+    before = contents(run_dir)
+    assert check_resume() == main(["--resume", "--run-dir", str(run_dir)]) == 2
+    printed = capsys.readouterr().err
+    assert "the run has written checkpoints, the last of them step_000004: put one back from a copy" in printed
+    assert "another --run-dir, without --resume" in printed and contents(run_dir) == before
+
+
 def newer_damaged(run_dir: Path) -> Path:
     saved = run_dir / CHECKPOINTS / "step_000004"
     newer = shutil.copytree(saved, saved.with_name("step_000008"))
@@ -145,7 +159,7 @@ def test_a_run_of_which_no_checkpoint_can_be_read_is_not_begun_anew(
     assert main(["--resume", "--run-dir", str(run_dir)]) == 2
     printed = capsys.readouterr().err
     assert f"checkpoint {newer} is damaged: " in printed and f"checkpoint {older} is damaged: " in printed
-    assert f"no checkpoint in {older.parent} can be used: restore one from a copy" in printed
+    assert f"no checkpoint in {older.parent} can be used: put one back from a copy" in printed
     assert contents(run_dir) == before
 
 

@@ -136,6 +136,15 @@ def test_another_objective_or_order_is_refused(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_a_replay_whose_checkpoints_were_deleted_is_not_begun_anew(
+    begun: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*begun, "--resume") == 0  # to its end, so that replay.json names the last one
+    shutil.rmtree(begun[1] / "checkpoints")
+    assert run(*begun, "--resume") == 2
+    assert "the last of them step_" in capsys.readouterr().err
+
+
 def test_what_is_said_again_and_is_the_same_is_no_difference(begun: tuple[Path, Path]) -> None:
     same = ("--epochs=1", "--order=recorded", "--learner.objective.divergence=k1", "--student=builtin")
     assert run(*begun, "--resume", *same, "--learner.keep_checkpoints=1") == 0

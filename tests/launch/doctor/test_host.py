@@ -91,7 +91,11 @@ class _AnHourAhead(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
-def test_the_clock_of_a_host_with_a_server(case: Callable[..., Case]) -> None:
+def test_the_clock_of_a_host_with_a_server(case: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a proxy: here there is none at its address."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     with HTTPServer(("127.0.0.1", 0), _AnHourAhead) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"

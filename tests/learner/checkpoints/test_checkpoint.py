@@ -238,7 +238,7 @@ def test_a_run_of_which_every_checkpoint_is_damaged_is_not_begun_anew(save: Save
         go_on_from(tmp_path)
     assert [skipped.path for skipped in refused.value.damaged] == paths[::-1]
     assert all(f"checkpoint {path} is damaged: " in str(refused.value) for path in paths)
-    assert "restore one from a copy" in str(refused.value)
+    assert "put one back from a copy" in str(refused.value)
 
 
 def test_without_a_finished_checkpoint_a_run_is_begun_anew(tmp_path: Path) -> None:
