@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import threading
 from collections.abc import Callable, Coroutine, Mapping
@@ -18,6 +19,8 @@ from actors.env_thread import CURRENT_CALL, EnvCall
 from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
 from actors.envs.episode import EnvironmentFault, FinishReason
 from engines.base import Float32s, Int32s
+
+log = logging.getLogger(__name__)
 
 
 class Session(Protocol):
@@ -117,6 +120,8 @@ class AgentEpisode:
         self._new_session = new_session
         self._sessions: list[Session] = []
         self.reward: float | None = None
+        self._out_of_range = False
+        """One of its rewards was no finite number."""
         self.turn_rewards: dict[int, float] = {}
         self.newest = 0
         """Number of the newest response."""
@@ -146,6 +151,8 @@ class AgentEpisode:
             self.close_sessions()
         if self._last is None:
             raise EnvironmentFault("the agent ended without a response of the student, expected one `ctx.generate`")
+        if self._out_of_range:
+            return EpisodeEnd(finish_reason or self._last, None, self.info)
         return EpisodeEnd(finish_reason or self._last, self.reward, self.info, self.turn_rewards)
 
     def open_session(self) -> Session:
@@ -198,11 +205,12 @@ class AgentEpisode:
 
     def add_reward(self, value: float, number: int | None = None) -> bool:
         """`number`: of the response that it is given for; None: the newest, or the first if there is none yet. Returns
-        False, and adds nothing, when the episode has ended. Raises EnvironmentFault for a reward that is not finite, or
-        whose sum with the earlier ones is not."""
-        reward = float(value)
-        if not math.isfinite(reward):
-            raise EnvironmentFault(f"ctx.reward({value!r}): expected a finite number")
+        False, and adds nothing, when the episode has ended. After a reward that is not finite, or whose sum with the
+        earlier ones is not, the episode is unscored, and counted."""
+        try:
+            reward = float(value)
+        except OverflowError:  # a whole number beyond floats
+            reward = math.inf
         with self._guard:
             if self._over:
                 return False
@@ -210,7 +218,10 @@ class AgentEpisode:
             total = (self.reward or 0.0) + reward
             of_turn = self.turn_rewards.get(number, 0.0) + reward
             if not (math.isfinite(total) and math.isfinite(of_turn)):
-                raise EnvironmentFault(f"ctx.reward({value!r}): with the rewards before it that is {total}")
+                if not self._out_of_range:
+                    log.warning("rollout %s: the reward %r is no finite number", self._task.rollout_id, value)
+                    self.info["reward_out_of_range"] = 1.0
+                self._out_of_range = True
             self.reward, self.turn_rewards[number] = total, of_turn
             return True
 

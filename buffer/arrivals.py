@@ -7,8 +7,11 @@ held ones end the rollout as `out_of_order`. A rejected segment ends its rollout
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Final, Literal
+
+import msgspec
 
 from buffer.config import BufferConfig
 from buffer.evals import EvalDesk
@@ -23,6 +26,10 @@ from buffer.tokens import Array
 from buffer.validation import SegmentChecker
 from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, ScoreFailed, Scores, ScoresAck, SegmentAck
 from protocol.messages import Segment as SegmentMessage
+
+log = logging.getLogger(__name__)
+LOGGED: Final = 5
+"""Rewards outside the range that are logged; all are counted."""
 
 
 class Arrivals:
@@ -52,6 +59,7 @@ class Arrivals:
         """Attempts that were queued because an earlier one failed."""
         self.given_up_total = 0
         """Samples dropped for good."""
+        self.rewards_out_of_range_total = 0
 
     # ------------------------------------------------------------------------------------- messages of actors
 
@@ -81,6 +89,22 @@ class Arrivals:
             self.fail(rollout, self._book.failures.record(actor.name, message), tell_actor=False)
         self._outbox.send("actor", actor.name, RolloutFailedAck(message.rollout_id))
 
+    def _in_range(self, message: SegmentMessage) -> SegmentMessage:
+        """The final segment, without its rewards if one of them is outside the range."""
+        limit = self._config.reward_limit
+        given = [] if message.reward is None else [message.reward, *(part.reward for part in message.turn_rewards)]
+        if (largest := max(given, key=abs, default=0.0)) and abs(largest) > limit:
+            self.rewards_out_of_range_total += 1
+            if self.rewards_out_of_range_total <= LOGGED:
+                log.warning(
+                    "rollout %s: the reward %g is outside +-%g (buffer.reward_limit), so the rollout is not scored "
+                    "(reward_out_of_range)%s",
+                    *(message.rollout_id, largest, limit),
+                    "; more of them are only counted" if self.rewards_out_of_range_total == LOGGED else "",
+                )
+            return msgspec.structs.replace(message, reward=None, turn_rewards=())
+        return message
+
     def _late_segment(self, actor: ActorPeer, message: SegmentMessage) -> None:
         n_segments = self._life.ended_segments(message.rollout_id)
         if n_segments is None:
@@ -107,7 +131,7 @@ class Arrivals:
                 self._life.mask_dropped(rollout, message.dropped, self._scoring.cancel)
                 if self._config.mask_truncated and rollout.kind == "train" and message.finish_reason == "length":
                     self._life.mask_rollout(rollout, TRUNCATED, self._scoring.cancel)
-                self._life.finish(rollout, message)
+                self._life.finish(rollout, self._in_range(message))
                 self._tickets.returned(rollout)
                 actor.done_total += 1
             else:

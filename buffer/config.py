@@ -58,6 +58,9 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     another prompt in its place. The value is the limit: the run ends, with a checkpoint, when as many batches of
     rollouts in a row were dropped without one to train (max_num_gen_batches in verl); 10 is usual. 0: drop none. Needs
     release = rollout, group_size above 1 and an advantage that compares a group."""
+    reward_limit: PositiveFloat = 1e4
+    """A rollout whose reward, or that of a turn, is further from 0 is not scored, and counted (reward_out_of_range): a
+    number that large is mostly a fault. 1e4 is above the returns of the games that there are adapters for."""
     mask_truncated: bool = False
     """Overlong filtering of DAPO (mask_truncated_completions in TRL): do not train a rollout that ended at a length
     limit. Its tokens are masked as truncated; its reward still counts in the mean of its group. Needs release =

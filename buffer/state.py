@@ -230,6 +230,7 @@ class BufferState:
                 "rollouts_allowed": self._life.pacing.allowed,
                 "rollouts_reissued_total": self._arrivals.reissued_total,
                 "rollouts_given_up_total": self._arrivals.given_up_total,
+                "reward_out_of_range_total": self._arrivals.rewards_out_of_range_total,
                 **self._scoring.counts,
                 **self._groups.counts,
             },

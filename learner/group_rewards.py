@@ -35,9 +35,9 @@ GroupRewardFn: TypeAlias = Callable[
 ]
 """(rows, texts, rewards) -> rewards. One entry per answer that is there: its row of the prompts file (the same for the
 whole group), what the student wrote in it (its turns, joined by line breaks), and its environment's reward."""
-Fault: TypeAlias = Literal["raised", "bad_result", "no_row"]
+Fault: TypeAlias = Literal["raised", "bad_result", "no_row", "reward_out_of_range"]
 """raised: the function raised; bad_result: it did not return one finite number or None per answer; no_row: the row is
-not known any more, after a restart."""
+not known any more, after a restart; reward_out_of_range: a reward is beyond buffer.reward_limit."""
 _LOGGED: Final = 5
 
 
@@ -48,10 +48,13 @@ class GroupRewardsFailed(RuntimeError):
 class GroupRewards:
     """Owned by the learner's loop."""
 
-    def __init__(self, path: str, row_of: Callable[[int], bytes | None], decode: Callable[[list[int]], str]) -> None:
-        """`path`: `module:function`. `row_of`: the columns of a task's row, as JSON. Raises ValueError if the function
-        cannot be loaded."""
+    def __init__(
+        self, path: str, row_of: Callable[[int], bytes | None], decode: Callable[[list[int]], str], limit: float
+    ) -> None:
+        """`path`: `module:function`. `row_of`: the columns of a task's row, as JSON. `limit`: of rewards, either side
+        of 0. Raises ValueError if the function cannot be loaded."""
         self._path = path
+        self._limit = limit
         self._function = find_group_reward(path)
         self._row_of = row_of
         self._decode = decode
@@ -102,6 +105,13 @@ class GroupRewards:
             raise _Failed("bad_result", f"it returned {returned!r:.80}") from error
         if len(rewards) != len(items) or not all(one is None or math.isfinite(one) for one in rewards):
             raise _Failed("bad_result", f"it returned {returned!r:.80}, expected {len(items)} finite numbers or None")
+        if any(one is not None and abs(one) > self._limit for one in rewards):
+            which = next(item for item, one in zip(items, rewards, strict=True) if one and abs(one) > self._limit)
+            raise _Failed(
+                "reward_out_of_range",
+                f"it returned {returned!r:.80}, of which that of rollout {which.rollout_id} is outside "
+                f"+-{self._limit:g} (buffer.reward_limit)",
+            )
         return rewards
 
     def _text(self, item: BatchItem, ids: Array, mask: Array) -> str:

@@ -375,7 +375,7 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRew
     def decode(token_ids: list[int]) -> str:
         return str(start.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    return GroupRewards(path, start.stream.row, decode)
+    return GroupRewards(path, start.stream.row, decode, ctx.config.buffer.reward_limit)
 
 
 def _student_ema(

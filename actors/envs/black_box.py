@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import os
 import shutil
 import signal
@@ -149,6 +148,6 @@ def _row(task: EnvTask) -> dict[str, Any]:
 def _reward(ctx: Context, value: object, where: str) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFault(f"{where} {value!r:.60}, expected a finite number, or None")
-    ctx.reward(float(value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise EnvironmentFault(f"{where} {value!r:.60}, expected a number, or None")
+    ctx.reward(value)

@@ -183,10 +183,10 @@ class Episode:
     def _checked_reward(self, reward: object) -> float | None:
         if reward is None:
             return None
-        number = _finite(reward)
+        number = _number(reward)
         if number is None:
             raise EnvironmentFault(
-                f"{self._name}.step gave the reward {_shown(reward)}, expected a finite number, or None where there is "
+                f"{self._name}.step gave the reward {_shown(reward)}, expected a number, or None where there is "
                 "nothing to judge"
             )
         return number
@@ -202,13 +202,19 @@ class Episode:
 
 def _finite(value: object) -> float | None:
     """The value as a float if it is a finite number (of Python, numpy or torch), else None."""
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _number(value: object) -> float | None:
     if isinstance(value, str | bytes):
         return None
     try:
-        number = float(cast(Any, value))
-    except (TypeError, ValueError, OverflowError):
+        return float(cast(Any, value))
+    except OverflowError:  # a whole number beyond floats
+        return math.inf
+    except (TypeError, ValueError):
         return None
-    return number if math.isfinite(number) else None
 
 
 def _shown(value: object) -> str:

@@ -11,7 +11,7 @@ from actors.rewards.base import Answered, Reward, Verdict, unscored
 
 
 def custom_reward(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Reward:
-    """`function(answered, **options)` gives a finite number, None where there is nothing to judge, or a Verdict. It
+    """`function(answered, **options)` gives a number, None where there is nothing to judge, or a Verdict. It
     runs on the rollout's own thread, where it may block."""
 
     async def judged(answered: Answered) -> Verdict:
@@ -35,13 +35,12 @@ def _checked(name: str, given: object) -> Verdict:
 
 
 def _number(name: str, value: object) -> float:
-    expected = "expected a finite number, None or a Verdict"
+    expected = "expected a number, None or a Verdict"
     if isinstance(value, str | bytes):
         raise TypeError(f"reward {name!r} gave {value[:60]!r}, {expected}")
     try:
-        number = float(cast(Any, value))
-    except (TypeError, ValueError, OverflowError):
+        return float(cast(Any, value))  # one that is not finite leaves the rollout unscored
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
         raise TypeError(f"reward {name!r} gave a {type(value).__name__}, {expected}") from None
-    if not math.isfinite(number):
-        raise TypeError(f"reward {name!r} gave {number}, {expected}")
-    return number

@@ -15,7 +15,7 @@ Legend: R rollouts of the batch, N trained tokens of it in the order of the roll
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -30,6 +30,12 @@ from protocol.settings import Member
 
 EPSILON = 1e-6
 """Added to standard deviations."""
+MAX_REWARD = 1e12
+"""The buffer's range (buffer.reward_limit) is narrower; this is for what comes from elsewhere."""
+SPREADS = 30.0
+"""Before something is divided by a standard deviation, a member that differs from the mean of the others by more than
+this many of their standard deviations, and by more than 1, is taken to differ by that much: a single one would
+otherwise leave the others no signal. It still has the largest advantage."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,18 @@ class Rewards:
     """The rewards by turn, for advantages of turns and tokens; None if none reads them."""
     parts: tuple[str, ...] = ()
     """Rollouts that continue in a later batch, so that their reward is not known yet."""
+    rollouts: tuple[str, ...] = ()
+    """Their ids, for messages."""
+
+    def __post_init__(self) -> None:
+        """Raises BatchError for a reward that no statistic could hold."""
+        for r in torch.nonzero(self.rewarded_R & ~(self.reward_R.abs() <= MAX_REWARD)).flatten().tolist():
+            name = self.rollouts[r] if self.rollouts else str(r)
+            raise BatchError(
+                f"rollout {name} has the reward {float(self.reward_R[r]):g}, expected a number within "
+                f"+-{MAX_REWARD:g} (buffer.reward_limit)",
+                (name,),
+            )
 
     def refuse_parts(self, name: str, key: str = "advantage") -> None:
         """Raises BatchError if there are parts: half a rollout has no reward, and half a group no mean."""
@@ -99,6 +117,8 @@ def turn_returns(rewards: TurnRewards, options: TurnReturns) -> Tensor:
         if rewards.rollout_V[v] == rewards.rollout_V[v + 1]:
             return_V[v] += options.discount * return_V[v + 1]
     judged_V = rewards.rewarded_V.double()
+    if options.std:
+        return_V = _bounded(return_V, judged_V, rewards.group_V)
     n_groups = int(rewards.group_V.max()) + 1 if len(return_V) else 0
 
     def group_sum(value_V: Tensor) -> Tensor:
@@ -121,9 +141,10 @@ def grpo(rewards: Rewards, options: Grpo) -> Tensor:
     al. 2024). Without: Dr. GRPO (Liu et al. 2025), which does not favour prompts that are nearly always, or never,
     solved. A group with one judged rollout gives 0."""
     rewards.refuse_parts("grpo")
-    centred_R = _centred(rewards)
     if not options.std:
-        return centred_R
+        return _centred(rewards)
+    rewards = _within_groups(rewards)
+    centred_R = _centred(rewards)
     n_R = _group_sum(rewards.rewarded_R.double(), rewards)
     variance_R = _group_sum(centred_R.square(), rewards) / (n_R - 1).clamp(min=1)
     return centred_R / (variance_R.sqrt() + EPSILON)
@@ -138,7 +159,7 @@ def reinforce_pp(rewards: Rewards, options: Member) -> Tensor:
 def reinforce_pp_baseline(rewards: Rewards, options: Member) -> Tensor:
     """reward - mean of its group (the n-sample baseline), then whitened over the trained tokens of the whole batch."""
     rewards.refuse_parts("reinforce_pp_baseline")
-    return _whitened(_centred(rewards), rewards)
+    return _whitened(_centred(_within_groups(rewards)), rewards)
 
 
 def _group_sum(value_R: Tensor, rewards: Rewards) -> Tensor:
@@ -153,9 +174,34 @@ def _centred(rewards: Rewards) -> Tensor:
     return torch.where(rewards.rewarded_R, rewards.reward_R - mean_R, 0.0)
 
 
+def _within_groups(rewards: Rewards) -> Rewards:
+    return replace(rewards, reward_R=_bounded(rewards.reward_R, rewards.rewarded_R.double(), rewards.group_R))
+
+
+def _bounded(value_V: Tensor, weight_V: Tensor, group_V: Tensor) -> Tensor:
+    """The values, with the one that is furthest from its group's mean brought nearer (SPREADS). float64. A group whose
+    others are all alike stays as it is."""
+    n_groups = int(group_V.max()) + 1 if len(group_V) else 0
+
+    def mean(x_V: Tensor, weight_V: Tensor) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros((2, n_groups), dtype=torch.float64).index_add_(
+            1, group_V, torch.stack([weight_V * x_V, weight_V])
+        )
+        return (sums[0] / sums[1].clamp(min=EPSILON))[group_V], sums[1][group_V]
+
+    distance_V = torch.where(weight_V > 0, (value_V - mean(value_V, weight_V)[0]).abs(), 0.0)
+    furthest_V = torch.zeros(n_groups, dtype=torch.float64).scatter_reduce_(0, group_V, distance_V, "amax")[group_V]
+    others_V = torch.where(distance_V < furthest_V, weight_V, 0.0)
+    centre_V, weight_of_others_V = mean(value_V, others_V)
+    spread_V = mean((value_V - centre_V).square(), others_V)[0].sqrt()
+    most_V = torch.where((weight_of_others_V > 0) & (spread_V > 0), (SPREADS * spread_V).clamp(min=1.0), torch.inf)
+    return torch.minimum(torch.maximum(value_V, centre_V - most_V), centre_V + most_V)
+
+
 def _whitened(value_R: Tensor, rewards: Rewards) -> Tensor:
     """Mean 0 and standard deviation 1 over the trained tokens of judged rollouts."""
     tokens_R = torch.where(rewards.rewarded_R, rewards.tokens_R, 0).double()
+    value_R = _bounded(value_R, tokens_R, torch.zeros_like(rewards.group_R))
     n = tokens_R.sum().clamp(min=1)
     mean = (tokens_R * value_R).sum() / n
     std = ((tokens_R * (value_R - mean).square()).sum() / n).sqrt()

@@ -220,6 +220,7 @@ def _rewards(items: Sequence[TrainItem]) -> Rewards:
         rewarded_R=torch.tensor([t.item.reward is not None for t in items], dtype=torch.bool),
         group_R=torch.tensor([groups[t.item.task_id] for t in items], dtype=torch.int64),
         tokens_R=_tokens(items),
+        rollouts=tuple(t.item.rollout_id for t in items),
         parts=tuple(t.item.rollout_id for t in items if t.n_trained and not t.item.final),
     )
 

@@ -81,7 +81,8 @@ TAGS: Final = {
     "rollouts/reward_mean": "mean over the rollouts with a reward; absent if none has one",
     "rollouts/reward_std": "standard deviation over the rollouts with a reward",
     "rollouts/group_reward_<reason>_total": (
-        "groups that `tasks.group_reward` did not judge: it `raised`, gave a `bad_result`, or there was `no_row`"
+        "groups that `tasks.group_reward` did not judge: it `raised`, gave a `bad_result` or a "
+        "`reward_out_of_range`, or there was `no_row`"
     ),
     "rollouts/rewarded_turns_mean": "turns that were given a reward, over the rollouts with such turns",
     "rollouts/length_mean": "mean number of tokens that the student wrote, over all turns",
@@ -177,6 +178,9 @@ TAGS: Final = {
         "time in which an engine with requests stood still for new weights, mean per version and engine"
     ),
     "queue/groups_equal_total": "groups that dynamic sampling dropped because all their rewards were equal",
+    "queue/reward_out_of_range_total": (
+        "rollouts that are not scored because a reward was outside +-buffer.reward_limit; the buffer's log names them"
+    ),
     "queue/batches_equal_in_a_row": "how many batches of such rollouts were dropped since the last batch left",
     "queue/shards_without_<role>": (
         "shards of the buffer that no actor, or no teacher, is connected to, while others have some; no batch is "

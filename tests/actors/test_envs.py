@@ -187,7 +187,6 @@ def bad_episode(tokenizer: TextTokenizer, result: Any) -> tuple[Episode, Bad]:
         (StepResult(np.array([0.5])), "expected token ids"),  # type: ignore[arg-type]
         (StepResult(np.array("abc")), r"Bad.step gave <U3 of shape \(\), expected token ids"),  # type: ignore[arg-type]
         (StepResult([[1], [2, 3]]), "a list, expected token ids"),  # type: ignore[arg-type]
-        (StepResult(done=True, reward=float("nan")), r"the reward nan \(float\), expected a finite number, or None"),
         (StepResult(done=True, reward="1.0"), r"the reward '1.0' \(str\), expected"),  # type: ignore[arg-type]
         (StepResult(done=True, reward={"r": 1}), "the reward a dict, expected"),  # type: ignore[arg-type]
         ({"reward": 1.0, "done": True}, "Bad.step gave a dict, expected a StepResult"),

@@ -105,8 +105,9 @@ def test_a_reward_before_the_end_alone_makes_the_rollout_scored_and_none_leaves_
 ) -> None:
     early_one = play(Paying, n=3, row=b'{"rewards": [0.0, null, null]}')
     assert (early_one.reward, early_one.turn_rewards) == (0.0, (TurnReward(5, 0.0),))
-    none = play(Paying, n=3, row=b'{"rewards": [null, null, null]}')
-    assert (none.reward, none.turn_rewards) == (None, ())
+    for row in (b'{"rewards": [null, null, null]}', b'{"rewards": [1.0, 1e308, 1e308]}'):  # whose sum is no number
+        none = play(Paying, n=3, row=row)
+        assert (none.reward, none.turn_rewards) == (None, ())
 
 
 def test_an_agent_s_rewards_belong_to_the_last_response_of_their_line(play: Callable[..., Segment]) -> None:

@@ -275,6 +275,25 @@ def test_rewards_of_turns_leave_with_the_rollout_s_own(make: Make, release: Any)
     assert [(one.end, one.reward) for one in batch.items[0].turn_rewards] == [(4, -0.5), (6, 1.5)]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"reward": 1.1e4}, {"reward": -1e308}, {"turn_rewards": (m.TurnReward(4, 1e19), m.TurnReward(6, -1e19))}],
+)
+def test_a_reward_out_of_range_leaves_the_rollout_unscored_and_counted(
+    make: Make, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = make(batch=1)
+    driver.offer(0)
+    ack = branched(driver, **changes)
+    assert ack is not None and ack.status == "accepted"
+    driver.score()
+    batch = driver.want(0)
+    assert batch is not None
+    assert (batch.items[0].reward, batch.items[0].turn_rewards) == (None, ())
+    assert driver.snapshot.queues["reward_out_of_range_total"] == 1
+    assert "rollout train-0-0-0: the reward" in caplog.text
+
+
 def test_a_root_is_read_without_context_and_its_first_token_gets_no_score(make: Make) -> None:
     driver = make(batch=1)
     driver.offer(0)

@@ -40,6 +40,10 @@ def nan(rows: Rows, texts: Sequence[str], rewards: Sequence[float | None]) -> li
     return [float("nan")] * len(texts)
 
 
+def huge(rows: Rows, texts: Sequence[str], rewards: Sequence[float | None]) -> list[float | None]:
+    return [-101.0, *[None] * (len(texts) - 1)]
+
+
 def text(rows: Rows, texts: Sequence[str], rewards: Sequence[float | None]) -> list[Any]:
     return ["good"] * len(texts)
 
@@ -51,7 +55,7 @@ def nothing(rows: Rows, texts: Sequence[str], rewards: Sequence[float | None]) -
 def group_rewards(function: object, rows: Mapping[int, bytes] | None = None) -> GroupRewards:
     found = {1: b'{"n": 1}', 2: b'{"n": 2}'} if rows is None else rows
     path = f"{__name__}:{getattr(function, '__name__', '')}"
-    return GroupRewards(path, found.get, lambda ids: "".join(chr(97 + i) for i in ids))
+    return GroupRewards(path, found.get, lambda ids: "".join(chr(97 + i) for i in ids), limit=100.0)
 
 
 def given() -> tuple[Batch, list[np.ndarray]]:
@@ -106,7 +110,7 @@ def test_a_group_whose_row_is_not_known_is_not_judged() -> None:
     assert judge.figures == {"rollouts/group_reward_no_row_total": 1.0}
 
 
-@pytest.mark.parametrize("function", [short, nan, text, nothing])
+@pytest.mark.parametrize("function", [short, nan, huge, text, nothing])
 def test_a_function_that_judges_no_group_ends_the_run(function: object) -> None:
     with pytest.raises(GroupRewardsFailed, match="failed for all 2 groups of a batch; task 2: it returned"):
         group_rewards(function).apply(*given())
@@ -118,7 +122,7 @@ def test_a_function_that_cannot_be_loaded_or_trains_nothing_is_refused() -> None
         (f"{__name__}:V0", "is a WeightVersion, expected a function"),
     ):
         with pytest.raises(ValueError, match=message):
-            GroupRewards(path, lambda task_id: b"", lambda ids: "")
+            GroupRewards(path, lambda task_id: b"", lambda ids: "", limit=100.0)
     with pytest.raises(ValueError, match="expected module:function"):
         TaskConfig(group_reward="judge")
     with pytest.raises(ValueError, match="which trains on no reward"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from learner.batch import BatchError
-from learner.objectives.advantages import EPSILON, Rewards, gae, whitened
+from learner.objectives.advantages import EPSILON, Rewards, _bounded, gae, whitened  # pyright: ignore[reportPrivateUsage]
 from learner.objectives.options import Grpo
 from learner.objectives.registry import ADVANTAGES, find_member
 from learner.step.critic import ValueHead, value_loss
@@ -139,3 +140,31 @@ def test_whitened_has_mean_zero_and_spread_one() -> None:
     white_N = whitened(torch.tensor([1.0, 5.0, -3.0, 100.0], dtype=torch.float64))
     assert float(white_N.mean()) == pytest.approx(0.0, abs=1e-12)
     assert float(white_N.std(correction=0)) == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("evil", [-1e4, 50.0, 1e4, 1e10, 1e19, 1e308, math.inf, math.nan])
+def test_no_single_reward_takes_the_signal_of_all_others(name: str, evil: float) -> None:
+    """Others have 1 or 0: whoever has 1 stays above whoever has 0, or the batch is refused by the rollout's name."""
+    values: dict[str, Any] = {
+        "reward_R": torch.tensor([evil, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0], dtype=torch.float64),
+        "rewarded_R": torch.ones(8, dtype=torch.bool),
+        "group_R": torch.tensor([0] * 4 + [1] * 4),
+        "tokens_R": torch.tensor([10, 20, 30, 5, 7, 9, 11, 13]),
+        "rollouts": tuple(f"train-{r}" for r in range(8)),
+    }
+    if not abs(evil) <= 1e12:
+        with pytest.raises(BatchError, match="rollout train-0 has the reward"):
+            Rewards(**values)
+        return
+    got = find_member(ADVANTAGES, name)(Rewards(**values), Grpo()).tolist()
+    assert got[4] - got[5] > 0.1 and got[2] - got[1] > 0.05
+    assert all(abs(one) <= abs(got[0]) for one in got) and math.copysign(1, got[0]) == math.copysign(1, evil)
+
+
+def test_ordinary_rewards_are_not_bounded() -> None:
+    """One success among many failures, a few spreads apart, and others that are all alike."""
+    for values in ([1.0] + [0.0] * 63, [15.0, *[0.0, 1.0] * 8], [300.0, 7.0, 7.0, 7.0], [0.9, 0.0, 0.001, 0.0]):
+        value_V = torch.tensor(values, dtype=torch.float64)
+        alone = torch.zeros(len(values), dtype=torch.int64)
+        assert torch.equal(_bounded(value_V, torch.ones_like(value_V), alone), value_V)
