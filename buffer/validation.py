@@ -16,8 +16,8 @@ from buffer.ledger import RejectReason
 from buffer.rollouts import Rollout, Segment
 from buffer.tokens import Array
 from buffer.versions import VersionTable
+from protocol import hidden_codec
 from protocol.errors import MalformedMessage
-from protocol.hidden_codec import check_hidden, is_hidden
 from protocol.messages import MAX_ROW_BYTES, Task
 from protocol.messages import Segment as SegmentMessage
 from protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
@@ -162,10 +162,11 @@ def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectRea
     """Check a payload for the segment's top-k range, of at most `max_bytes` per token: top-k sets or hidden states. Its
     contents are left to the learner, which reads them."""
     n = segment.top_end - segment.top_start
-    if len(payload) > HEADER_BYTES + n * max_bytes:
+    header = hidden_codec.HEADER_BYTES if hidden_codec.is_hidden(payload) else HEADER_BYTES
+    if len(payload) > header + n * max_bytes:
         return RejectReason.TOP_K_SIZE
     try:
-        fits = (check_hidden if is_hidden(payload) else check_payload)(payload) == n
+        fits = (hidden_codec.check_hidden if hidden_codec.is_hidden(payload) else check_payload)(payload) == n
     except MalformedMessage:
         fits = False
     return None if fits else RejectReason.TOP_K_MALFORMED

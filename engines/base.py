@@ -210,6 +210,11 @@ class GivesHiddenStates(Protocol):
         """H."""
         ...
 
+    @property
+    def head_identity(self) -> int:
+        """`models.logprobs.LmHead.identity` of its output head; 0: not known."""
+        ...
+
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0, hidden: bool = False) -> list[ScoreResult]:
         """As in ScoringEngine; with `hidden`, results have the states too."""
         ...

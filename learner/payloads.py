@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import MalformedMessage
-from protocol.hidden_codec import Bits, check_hidden, decode_hidden, is_hidden
+from protocol.hidden_codec import Bits, check_hidden, decode_hidden, head_of_states, is_hidden
 from protocol.messages import BatchItem
 from protocol.topk_codec import TopK, decode_joined
 from protocol.topk_layout import n_positions
@@ -80,13 +80,15 @@ class HiddenRows:
     """Its pool."""
     states_RH: Bits
     """Bits of bfloat16."""
+    head: int = 0
+    """Identity of the head that they belong to; 0: not known."""
     uniform_RS: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
     """As in TopRows."""
 
     def at(self, rows: npt.NDArray[np.int64]) -> HiddenRows:
         """Some rows."""
         drawn = self.uniform_RS[rows] if len(self.uniform_RS) else self.uniform_RS
-        return HiddenRows(self.teacher, self.states_RH[rows], drawn)
+        return HiddenRows(self.teacher, self.states_RH[rows], self.head, drawn)
 
     @property
     def n_rows(self) -> int:
@@ -98,8 +100,13 @@ class HiddenRows:
         sizes = sorted({part.states_RH.shape[1] for part in parts})
         if len(sizes) > 1:
             raise PayloadError(f"teacher {parts[0].teacher!r} sent hidden states of {sizes} numbers; expected one size")
+        heads = {part.head for part in parts if part.head}
+        if len(heads) > 1:
+            raise PayloadError(
+                f"teacher {parts[0].teacher!r} sent hidden states of {len(heads)} output heads; expected one"
+            )
         states = np.concatenate([part.states_RH for part in parts])
-        return cls(parts[0].teacher, states, np.concatenate([part.uniform_RS for part in parts]))
+        return cls(parts[0].teacher, states, max(heads, default=0), np.concatenate([part.uniform_RS for part in parts]))
 
 
 Rows: TypeAlias = TopRows | HiddenRows
@@ -181,8 +188,8 @@ def _rows(name: str, pieces: Sequence[_Piece], vocab_tokens: int) -> Rows:
             rows.append(one.rows + before)
             before += n_tokens
         if any(hidden):
-            states = [decode_hidden(one.body)[one.rows] for one in pieces]
-            return HiddenRows.joined([HiddenRows(name, one) for one in states])
+            states = [(decode_hidden(one.body)[one.rows], head_of_states(one.body)) for one in pieces]
+            return HiddenRows.joined([HiddenRows(name, *one) for one in states])
         top = _fitting(name, decode_joined([one.body for one in pieces]), vocab_tokens)
     except MalformedMessage as error:
         raise PayloadError(f"teacher {name!r}: {error}") from error

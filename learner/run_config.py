@@ -7,6 +7,7 @@ from typing import Protocol
 
 from engines.config import WorkerSettings
 from learner.config import LearnerConfig
+from learner.objectives.config import ObjectiveConfig
 from protocol.messages import TopIdsWanted
 from weights.config import WeightsConfig
 
@@ -70,3 +71,10 @@ class LearnerRunConfig(Protocol):
     def pools(self) -> Mapping[str, PoolSettings]: ...
     @property
     def environments(self) -> Mapping[str, object]: ...
+
+
+def pools_with_heads(config: LearnerRunConfig, objective: ObjectiveConfig) -> list[str]:
+    """Teacher pools whose hidden states an objective reads: the learner needs the output heads of their models."""
+    payloads = {name: pool.payload or config.teacher.payload for name, pool in config.pools.items()}
+    payloads = payloads or {config.teacher.pool: config.teacher.payload}
+    return [name for name, sent in payloads.items() if sent == "hidden" and objective.needs_top_k_for(name)]

@@ -11,7 +11,10 @@ Legend: T tokens, H hidden size, V vocabulary rows of the head, K top tokens, C 
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -29,6 +32,19 @@ class LmHead:
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+
+    @cached_property
+    def identity(self) -> int:
+        """Hash of its numbers, rounded to bfloat16: the same in float32 and in bfloat16. 0 for float16, which rounds
+        otherwise. Reads all numbers once."""
+        if self.weight_VH.dtype == torch.float16:
+            return 0
+        digest = hashlib.blake2b(struct.pack("<dd", self.scale, self.softcap or 0.0), digest_size=8)
+        for tensor in (self.weight_VH, *(() if self.bias_V is None else (self.bias_V,))):
+            digest.update(str(tuple(tensor.shape)).encode())
+            for rows in tensor.detach().split(4096):
+                digest.update(rows.bfloat16().contiguous().view(torch.int16).cpu().numpy().tobytes())
+        return int.from_bytes(digest.digest(), "little") or 1
 
     def logits(self, hidden_CH: Tensor) -> Tensor:
         """[C, V] in float32 (float64 for a float64 model), at temperature 1."""

@@ -9,9 +9,10 @@ launch.run. Ctrl-C ends after the step under way and its checkpoint; a second on
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -26,10 +27,11 @@ from launch.config.tree import Plain, get, merge
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.runfolder import choose_path
 from launch.terminal import lasting_output
-from learner.objectives.config import check_given
+from learner.objectives.config import ObjectiveConfig, check_given
+from learner.run_config import pools_with_heads
 from recording.format import RecordError, RecordHeader
 from recording.reader import Recording
-from replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan
+from replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan, with_divergence
 
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\
@@ -157,18 +159,25 @@ def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
     steps_given = any(key.name == "steps" for key, _ in asked.line.overrides)
     if not (as_recorded or steps_given):  # otherwise keep the recorded learning rate schedule
         config = replace(config, steps=plan.epochs * plan.batches)
-    if not config.learner.eval_every:  # then neither teacher nor prompts need to be on this machine
+    if not config.learner.eval_every:  # then neither prompts nor teacher need to be on this machine, but for its head
         tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
-        config = replace(
-            config,
-            models=replace(config.models, teacher=config.models.student),
-            learner=replace(config.learner, tasks=tasks, eval_sets={}),
-        )
+        config = replace(config, learner=replace(config.learner, tasks=tasks, eval_sets={}))
+        if not any(pools_with_heads(config, objective) for objective in _objectives(config, asked.compare)):
+            config = replace(config, models=replace(config.models, teacher=config.models.student))
     try:
         check_given(recording.header.writer, str(recording.path), config.learner.objective)
     except ValueError as error:
         raise ConfigError(f"learner.objective: {error}") from error
     return checked(config), plan
+
+
+def _objectives(config: RunConfig, compare: Sequence[str]) -> Iterator[ObjectiveConfig]:
+    """What will be trained or compared. An unknown name is told later, with the known ones."""
+    if not compare:
+        yield config.learner.objective
+    for name in compare:
+        with contextlib.suppress(ValueError):
+            yield with_divergence(config.learner.objective, name)
 
 
 def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:

@@ -18,6 +18,8 @@ from launch.config.keys import keys_of
 from launch.config.run import RunConfig
 from launch.config.tree import get
 from launch.errors import ConfigError
+from learner.objectives.config import ObjectiveConfig
+from learner.objectives.registry import DIVERGENCE
 from protocol.atomic_file import write_atomic
 from recording.reader import Recording
 
@@ -123,3 +125,9 @@ def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[T
         if order == "shuffled":
             np.random.default_rng([seed, epoch]).shuffle(places)
         yield from (Turn(epoch, int(place)) for place in places)
+
+
+def with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
+    """The objective with another divergence for all pools; the configured one keeps its options. Raises ValueError."""
+    divergence = objective.divergence if name == objective.divergence.name else DIVERGENCE.make(name)
+    return msgspec.structs.replace(objective, divergence=divergence, teacher_divergences={})

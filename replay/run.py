@@ -39,8 +39,6 @@ from learner.config import LearnerConfig
 from learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
 from learner.evaluation.figures import describe
 from learner.evaluation.sets import render_eval_sets
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import DIVERGENCE
 from learner.prompts.tasks import load_prompts
 from learner.reports.metrics import MetricsWriter, newest_epoch
 from learner.reports.settings import all_settings, compared_settings
@@ -55,7 +53,7 @@ from protocol.handshake import vocab_tokens
 from protocol.messages import WeightVersion
 from recording.reader import Recording
 from replay.compare import compare
-from replay.plan import ReplayPlan, turns
+from replay.plan import ReplayPlan, turns, with_divergence
 from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
 
 log = logging.getLogger(__name__)
@@ -173,7 +171,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     compared: dict[str, LearnerConfig] = {}
     for name in names:
         try:
-            objective = _with_divergence(config.learner.objective, name)
+            objective = with_divergence(config.learner.objective, name)
             recording.expect_top_k(objective.needs_top_k_for)
             compared[name] = msgspec.structs.replace(config.learner, objective=objective)
         except ValueError as error:
@@ -215,12 +213,6 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
     )
     Console().print(table)
     return 0
-
-
-def _with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
-    """The objective with another divergence for all pools; the configured one keeps its options. Raises ValueError."""
-    divergence = objective.divergence if name == objective.divergence.name else DIVERGENCE.make(name)
-    return msgspec.structs.replace(objective, divergence=divergence, teacher_divergences={})
 
 
 def _evaluations(

@@ -26,7 +26,7 @@ class HiddenStates:
         that are not finite."""
         if result.hidden is None:
             return encode_hidden(np.zeros((0, self.engine.hidden_size), np.uint16))
-        return encode_hidden(result.hidden[place])
+        return encode_hidden(result.hidden[place], self.engine.head_identity)
 
 
 def giving_hidden_states(engine: ScoringEngine) -> GivesHiddenStates:

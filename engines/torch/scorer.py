@@ -91,6 +91,11 @@ class TorchScorer:
         return self._head.weight_VH.shape[1]
 
     @property
+    def head_identity(self) -> int:
+        """See engines.base.GivesHiddenStates."""
+        return self._head.identity
+
+    @property
     def figures(self) -> Mapping[str, float]:
         """See engines.base.ReportsFigures."""
         kept = {} if self._prefixes is None else self._prefixes.stats
@@ -140,6 +145,7 @@ class TorchScorer:
                 f"{len(parameters)}, e.g. {differing[:4]}; expected a snapshot of the same architecture"
             )
         self._forget()  # before the first change: what was kept belongs to the former weights
+        self._head = lm_head(model)  # with another identity
         with torch.no_grad():
             for name, tensor in named.items():
                 parameters[name].copy_(tensor)

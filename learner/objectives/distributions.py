@@ -328,6 +328,12 @@ class WholeTeacher:
                 f"{n_rows} rows of {hidden_size}; expected the head of its own model, with a row for each of the "
                 f"{vocab_tokens} tokens: models.teacher, pools.NAME.model"
             )
+        if rows.head and head.identity not in (0, rows.head):
+            raise ValueError(
+                f"teacher {rows.teacher!r}: its hidden states belong to the output head {rows.head:016x}, the learner "
+                f"has {head.identity:016x}; expected the head of the model that gave the states: models.teacher, "
+                "pools.NAME.model"
+            )
         device = head.weight_VH.device
         bits = upload(np.ascontiguousarray(rows.states_RH.astype(np.uint16, copy=False)).view(np.int16), device)
         self.states_TH = bits.view(torch.bfloat16)

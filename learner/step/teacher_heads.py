@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from learner.run_config import LearnerRunConfig
+from learner.run_config import LearnerRunConfig, pools_with_heads
 from models.description import DtypeName, resolve_dtype
 from models.head_file import load_head
 from models.loading import resolve_device
@@ -48,7 +48,7 @@ class TeacherHeads:
 def teacher_heads(config: LearnerRunConfig) -> TeacherHeads:
     """For the run's teachers. Heads that its objective will need are loaded now, so that a missing file is found before
     the first batch. Raises what `models.head_file.load_head` does."""
-    learner, common = config.learner, config.teacher.payload
+    learner = config.learner
     device = resolve_device(learner.device)
     heads = TeacherHeads(
         {name: pool.model for name, pool in config.pools.items() if pool.model},
@@ -56,9 +56,6 @@ def teacher_heads(config: LearnerRunConfig) -> TeacherHeads:
         device=device,
         dtype=resolve_dtype(learner.dtype, device),
     )
-    if not learner.frozen:
-        payloads = {name: pool.payload or common for name, pool in config.pools.items()}
-        for name, payload in (payloads or {config.teacher.pool: common}).items():
-            if payload == "hidden" and learner.objective.needs_top_k_for(name):
-                heads(name)
+    for name in () if learner.frozen else pools_with_heads(config, learner.objective):
+        heads(name)
     return heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,11 @@ def test_the_head_is_that_of_the_loaded_model(
     hidden = torch.randn(5, 16)
     assert torch.equal(got.logits(hidden), expected.logits(hidden)) and got.softcap == expected.softcap
     assert (got.bias_V is None) == (expected.bias_V is None) and not got.weight_VH.requires_grad
-    assert load_head(tmp_path, device="cpu", dtype="bfloat16").weight_VH.dtype == torch.bfloat16
+    half = load_head(tmp_path, device="cpu", dtype="bfloat16")
+    assert half.weight_VH.dtype == torch.bfloat16 and half.identity == got.identity == expected.identity
+    other = replace(got, weight_VH=got.weight_VH.clone())
+    other.weight_VH[0, 0] *= 1.1
+    assert other.identity != got.identity and replace(got, scale=2.0).identity != got.identity
 
 
 def test_a_head_under_another_name_is_found_by_loading_the_model(

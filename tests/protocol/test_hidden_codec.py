@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import EncodeError, MalformedMessage
-from protocol.hidden_codec import check_hidden, decode_hidden, encode_hidden, is_hidden, most_bytes
+from protocol.hidden_codec import check_hidden, decode_hidden, encode_hidden, head_of_states, is_hidden, most_bytes
 from protocol.topk_codec import encode_top_k
 
 FINITE = np.array([[0x3F80, 0xBF80, 0x0000, 0x8001, 0x7F7F], [1, 2, 3, 0x4049, 0xFF7F]], np.uint16)
@@ -22,7 +22,7 @@ def test_bits_come_back_as_they_were() -> None:
 
 
 def test_the_bytes_are_the_upper_halves_of_little_endian_floats() -> None:
-    body = encode_hidden(FINITE)[12:]
+    body = encode_hidden(FINITE)[20:]
     values = [struct.unpack("<f", b"\0\0" + body[i : i + 2])[0] for i in (0, 2)]
     assert values == [1.0, -1.0]
 
@@ -44,6 +44,13 @@ def test_infinity_and_nan_are_neither_sent_nor_read(bits: int) -> None:
 def test_other_arrays_are_not_encoded(states: np.ndarray) -> None:  # type: ignore[type-arg]
     with pytest.raises(EncodeError, match="expected uint16"):
         encode_hidden(states)
+
+
+def test_the_head_of_the_states_is_named_and_older_payloads_name_none() -> None:
+    payload = encode_hidden(FINITE, 2**64 - 2)
+    older = struct.pack("<2sBxII", b"HS", 1, 2, 5) + payload[20:]
+    assert [head_of_states(one) for one in (payload, encode_hidden(FINITE), older)] == [2**64 - 2, 0, 0]
+    assert np.array_equal(decode_hidden(older), FINITE) and check_hidden(older) == 2
 
 
 def test_every_payload_that_is_cut_or_lies_is_refused() -> None:

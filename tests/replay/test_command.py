@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import builtin
+from engines.base import ScoreRequest
+from engines.torch.scorer import TorchScorer
 from launch.checks.model_files import read_vocabulary
 from launch.checks.preflight import check, check_recorded
 from launch.config.run import RunConfig
@@ -25,8 +30,11 @@ from launch.config.tree import build
 from launch.errors import ConfigError
 from launch.run import main
 from protocol.handshake import vocab_fingerprint
+from protocol.hidden_codec import encode_hidden
+from protocol.messages import TopKPiece
 from recording.format import Rollout, Writer
 from replay import __main__ as replay
+from teachers.config import TeacherConfig
 from tests.learner.records import record, rollout
 from tests.patience import RUN_PATIENCE_S, Limit
 
@@ -131,6 +139,49 @@ def test_estimators_are_compared_on_the_same_batches(tmp_path: Path, capsys: pyt
     }
     assert out.startswith("2 batches") and rows["k1"] == rows["k2"] != rows["k3"]
     assert rows["k1"][2] == 1.0 and -1.0 < rows["k3"][2] < 1.0 and all(map(math.isfinite, rows["k3"]))
+
+
+def with_hidden_states(path: Path, teacher: Path) -> Path:
+    """A recording of the demo's kind: the built-in student's rollouts, with the states of a teacher."""
+    scorer = TorchScorer.load(teacher, TeacherConfig(payload="hidden"))
+    made: list[Rollout] = []
+    for i in range(4):
+        item, (ids, *others, _) = rollout(f"r{i}", 8)[:2]
+        (scores,) = scorer.score([ScoreRequest(ids, 2)], hidden=True)
+        assert scores.hidden is not None
+        payload = np.frombuffer(encode_hidden(scores.hidden, scorer.head_identity), np.uint8)
+        item = msgspec.structs.replace(item, top_k=(TopKPiece(0, 2, 10, len(payload)),))
+        sent = np.concatenate([np.zeros(2, np.float32), scores.logprobs])[None]
+        made.append(Rollout(item, (ids, *others, sent, payload)))
+    settings = plain(objective={"divergence": {"name": "reverse_kl"}})
+    settings["teacher"]["payload"], settings["models"]["teacher"] = "hidden", str(teacher)
+    return record(path, [made] * 2, vocab_fingerprint=FINGERPRINT, config=settings)
+
+
+def test_hidden_states_meet_the_head_of_the_recorded_teacher_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nothing is evaluated and where gradients are compared. Then the teacher's folder gets another head."""
+    teacher = tmp_path / "teacher"
+    shutil.copytree(builtin.TEACHER_DIR, teacher)
+    file = with_hidden_states(tmp_path / "r", teacher)
+    assert replay.main([str(file), f"--run-dir={tmp_path / 'run'}"]) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 2 and all(0 < row["train/hidden_error"] < 0.02 for row in rows)
+    assert replay.main([str(file), "--compare", "k1,reverse_kl"]) == 0
+    weights = load_file(teacher / "model.safetensors")
+    save_file(
+        weights | {"lm_head.weight": weights["model.embed_tokens.weight"] * 1.01},
+        teacher / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ValueError, match="belong to the output head"):
+        replay.main([str(file), f"--run-dir={tmp_path / 'other'}"])
+    shutil.rmtree(teacher)
+    assert replay.main([str(file), "--compare", "k1,k2"]) == 0, "no head is needed"
+    assert (
+        replay.main([str(file), f"--run-dir={tmp_path / 'third'}"]) == 2 and "models.teacher" in capsys.readouterr().err
+    )
 
 
 def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:

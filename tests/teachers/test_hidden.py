@@ -12,7 +12,7 @@ from engines.torch.scorer import TorchScorer
 from models.head_file import load_head
 from protocol import messages as m
 from protocol.client import Client
-from protocol.hidden_codec import decode_hidden
+from protocol.hidden_codec import decode_hidden, head_of_states
 from teachers.config import TeacherConfig
 from teachers.worker import TeacherWorker
 from tests.teachers.test_worker import TEACHER, Fake, end, teacher
@@ -50,6 +50,7 @@ def test_a_teacher_sends_the_states_of_the_range_beside_the_log_probs() -> None:
     for item, token_ids in zip(items, ids, strict=True):
         logprobs, payload = found[item.lease_id]
         states_TH = decode_hidden(payload.tobytes())
+        assert head_of_states(payload.tobytes()) in (head.identity, 0 if item.top_end == item.top_start else 1)
         assert states_TH.shape == (item.top_end - item.top_start, plain.hidden_size)
         exact = plain.score([ScoreRequest(token_ids, item.first + item.shift)], top_k=plain.vocab_size)[0]
         assert exact.top_ids is not None and exact.top_logprobs is not None

@@ -68,7 +68,7 @@ def dense_q(train_item: TrainItem, pool: str) -> Tensor:
     return z_LV - z_LV.exp().sum(dim=1, keepdim=True).log()
 
 
-def with_states(train_item: TrainItem, *, cut: int | None = None, shift: int = 0) -> TrainItem:
+def with_states(train_item: TrainItem, *, cut: int | None = None, shift: int = 0, head: int = 0) -> TrainItem:
     """As the buffer hands it on: a payload per teacher and segment (cut in two at `cut`), beside the log-probs of the
     sampled tokens. `shift`: the fault of sending the states of so many positions later."""
     edges = edges_of(train_item, cut)
@@ -79,7 +79,7 @@ def with_states(train_item: TrainItem, *, cut: int | None = None, shift: int = 0
     for start, end in itertools.pairwise(edges):
         for m, pool in enumerate(train_item.item.teachers):
             states_TH = states_of(train_item, pool).roll(-shift, 0)[start:end]
-            payloads.append(encode_hidden(states_TH.view(torch.int16).numpy().view(np.uint16)))
+            payloads.append(encode_hidden(states_TH.view(torch.int16).numpy().view(np.uint16), head))
             pieces.append(TopKPiece(m, start, end, len(payloads[-1])))
     ids_L1 = torch.from_numpy(train_item.tokens_L).long()[:, None]
     sent = [dense_q(train_item, pool).gather(1, ids_L1)[:, 0].float().numpy() for pool in train_item.item.teachers]
@@ -215,6 +215,18 @@ def test_the_head_of_another_model_ends_the_step(tiny_student: Student, make_ite
         Trainer(tiny_student(), config, total_steps=3, vocab_tokens=VOCAB).step([item])
 
 
+def test_states_of_another_head_are_refused_by_its_name(tiny_student: Student, make_item: Make) -> None:
+    """A difference that the numbers would not show."""
+    item, right = make_item("a", [0] + [1] * 12, teachers=("math",), vocab=VOCAB), head_of("math")
+    trainer = trainer_of(tiny_student(), config_of(divergence="reverse_kl"), always(right))
+    trainer.step([with_states(item, head=right.identity)])
+    other = replace(right, weight_VH=right.weight_VH * 1.01).identity
+    with pytest.raises(
+        ValueError, match=f"belong to the output head {other:016x}, the learner has {right.identity:016x}"
+    ):
+        trainer.step([with_states(item, head=other)])
+
+
 def test_a_head_that_is_a_little_off_for_one_tag_ends_the_step(tiny_student: Student, make_item: Make) -> None:
     """The mean over all tags is below the bound; what is above it is the one teacher's, at one tag's tokens."""
     good = [with_states(make_item(f"a{i}", [0] + [1] * 20, teachers=("math",), vocab=VOCAB)) for i in range(9)]
@@ -246,7 +258,7 @@ def _other_range(train_item: TrainItem) -> TrainItem:
 
 
 SPOILT: dict[str, tuple[Callable[[TrainItem], TrainItem], str]] = {
-    "cut": (lambda t: _bytes(t, lambda b: b[:-1]), "hidden-state payload: got 35 bytes"),
+    "cut": (lambda t: _bytes(t, lambda b: b[:-1]), "hidden-state payload: got 43 bytes"),
     "not finite": (
         lambda t: _bytes(t, _with_infinity),
         "hidden-state payload: got infinity or NaN in the state of token 2",
