@@ -5,8 +5,9 @@ others, as transformers has it."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +19,16 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.files import TokenizerError, model_file
+from models.files import TokenizerError, first_line, model_file
 
 Templates: TypeAlias = str | dict[str, str] | None
 """A chat template, several by name, or none."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+_NOT_KWARGS: Final = {
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+}
+"""Names that `apply_chat_template` itself hands to a template. Special tokens are the tokenizer's alone."""
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 """Names under which a message's reasoning is found; the first is the one that most templates read."""
 
@@ -77,6 +83,28 @@ def template_variables(template: str) -> frozenset[str]:
     """Names that a chat template reads, besides those that it sets itself. Raises jinja2's TemplateError."""
     environment = _environment()
     return frozenset(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
+
+
+def expect_read(templates: Templates, names: Iterable[str]) -> None:
+    """Raise TokenizerError for an argument that the chat template (or one of several by name) does not read: to hand it
+    over would change nothing, or how templates are applied. `tools` may be among the `names`."""
+    if templates is None:
+        raise TokenizerError(f"{', '.join(names)}: only a chat template reads this, got a tokenizer without one")
+    texts = [templates] if isinstance(templates, str) else templates.values()
+    try:
+        read = frozenset[str]().union(*map(template_variables, texts))
+    except jinja2.TemplateError as error:
+        raise TokenizerError(f"the chat template cannot be read: {first_line(error)}") from error
+    kwargs = sorted(read - _NOT_KWARGS)
+    for name in names:
+        if name != "tools" and name not in kwargs:
+            near = difflib.get_close_matches(name[:80], kwargs, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(kwargs) or 'no arguments'}"
+            raise TokenizerError(f"chat_template_kwargs: the chat template does not read {name!r:.80}; {hint}")
+        if name not in read:
+            raise TokenizerError(
+                "the chat template shows no tools, got a row with 'tools'; describe them in the prompt"
+            )
 
 
 @lru_cache

@@ -6,7 +6,6 @@ transformers, and so torch; workers that start without torch use `models.tokeniz
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,10 +13,9 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-from jinja2.exceptions import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from models.chat_template import template_variables
+from models.chat_template import expect_read
 from models.chat_text import ChatTokenizer, conversation_text, prompt_ids, text_ids
 from models.files import TokenizerError, first_line, model_source, stop_ids
 from protocol.handshake import vocab_fingerprint
@@ -26,8 +24,6 @@ ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised unchanged."""
 
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
-_NOT_KWARGS: Final = {"messages", "tools", "documents", "add_generation_prompt"}
-"""What `apply_chat_template` itself hands to a template."""
 
 
 class Promptlike(Protocol):
@@ -166,27 +162,9 @@ def _expect_read(
 ) -> None:
     """Raise TokenizerError for a name that the chat template does not read: handing it over would change nothing."""
     names = [*(["tools"] if tools else []), *template_kwargs]
-    given = as_chat_tokenizer(tokenizer).chat_template
-    if chat_template == "off" or given is None:
-        raise TokenizerError(
-            f"{', '.join(names)}: only a chat template reads this, got "
-            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
-        )
-    texts = list(given.values()) if isinstance(given, dict) else [given]
-    try:
-        read = frozenset[str]().union(*map(template_variables, texts))
-    except TemplateError as error:
-        raise TokenizerError(f"the chat template cannot be read: {first_line(error)}") from error
-    kwargs = sorted(read - _NOT_KWARGS)
-    for name in names:
-        if name != "tools" and name not in kwargs:
-            near = difflib.get_close_matches(name, kwargs, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(kwargs) or 'no arguments'}"
-            raise TokenizerError(f"chat_template_kwargs: the chat template does not read {name!r}; {hint}")
-        if name not in read:
-            raise TokenizerError(
-                "the chat template shows no tools, got a row with 'tools'; describe them in the prompt"
-            )
+    if chat_template == "off":
+        raise TokenizerError(f"{', '.join(names)}: only a chat template reads this, got chat_template=off")
+    expect_read(as_chat_tokenizer(tokenizer).chat_template, names)
 
 
 def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:

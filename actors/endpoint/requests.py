@@ -55,6 +55,10 @@ OVERRULED: Final = (
 )
 """Parameters that the run's own sampling overrules: training relies on the distribution that was sampled."""
 MAX_CHOICES: Final = 64
+SMALL_BYTES: Final = 64 << 10
+"""A request of any context may have so many."""
+BYTES_PER_TOKEN: Final = 64
+"""Most bytes of a request per token of its context. Text has about 4, and 12 where JSON escapes every character."""
 
 
 class Refusal(Exception):
@@ -146,22 +150,40 @@ class RewardRequest(msgspec.Struct, frozen=True):
 RequestT = TypeVar("RequestT")
 
 
+_Overruled: Any = msgspec.defstruct(
+    "_Overruled", [(name, msgspec.Raw, msgspec.Raw()) for name in OVERRULED], frozen=True
+)
+_Places: Any = msgspec.defstruct(
+    "_Places", [("sampling_params", _Overruled, _Overruled())], bases=(_Overruled,), frozen=True
+)
+
+
 def decode(body: bytes, kind: type[RequestT]) -> tuple[RequestT, list[str]]:
-    """A request, and the names of the sampling parameters in it that the run overrules. Raises Refusal."""
+    """A request, and the names of the sampling parameters in it that the run overrules. Fields that are not listed cost
+    no memory. Raises Refusal."""
     try:
-        given = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal("invalid_json", f"the body is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise Refusal("invalid_request", f"got a JSON {type(given).__name__}, expected an object")
-    try:
-        request = msgspec.convert(given, kind)
+        request = msgspec.json.decode(body, type=kind)
+        places = msgspec.json.decode(body, type=_Places if kind is GenerateRequest else _Overruled)
     except msgspec.ValidationError as error:
         raise Refusal("invalid_request", str(error)) from error
-    fields: Mapping[str, Any] = given
-    nested = fields.get("sampling_params")
-    places = [fields, nested] if isinstance(nested, dict) else [fields]
-    return request, sorted({name for place in places for name in OVERRULED if place.get(name) is not None})
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal("invalid_json", f"the body is not JSON: {error}") from error
+    found = [places, *([places.sampling_params] if kind is GenerateRequest else [])]
+    named = {name for place in found for name in OVERRULED if bytes(getattr(place, name)) not in (b"", b"null")}
+    return request, sorted(named)
+
+
+def expect_fitting(body: bytes, max_context_tokens: int) -> None:
+    """Raise Refusal for a body that is many times what a context of so many tokens can hold: reading it would hold up
+    all episodes. Brackets in texts count as well, which makes no difference to text that fits."""
+    most = SMALL_BYTES + BYTES_PER_TOKEN * max_context_tokens
+    if len(body) > most:
+        raise Refusal(
+            "request_too_large",
+            f"got {len(body)} bytes, expected at most {most}: {BYTES_PER_TOKEN} for each token of the context",
+        )
+    if len(body) > SMALL_BYTES and (n := body.count(b"{") + body.count(b"[")) > max_context_tokens:
+        raise Refusal("request_too_large", f"got {n} objects and lists, expected one per token: {max_context_tokens}")
 
 
 class _Named(msgspec.Struct, frozen=True):

@@ -40,12 +40,15 @@ from actors.endpoint.requests import (
     Refusal,
     RewardRequest,
     decode,
+    expect_fitting,
     model_of,
     session_closed,
 )
 from actors.endpoint.session import EpisodeSession, refusal_counts
 from actors.endpoint.streams import write_events
+from actors.endpoint.text_work import TextThreads, TextWork
 from actors.running_episode import AgentEpisode
+from protocol.ratelimit import OncePerInterval
 
 log = logging.getLogger(__name__)
 MAX_BODY: Final = 16 << 20
@@ -66,6 +69,7 @@ class EndpointServer:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
+        self._faults = OncePerInterval(60.0, at_most=1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._url = ""
@@ -73,6 +77,7 @@ class EndpointServer:
         """By digest of the key, so that the time of a look-up says nothing about a key."""
         self._ended: dict[bytes, None] = {}
         """Digests of the keys of ended sessions, oldest first."""
+        self._texts = TextThreads()
         self._ids: set[str] = set()
         """Ids of the sessions in `_by_key`."""
 
@@ -81,7 +86,7 @@ class EndpointServer:
         with self._guard:
             if self._loop is None:
                 self._start()
-            session = EpisodeSession(episode, self._url, self._end)
+            session = EpisodeSession(episode, self._url, self._end, TextWork(self._texts))
             self._by_key[_digest(session.key)] = session
             self._ids.add(session.id)
         return session
@@ -126,13 +131,11 @@ class EndpointServer:
             access_log=None,
             handler_cancellation=True,
             shutdown_timeout=1.0,
-            keepalive_timeout=connections.IDLE_S,
         )
         try:
             loop.run_until_complete(runner.setup())
             assert runner.server is not None
-            handlers = connections.Bounded(runner.server)
-            accepts = loop.run_until_complete(loop.create_server(handlers, sock=listener, backlog=1024))
+            accepts = loop.run_until_complete(_accept(loop, runner.server, listener))
             ready.set()
             loop.run_forever()
             accepts.close()
@@ -143,6 +146,7 @@ class EndpointServer:
         except Exception:
             log.exception("the endpoint for agents failed")
         finally:
+            self._texts.close()
             loop.close()
 
     def _end(self, session: EpisodeSession) -> None:
@@ -183,6 +187,7 @@ class EndpointServer:
             named = header if header in self._ids else session.id
         if named != session.id:
             raise Refusal("wrong_session", f"the key belongs to another session than {named[:40]!r}")
+        connections.admit(request)
         return session
 
     def _handled(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -197,18 +202,20 @@ class EndpointServer:
                     session = self._session(request, key)
                     body = await _body(request)
                 session.count("calls")
+                expect_fitting(body, session.max_model_len)
                 with _under_way(session):
                     return await handler(session, body, request)
             except Refusal as refusal:
                 if session is not None:
                     session.count(refusal_counts(refusal.code))
-                return _refused(refusal)
+                return _refused(refusal, stranger=session is None)
             except asyncio.CancelledError:
                 if session is None or not session.closed or request.transport is None:
                     raise  # the client is gone
                 return _refused(session_closed())
             except Exception:
-                log.exception("the endpoint failed at a request to %s", request.path)
+                if self._faults.due(b""):
+                    log.exception("the endpoint failed at a request (at most one such line a minute)")
                 if session is not None:
                     session.count(refusal_counts("internal_error"))
                 return _refused(Refusal("internal_error", "the endpoint failed; the actor's log says why"))
@@ -219,12 +226,12 @@ class EndpointServer:
         try:
             session = self._session(request, _key(request))
         except Refusal as refusal:
-            return _refused(refusal)
+            return _refused(refusal, stranger=True)
         card = {"id": MODEL, "object": "model", "owned_by": "stillhouse", "max_model_len": session.max_model_len}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        return _refused(Refusal("not_found", f"there is no {request.method} {request.path[:200]} here"))
+        return _refused(Refusal("not_found", f"there is no {request.method} {request.path[:200]} here"), stranger=True)
 
     async def _reward(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         session.reward(decode(body, RewardRequest)[0])
@@ -236,17 +243,17 @@ class EndpointServer:
         show = partial(_logprobs, session) if asked.logprobs else None
         if asked.stream:
             chunks = partial(chat_chunks, show=show)
-            return await write_events(request, session, session.chat(asked), chunks, asked.stream_options)
-        answer = await session.chat(asked)
+            return await write_events(request, session, session.chat(asked, len(body)), chunks, asked.stream_options)
+        answer = await session.chat(asked, len(body))
         return web.json_response(chat_body(answer, show=show, token_ids=bool(asked.return_token_ids)))
 
     async def _completion(self, session: EpisodeSession, body: bytes, request: web.Request) -> web.StreamResponse:
         asked, overruled = decode(body, CompletionRequest)
         _say_overruled(session, overruled)
         if asked.stream:
-            asking = session.completion(asked)
+            asking = session.completion(asked, len(body))
             return await write_events(request, session, asking, completion_chunks, asked.stream_options)
-        answer = await session.completion(asked)
+        answer = await session.completion(asked, len(body))
         shown = session.shown if asked.logprobs is not None else None
         return web.json_response(completion_body(answer, shown=shown, token_ids=bool(asked.return_token_ids)))
 
@@ -293,8 +300,18 @@ async def _body(request: web.Request) -> bytes:
         raise Refusal("timeout", f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
 
 
-def _refused(refusal: Refusal) -> web.Response:
-    return web.json_response(refusal.body, status=refusal.status)
+def _refused(refusal: Refusal, *, stranger: bool = False) -> web.Response:
+    """`stranger`: the request has shown no key, and its connection ends."""
+    response = web.json_response(refusal.body, status=refusal.status)
+    if stranger:
+        response.force_close()
+    return response
+
+
+async def _accept(
+    loop: asyncio.AbstractEventLoop, server: web.Server, listener: socket.socket
+) -> asyncio.AbstractServer:
+    return await loop.create_server(connections.Bounded(server), sock=listener, backlog=1024)
 
 
 _SAID: Final[set[str]] = set()

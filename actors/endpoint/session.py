@@ -4,7 +4,7 @@ A request that goes on from an earlier response finds the tokens of that respons
 rendered. Nothing that the student wrote is ever tokenised again to be trained: a request whose history was rewritten
 is rendered as a whole, and the token graph makes it a branch (docs/token-graph.md).
 
-All methods but `close` run on the server's event loop.
+All methods but `close` run on the server's event loop; what a caller's text costs runs apart from it (`text_work`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -36,11 +37,14 @@ from actors.endpoint.requests import (
     session_closed,
     stops,
 )
+from actors.endpoint.text_work import MAX_MESSAGES, TextWork
 from actors.envs.base import TextTokenizer
 from actors.envs.episode import EnvironmentFault
 from actors.running_episode import AgentEpisode
 from actors.tool_calls import parse_tool_calls, tool_dialect
 from engines.base import Int32s
+from protocol.printable import in_one_line
+from protocol.ratelimit import RateLimitedLog
 
 log = logging.getLogger(__name__)
 MAX_LINES: Final = 1024
@@ -83,7 +87,9 @@ class Answer(NamedTuple):
 class EpisodeSession:
     """See actors.agent.Session."""
 
-    def __init__(self, episode: AgentEpisode, base_url: str, on_close: Callable[[EpisodeSession], None]) -> None:
+    def __init__(
+        self, episode: AgentEpisode, base_url: str, on_close: Callable[[EpisodeSession], None], work: TextWork
+    ) -> None:
         """`base_url` of the server, without a slash at its end."""
         self.id = secrets.token_urlsafe(9)
         self.key = f"sk-{secrets.token_urlsafe(32)}"
@@ -93,9 +99,11 @@ class EpisodeSession:
         """Requests under way."""
         self.closed = False
         self._episode = episode
+        self._work = work
         self._on_close = on_close
         self._lines: deque[_Line] = deque(maxlen=MAX_LINES)
         self._template_error = ""
+        self._log = RateLimitedLog(log)
 
     def close(self) -> None:
         """Thread-safe."""
@@ -103,23 +111,18 @@ class EpisodeSession:
 
     # ---------------------------------------------------------------------------------------------------- requests
 
-    async def chat(self, request: ChatRequest) -> Answer:
+    async def chat(self, request: ChatRequest, n_bytes: int) -> Answer:
+        """`n_bytes`: the request's size."""
         tools = None if request.tool_choice == "none" else request.tools
         if request.tool_choice not in (None, "none", "auto"):
             self.count("overruled_tool_choice")
-        try:
-            messages = [canonical(message) for message in request.messages]
-            tools_key = json.dumps(tools or [], sort_keys=True)
-            tokenizer = self._tokenizer.with_template_kwargs(request.chat_template_kwargs)
-            prompt_ids = self._chat_prompt(tokenizer, messages, tools, tools_key)
-        except ValueError as error:
-            raise Refusal("invalid_request", str(error)) from error
-        except RecursionError as error:
-            raise Refusal("invalid_request", "messages or tools: values are nested too deeply") from error
+        if len(request.messages) > MAX_MESSAGES:
+            raise Refusal("context_length_exceeded", f"got {len(request.messages)} messages, expected {MAX_MESSAGES}")
+        rendered = partial(self._rendered, request, tools, tuple(self._lines))
+        keys, tools_key, prompt_ids = await self._work.do(n_bytes, rendered)
         limit = request.max_completion_tokens or request.max_tokens
         stop_ids = self._stop_ids(request.stop, request.stop_token_ids)
         generations = await self._generate(prompt_ids, request.n or 1, limit, stop_ids)
-        before = tuple(_key(message) for message in messages)
         thinking = self._tokenizer.opens_reasoning(prompt_ids)
         said: list[Message] = []
         reasons: list[str] = []
@@ -130,13 +133,18 @@ class EpisodeSession:
             line_ids = np.concatenate([prompt_ids, generation.token_ids])
             closed = generation.finish_reason == "stop"
             key = _key(canonical(message))
-            self._lines.append(_Line((*before, key), tools_key, line_ids, closed, ""))
+            self._lines.append(_Line((*keys, key), tools_key, line_ids, closed, ""))
         return self._answer(prompt_ids, generations, said, reasons)
 
-    async def completion(self, request: CompletionRequest) -> Answer:
+    async def completion(self, request: CompletionRequest, n_bytes: int) -> Answer:
+        """`n_bytes`: the request's size."""
         if request.echo or request.suffix:
             raise Refusal("unsupported", "echo and suffix are not supported")
-        prompt_ids, text = self._completion_prompt(request.prompt)
+        prompt = partial(self._completion_prompt, request.prompt, tuple(self._lines))
+        try:
+            prompt_ids, text = await self._work.do(n_bytes, prompt)
+        except ValueError as error:
+            raise Refusal("invalid_request", str(error)) from error
         stop_ids = self._stop_ids(request.stop, request.stop_token_ids)
         generations = await self._generate(prompt_ids, request.n or 1, request.max_tokens, stop_ids)
         for one in generations:
@@ -182,17 +190,36 @@ class EpisodeSession:
     def _tokenizer(self) -> TextTokenizer:
         return self._episode.tokenizer
 
+    def _rendered(
+        self, request: ChatRequest, tools: Sequence[Mapping[str, Any]] | None, lines: Sequence[_Line]
+    ) -> tuple[tuple[str, ...], str, Int32s]:
+        """Keys of the messages and of the tools, and the prompt [n]. Runs in a thread. Raises Refusal."""
+        try:
+            messages = [canonical(message) for message in request.messages]
+            tools_key = json.dumps(tools or [], sort_keys=True)
+            given = {name: value for name, value in (request.chat_template_kwargs or {}).items() if value is not None}
+            if given:
+                self._tokenizer.expect_read(given)
+            keys = tuple(_key(message) for message in messages)
+            tokenizer = self._tokenizer.with_template_kwargs(given)
+            return keys, tools_key, self._chat_prompt(tokenizer, messages, keys, tools, tools_key, lines)
+        except ValueError as error:
+            raise Refusal("invalid_request", str(error)) from error
+        except RecursionError as error:
+            raise Refusal("invalid_request", "messages or tools: values are nested too deeply") from error
+
     def _chat_prompt(
         self,
         tokenizer: TextTokenizer,
         messages: Sequence[Message],
+        keys: tuple[str, ...],
         tools: Sequence[Mapping[str, Any]] | None,
         tools_key: str,
+        lines: Sequence[_Line],
     ) -> Int32s:
         """Raises ValueError for messages that the chat template refuses."""
-        keys = tuple(_key(message) for message in messages)
         best: _Line | None = None
-        for line in self._lines:  # of equally long ones the newest: the caller has read that
+        for line in lines:  # of equally long ones the newest: the caller has read that
             n = len(line.messages)
             if line.tools == tools_key and 0 < n < len(keys) and line.messages == keys[:n]:
                 best = line if best is None or n >= len(best.messages) else best
@@ -209,12 +236,14 @@ class EpisodeSession:
     def _say_once(self, error: str) -> None:
         if error != self._template_error:
             self._template_error = error
-            log.warning("a conversation is rendered as a whole, and so becomes a branch: %s", error)
+            self._log.warning(f"a conversation is rendered as a whole, and so becomes a branch: {in_one_line(error)}")
 
-    def _completion_prompt(self, prompt: str | Sequence[int | str | list[int]]) -> tuple[Int32s, str]:
-        """The token ids [n], and the text; the latter empty for token ids."""
+    def _completion_prompt(
+        self, prompt: str | Sequence[int | str | list[int]], lines: Sequence[_Line]
+    ) -> tuple[Int32s, str]:
+        """The token ids [n], and the text; the latter empty for token ids. Runs in a thread. Raises Refusal."""
         if isinstance(prompt, str):
-            known = [line for line in self._lines if line.text and prompt.startswith(line.text)]
+            known = [line for line in lines if line.text and prompt.startswith(line.text)]
             if known:
                 line = max(known, key=lambda each: len(each.text))
                 try:
@@ -229,7 +258,7 @@ class EpisodeSession:
             return self._checked_ids(ids, "prompt"), ""
         match prompt:
             case [str() | [*_] as one]:
-                return self._completion_prompt(one)
+                return self._completion_prompt(one, lines)
             case _:
                 raise Refusal("unsupported", f"prompt: got {len(prompt)} prompts, expected one per request")
 
@@ -237,6 +266,10 @@ class EpisodeSession:
         limit = self._tokenizer.vocab_size
         if not ids:
             raise Refusal("invalid_request", f"{name}: got no tokens, expected at least one")
+        if len(ids) > self.max_model_len:
+            raise Refusal(
+                "context_length_exceeded", f"{name}: got {len(ids)} tokens, expected at most {self.max_model_len}"
+            )
         if not 0 <= min(ids) <= max(ids) < limit:
             raise Refusal("invalid_request", f"{name}: got ids {min(ids)} to {max(ids)}, expected 0 to {limit - 1}")
         return np.array(ids, np.int32)

@@ -18,7 +18,7 @@ of the item at hand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias, cast
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
 import numpy as np
 
 from engines.base import Int32s
-from models.chat_template import template_for
+from models.chat_template import expect_read, template_for
 from models.chat_text import conversation_text, ids_behind, piece_ids, plain_text, prompt_ids, text_ids
 
 if TYPE_CHECKING:
@@ -151,6 +151,10 @@ class TextTokenizer:
         named = {name: value for name, value in given.items() if value is not None}
         other._template_kwargs = {**self._template_kwargs, **named}
         return other
+
+    def expect_read(self, names: Iterable[str]) -> None:
+        """Raise ValueError for arguments that the chat template does not read."""
+        expect_read(self._tokenizer.chat_template, names)
 
     @property
     def has_template(self) -> bool:

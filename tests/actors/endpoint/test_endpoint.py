@@ -318,7 +318,7 @@ def test_used_up_tokens_are_an_error_that_no_sdk_repeats(tokenizer: TextTokenize
 
 BAD: list[tuple[str, Any, int, str]] = [
     ("v1/chat/completions", b"{not json", 400, "invalid_json"),
-    ("v1/chat/completions", b"[" * 100_000, 400, "invalid_json"),
+    ("v1/chat/completions", b"[" * 100_000, 400, "invalid_request"),
     ("v1/chat/completions", [1], 400, "invalid_request"),
     ("v1/chat/completions", {}, 400, "invalid_request"),
     ("v1/chat/completions", {"messages": []}, 400, "invalid_request"),
