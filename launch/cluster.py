@@ -97,8 +97,9 @@ def main() -> int:
         from launch.terminal import sure_output  # now that `launch` is known to be ours
 
         module = COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else "")
+        words = sys.argv[2:] if module else sys.argv[1:] or ["--help"]
         with sure_output():
-            return import_module(module or "launch.run").main(sys.argv[2:] if module else sys.argv[1:])
+            return import_module(module or "launch.run").main(words)
     except KeyboardInterrupt:  # during imports; later the commands handle it
         print("stillhouse: stopped before anything was started", file=sys.stderr)
         return 130

@@ -29,9 +29,7 @@ def rollout_table(run: Path) -> Dataset:
         import pyarrow
         from datasets import Dataset
     except ImportError as error:
-        raise LaunchError(
-            f"a table of rollouts needs the package {error.name}: pip install 'stillhouse[data]'"
-        ) from None
+        raise LaunchError(f"a table of rollouts needs the package {error.name}: pip install -e '.[data]'") from None
     try:
         file = find_record(run)
     except ConfigError as error:

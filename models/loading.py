@@ -26,6 +26,7 @@ from models import packed
 from models.description import DtypeName
 from models.safetensors_header import head_beside_embedding
 from models.transfer import whole
+from protocol.atomic_file import usual_permissions
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
 Dtype: TypeAlias = DtypeName | Literal["float64"]
@@ -109,6 +110,7 @@ def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     target.mkdir(parents=True, exist_ok=True)
     with _no_progress_bars():
         model.save_pretrained(target)
+    usual_permissions(target)
     tokenizer.save_pretrained(target)
 
 

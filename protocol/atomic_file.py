@@ -46,3 +46,14 @@ def write_atomic(path: Path, content: bytes) -> None:
     """Replace the file's content. Raises OSError (disk full, no permission); the former file is still there then."""
     with replacing(path) as draft, open(draft, "xb", opener=not_a_link) as stream:
         stream.write(content)
+
+
+def usual_permissions(folder: Path) -> None:
+    """Give the .safetensors files in `folder` the permissions that the umask gives to others: the package safetensors
+    makes its files readable by their owner alone."""
+    probe = folder / ".permissions"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)

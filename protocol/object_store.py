@@ -184,7 +184,7 @@ class Store:
             from s3fs.core import set_custom_error_handler  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise StoreError(
-                f"{self.url}: a package is not installed that this needs ({error}); pip install 'stillhouse[s3]'"
+                f"{self.url}: a package is not installed that this needs ({error}); pip install -e '.[s3]'"
             ) from error
         self._errors = (*self._errors, BotoCoreError, ClientError, HttpError)
         set_custom_error_handler(_try_again)

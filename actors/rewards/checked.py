@@ -67,7 +67,7 @@ def json_schema_reward(schema: Mapping[str, Any] | bool, limit_s: float = 5.0) -
 def _needs(module: str, *, package: str, extra: str) -> None:
     """Raises ValueError where the package is not installed."""
     if importlib.util.find_spec(module) is None:
-        raise ValueError(f"it needs the package {package}: pip install 'stillhouse[{extra}]'")
+        raise ValueError(f"it needs the package {package}: pip install -e '.[{extra}]'")
 
 
 async def _asked(check: str, limit_s: float, **request: Any) -> Verdict:

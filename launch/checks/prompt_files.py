@@ -130,7 +130,7 @@ def _check_parquet(key: str, path: Path, check: EnvironmentCheck) -> list[str]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise ImportError("reading Parquet needs pyarrow: pip install 'stillhouse[data]'") from error
+        raise ImportError("reading Parquet needs pyarrow: pip install -e '.[data]'") from error
     with parquet.ParquetFile(path) as file:
         names: list[str] = list(file.schema_arrow.names)
         if mistakes := _check_columns(key, path, names, check.columns):

@@ -200,7 +200,7 @@ def _adapters(config: RunConfig) -> Iterator[str]:
     if config.learner.lora.rank and importlib.util.find_spec("peft") is None:
         yield (
             f"learner.lora.rank: got {config.learner.lora.rank}, which needs the package peft: "
-            "pip install 'stillhouse[lora]'; or expected 0, which trains all weights"
+            "pip install -e '.[lora]'; or expected 0, which trains all weights"
         )
 
 

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import yaml
 
+from launch.config.peers import PEERS
 from launch.config.renamed import farewell
 from launch.config.yaml_text import fault_of, load_yaml
 from launch.errors import ConfigError
@@ -172,7 +173,8 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
         return message
     valid = list(valid)
     leaf, leaves = key.rpartition(".")[2], [name.rpartition(".")[2] for name in valid]
-    near = [name for name, its_leaf in zip(valid, leaves, strict=True) if its_leaf == leaf]  # on another branch
+    near = [PEERS[leaf]] if leaf in PEERS else []
+    near += [n for n, its_leaf in zip(valid, leaves, strict=True) if its_leaf == leaf and n not in near]  # elsewhere
     near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
     if not near:
         close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)

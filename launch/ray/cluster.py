@@ -49,7 +49,7 @@ class RayCluster:
         the package, or when there is no cluster at RAY_ADDRESS."""
         if importlib.util.find_spec("ray") is None:
             raise LaunchError(
-                "launch.backend: got ray, but the package ray is not installed here; pip install 'stillhouse[ray]' "
+                "launch.backend: got ray, but the package ray is not installed here; pip install -e '.[ray]' "
                 "(in a clone: make ray)"
             )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

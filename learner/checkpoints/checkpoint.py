@@ -62,6 +62,7 @@ from learner.checkpoints.files import (
 from learner.checkpoints.tensor_file import Shares, layout_of, write_share
 from learner.step.optimizer import AdamWState
 from models.loading import converted_on_saving, describe_hf, weights_to_save
+from protocol.atomic_file import usual_permissions
 from protocol.messages import Ledger, WeightVersion
 
 
@@ -226,6 +227,7 @@ def write_checkpoint(
                 save_file(dict(contents.ema), draft / EMA)
             if contents.value_head:
                 save_file(dict(contents.value_head), draft / VALUE_HEAD)
+            usual_permissions(draft)
             (draft / TRAINER).write_bytes(contents.record)
         finally:
             of_others = list(others())  # whatever happened here, none of them may write any more when this returns

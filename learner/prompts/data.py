@@ -31,7 +31,7 @@ from learner.prompts.records import (
 
 HUB: Final = "hf:"
 """Begins a path that `datasets.load_dataset` reads: hf:NAME[:CONFIG][:SPLIT]."""
-NEEDS_DATASETS: Final = "reading it needs: pip install 'stillhouse[data]'"
+NEEDS_DATASETS: Final = "reading it needs: pip install -e '.[data]'"
 CACHED_BLOCKS = 8
 """Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.prompts.order`)."""
 _CHUNK_BYTES = 16 << 20
@@ -358,7 +358,7 @@ def _parquet_file(file: Path) -> Any:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise DataError(f"{file} is a Parquet file; reading it needs: pip install 'stillhouse[data]'") from error
+        raise DataError(f"{file} is a Parquet file; reading it needs: pip install -e '.[data]'") from error
     try:
         return parquet.ParquetFile(file)
     except pa.ArrowInvalid as error:

@@ -32,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from learner.checkpoints.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from learner.config import LoraConfig
+from protocol.atomic_file import usual_permissions
 from weights.staged_weights import Merged
 
 BASE: Final = "base.json"
@@ -122,6 +123,7 @@ class Adapters:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors().items()}
         save_file(tensors, folder / ADAPTER_WEIGHTS)
+        usual_permissions(folder)
         self.describe(folder)
 
     def describe(self, folder: Path) -> None:

@@ -11,7 +11,10 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
 from launcher_process import PATIENCE_S, ROOT, StartLauncher, eventually
+
+from launch.cluster import COMMANDS
 
 
 def take_terminal() -> None:
@@ -62,20 +65,24 @@ def test_under_nohup_sighup_stays_ignored(start_launcher: StartLauncher) -> None
     assert "the terminal is gone" not in launcher.said
 
 
-def test_commands_whose_reader_has_gone_say_nothing_of_it() -> None:
-    for arguments in (["--help"], ["--no-such-key"], ["join", "--no-such-key"]):
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launch" / "cluster.py"), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stdout is not None and process.stderr is not None
-        reader = process.stdout if arguments == ["--help"] else process.stderr
-        reader.close()
-        if arguments == ["--help"]:
-            printed = process.stderr.read()
-            process.stderr.close()
-            assert printed == b""
-        else:
-            process.stdout.close()
-        assert process.wait(PATIENCE_S) == (0 if arguments == ["--help"] else 2)
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["--no-such-key"], 2),
+        *(([command, "--help"], 0) for command in COMMANDS if command != "completion"),
+        (["completion", "bash"], 0),
+        (["audit", "no-such-run"], 2),
+    ],
+    ids=str,
+)
+def test_commands_whose_reader_has_gone_say_nothing_of_it(words: list[str], code: int) -> None:
+    """`| head`: what cannot be written counts as written, and the exit code stays what it means."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", str(ROOT / "launch" / "cluster.py"), *words]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == code and b"BrokenPipe" not in ended.stderr and b"Traceback" not in ended.stderr
+    if code:
+        assert subprocess.run(command, stdout=writer, stderr=writer, timeout=PATIENCE_S, check=False).returncode == code
+    os.close(writer)

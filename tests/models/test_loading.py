@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ def test_what_save_hf_wrote_is_loaded_by_transformers_itself(folder: Path) -> No
     assert theirs.generation_config.eos_token_id == [1, 5]
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == _tokenizer().get_vocab()
     assert sorted(p.suffix for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".safetensors"}) == [".safetensors"]
+
+
+def test_all_files_of_a_model_have_the_permissions_that_the_umask_gives(folder: Path, tmp_path: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    former = os.umask(0o027)
+    try:
+        save_hf(model, tokenizer, tmp_path / "saved")
+    finally:
+        os.umask(former)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "saved").iterdir()} == {0o640}
+    assert not list((tmp_path / "saved").glob(".*"))
 
 
 def test_model_comes_in_eval_mode_with_gradients_only_for_training(folder: Path) -> None:

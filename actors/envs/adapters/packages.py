@@ -20,5 +20,5 @@ def import_package(module: str, *, environment: str, package: str, extra: str) -
         if error.name != module.partition(".")[0]:
             raise  # it is installed, and something that it needs itself is not
         raise MissingPackage(
-            f"environment {environment!r} needs the package {package}: pip install 'stillhouse[{extra}]'"
+            f"environment {environment!r} needs the package {package}: pip install -e '.[{extra}]'"
         ) from error

@@ -76,7 +76,7 @@ def check_tracker(name: str) -> None:
     missing = [package for package in NEEDED.get(name, ()) if find_spec(package) is None]
     if missing:
         raise UnknownTracker(
-            f"{name} needs {', '.join(missing)}, which this environment lacks: pip install 'stillhouse[{name}]' "
+            f"{name} needs {', '.join(missing)}, which this environment lacks: pip install -e '.[{name}]' "
             "(make trackers, in a clone)"
         )
 

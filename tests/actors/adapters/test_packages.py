@@ -30,7 +30,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(name: str, monkeypat
     with pytest.raises(UnknownEnvironment) as raised:
         check_options(name, {})
     find_environment.cache_clear()
-    assert str(raised.value) == f"environment {name!r} needs the package {extra}: pip install 'stillhouse[{extra}]'"
+    assert str(raised.value) == f"environment {name!r} needs the package {extra}: pip install -e '.[{extra}]'"
 
 
 def test_every_extra_is_in_the_pyproject_and_tried_in_an_exact_version() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.config.command_line import parse_arguments, resolve_config
 from launch.config.files import write_config
 from launch.config.help import help_text
-from launch.config.keys import keys_of
-from launch.config.run import RunConfig
+from launch.config.keys import find_key, keys_of
+from launch.config.peers import PEERS
+from launch.config.run import ALIASES, RunConfig
 from launch.config.tree import build
 from launch.errors import ConfigError
 from tests.patience import PATIENCE_S
@@ -153,3 +156,23 @@ def test_a_url_with_a_secret_is_refused_and_not_repeated(words: tuple[str, str])
 def test_a_url_without_a_secret_is_none(url: str) -> None:
     options = resolve("--actor.environments.mcp.options.url", url).actor.environments["mcp"].options
     assert options["url"] == url
+
+
+def test_names_of_other_trainers_are_those_of_the_page_and_lead_to_keys() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    page = page.split("## Names of settings")[1].split("\n## ")[0]
+    rows = [re.findall(r"`([a-zA-Z0-9_.]+)`", line) for line in page.splitlines() if line.startswith("| `")]
+    assert {name: ours for ours, *names in rows for name in names} == dict(PEERS)
+    for name, ours in PEERS.items():
+        key = find_key(RunConfig, ours)
+        assert key is not None and (key.type is not Any or key.doc), ours
+        if find_key(RunConfig, name) is None and name not in ALIASES:
+            with pytest.raises(ConfigError, match=rf"unknown key; did you mean {re.escape(ours)}( or |\?)"):
+                parse_arguments([f"--trainer.{name}", "1"])
+
+
+def test_the_bare_command_prints_its_usage() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "cluster.py")], capture_output=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: cluster.py ") and done.stderr == b""

@@ -161,5 +161,5 @@ def test_without_the_library_the_error_says_what_to_install() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout == (
-        "hf:openai/gsm8k:main:train is a name of a data set; reading it needs: pip install 'stillhouse[data]'\n"
+        "hf:openai/gsm8k:main:train is a name of a data set; reading it needs: pip install -e '.[data]'\n"
     )
