@@ -23,7 +23,7 @@ sys.dont_write_bytecode = False
 HERE: Final = Path(__file__).parent
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
 SLOW_FILES: Final = (
-    *("actors/test_memory.py", "buffer/test_buffer_sim.py", "buffer/test_kill.py", "buffer/test_memory.py"),
+    *("actors/test_memory.py", "buffer/test_kill.py", "buffer/test_memory.py"),
     *(
         "builtin/test_topk_payloads.py",
         "weights/test_collective_memory.py",

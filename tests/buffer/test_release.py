@@ -211,6 +211,21 @@ def test_whole_groups_leave_together(make: Make) -> None:
     assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-1-1-0"]
 
 
+def test_a_group_does_not_leave_while_a_sample_of_it_waits_for_an_actor(make: Make) -> None:
+    """All that is out of it is back and scored; the rest has no ticket, as the only actor has no room."""
+    driver = make(batch=1, staleness=2, release="rollout", peers=False)
+    driver.teacher()
+    driver.join("learner", "learner")
+    driver.actor(n=1)
+    driver.offer(0, group=2)
+    driver.want(0)
+    driver.roll(0, 0)
+    assert driver.batch() is None and "train-0-1-0" not in driver.tickets
+    driver.actor("b", n=1)
+    driver.roll(0, 1)
+    assert rollout_ids(driver.batch()) == ["train-0-0-0", "train-0-1-0"]
+
+
 def test_a_group_that_lost_a_sample_counts_with_what_is_left(make: Make) -> None:
     driver = make(batch=2, staleness=1, release="rollout", max_attempts=1)
     driver.offer(0, 1, group=2)

@@ -22,7 +22,7 @@ from protocol.shards.division import SEPARATOR
 from tests.wire import RUN, VOCAB, WAIT_S, ScriptedBuffer, acknowledgement, connected
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
-V0, V1 = (m.WeightVersion(0, step) for step in range(2))
+V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
 NONE = m.LedgerCounts(0, 0, {}, {}, 0, 0)
 SNAPSHOT = m.Snapshot(1.0, "running", "", V0, V0, m.Ledger(NONE, NONE, NONE, {}, NONE), {}, {}, 4, ())
 
@@ -108,6 +108,19 @@ def test_a_batch_that_comes_while_the_loop_waits_is_taken_by_either_thread() -> 
             timer.start()
             assert fed.feed.next(version).delivered.batch.batch_id == number + 1
             timer.join()
+
+
+@pytest.mark.parametrize("ahead", [V0, V2], ids=["a step back", "a step ahead"])
+def test_a_batch_of_another_version_is_never_given(ahead: m.WeightVersion) -> None:
+    """Whichever thread has received it: one asked for ahead, and one that comes while the loop waits."""
+    with ScriptedBuffer(acknowledgement) as peer, feeding(peer.address) as fed:
+        fed.feed.ask_ahead(ahead)
+        peer.expect(m.BatchWanted)
+        peer.send(*batch(1, ahead), to=LEARNER)
+        assert fed.has_packed.wait(WAIT_S)
+        peer.send(*batch(2, ahead), to=LEARNER)
+        peer.send(*batch(3, V1), to=LEARNER)
+        assert fed.feed.next(V1).delivered.batch.batch_id == 3
 
 
 def test_the_end_of_the_run_is_heard_though_the_next_batch_is_here() -> None:

@@ -342,13 +342,24 @@ def test_reports_that_cannot_be_written_cost_no_step(
     assert gauges(tmp_path)["metrics_unwritten_rows_total"] == 6.0  # a line and its TensorBoard events each
 
 
-def test_steps_run_and_all_that_was_trained_is_in_the_books(learning: Learning, tmp_path: Path) -> None:
+def test_steps_run_and_all_that_was_trained_is_in_the_books(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[int] = []
+    publish = Publisher.publish
+
+    def noted(self: Publisher, version: m.WeightVersion, *args: Any) -> Any:
+        published.append(version.step)
+        return publish(self, version, *args)
+
+    monkeypatch.setattr(Publisher, "publish", noted)
     with real_buffer(BUFFER, tmp_path) as (address, ended):
-        with learning(address, steps=4, checkpoint_every=2) as made, crowd(address):
+        with learning(address, steps=4, checkpoint_every=2, publish_every=3) as made, crowd(address):
             before = [p.detach().clone() for p in made.trainer.model.parameters()]
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     assert (made.loop.version, made.trainer.steps_done) == (m.WeightVersion(0, 4), 4)
+    assert published[-2:] == [3, 4] and not {1, 2} & set(published), "the last one too"
     assert any(not torch.equal(a, b) for a, b in zip(before, made.trainer.model.parameters(), strict=True))
     progress = made.loop.progress
     assert progress.tokens_trained == 4 * 2 * 4 and progress.evaluations == []

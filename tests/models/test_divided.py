@@ -1,17 +1,23 @@
-"""How the tokens of a packed row are divided among processes. What they compute with it is in tests/learner/ranks."""
+"""How the tokens of a packed row are divided among processes, and what they compute with it. Whole steps are in
+tests/learner/ranks."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 from models.divided import DividedLayout, Group, Part, chunks_of
-from models.packed import PackingError, packed_attention, refuse_undividable
+from models.packed import PackingError, divided_hidden, packed_attention, refuse_undividable
+from tests.learner.conftest import build_student
+from tests.patience import PATIENCE_S
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.integers(1, 6))
@@ -60,3 +66,35 @@ def test_attention_of_another_form_is_refused_in_a_divided_row(form: dict[str, A
     rows = torch.zeros(1, 2, 5, 4)
     with pytest.raises(PackingError, match=r"context_parallel = 1"):
         packed_attention(torch.nn.Identity(), rows, rows, rows, None, packed_layout=layout, **form)
+
+
+def test_processes_that_divide_a_row_compute_what_transformers_computes_of_each_sequence_alone() -> None:
+    """Values and gradients; transformers rounds its norms to float32. The processes are threads here, with a gloo group
+    between them."""
+    size, lengths = 2, (11, 3, 1, 8)
+    plain = build_student("sdpa", torch.float64)
+    ids_T = torch.randint(0, 20, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    weight_TH = torch.randn((sum(lengths), 16), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected_TH = torch.cat([plain.base_model(ids_L[None]).last_hidden_state[0] for ids_L in ids_T.split(lengths)])
+    (weight_TH * expected_TH).sum().backward()
+    store, got_TH = dist.HashStore(), torch.zeros_like(expected_TH)
+    models = [build_student(dtype=torch.float64) for _ in range(size)]
+
+    def process(rank: int) -> None:
+        group = dist.ProcessGroup(store, rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=PATIENCE_S))
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # pyright: ignore
+        layout = DividedLayout(Part.of(lengths, size, rank), Group(group, rank, size))
+        own_P = torch.from_numpy(layout.part.tokens)
+        hidden_PH = divided_hidden(models[rank], ids_T[own_P], layout)
+        got_TH[own_P] = hidden_PH.detach()
+        (weight_TH[own_P] * hidden_PH).sum().backward()
+
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(process, range(size)))
+    torch.testing.assert_close(got_TH, expected_TH.detach(), atol=1e-5, rtol=1e-5)
+    for name, parameter in plain.named_parameters():
+        sums = [model.get_parameter(name).grad for model in models]
+        if parameter.grad is not None:
+            total = torch.stack([grad for grad in sums if grad is not None]).sum(dim=0)
+            torch.testing.assert_close(total, parameter.grad, atol=1e-4, rtol=1e-5, msg=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,14 +17,15 @@ from engines.config import EngineConfig
 from engines.torch.engine import TorchEngine
 from engines.torch.weights import EmbeddedWeights
 from models.loading import load_causal_lm
-from protocol.messages import WeightPlan, WeightVersion
+from protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from tests.patience import PATIENCE_S, eventually
 from weights.config import WeightsConfig
 from weights.control import ControlHost
-from weights.control_messages import Go
+from weights.control_messages import Agreed, Answer, Check, Go, Leave, Round
 from weights.group_operations import host_store
 from weights.receiver import WeightReceiver, WeightReceiverFailed
 from weights.roster import Seat
+from weights.sink import Taken
 from weights.snapshot import SnapshotKeeper
 from weights.staged_weights import StagedWeights
 from weights.transport import Setup
@@ -193,6 +194,42 @@ def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
     monkeypatch.setattr(CollectiveTransport, "_header", other)
     assert host.publish(staged(V2)).lost == {SEAT: "refused"}
     assert engine.versions == [V1]
+
+
+def test_a_round_is_taken_once_and_a_check_by_loading_never_left_out() -> None:
+    """A member that has the version already need not take its file, unless the file is the check of what it has; and a
+    round that is said again, as after another connection, is the same round."""
+    file = WeightsRef(V1, "a file", "00")
+    manifest = staged(V1).manifest
+    rounds = [
+        Round(1, number, V1, manifest.digest, Agreed(manifest, 4_096) if number == 1 else None, 1.0, 1.0, check, file)
+        for number, check in ((1, None), (1, None), (2, Check(file)), (2, Check(file)), (3, Check()), (4, None))
+    ]
+    said, taken, answers = iter((*rounds, Leave(1, "over"))), list[int](), list[tuple[int, str]]()
+
+    class Sink(EmbeddedWeights):
+        version: WeightVersion | None = None  # type: ignore[assignment]
+
+        def take(self, header: Round, *args: Any) -> Taken:  # type: ignore[override]
+            taken.append(header.number)
+            self.version = header.version
+            return Taken(1, 0.0, 0.0)
+
+        def leave(self) -> None: ...
+
+    class Control:
+        def send(self, message: Any) -> None:
+            if isinstance(message, Answer):
+                answers.append((message.number, message.status))
+
+        def recv(self, *_: Any) -> Any:
+            return next(said)
+
+    receiver = WeightReceiver(Sink(MemoryEngine()), name=NAME)
+    plan = WeightPlan(1, "127.0.0.1", 1, "folder", (NAME,), 2, 1.0)
+    receiver._take_part(cast(Any, Control()), plan, 0, 1.0)  # pyright: ignore[reportPrivateUsage]
+    receiver.close()
+    assert taken == [1, 2] and answers == [(n, "staged") for n in (1, 2, 3, 4)]
 
 
 def test_tensors_that_the_engine_does_not_take_end_the_receiver_loudly(

@@ -15,6 +15,7 @@ from actors.envs.base import TextTokenizer
 from protocol.messages import Segment
 from tests.actors.endpoint.served import Reply, actor, call, chat, trained
 from tests.actors.in_hand import STOP
+from tests.patience import PATIENCE_S
 
 
 def test_a_conversation_is_one_row_of_tokens(tokenizer: TextTokenizer) -> None:
@@ -224,6 +225,52 @@ def test_tool_calls_are_read_and_their_results_go_on(tokenizer: TextTokenizer, m
         (_, prompt), (_, second) = one.asked
         assert second[: len(prompt) + len(written)][: len(prompt)] == prompt
         assert one.hand.rollouts.counts["agent_roots_total"] == 1 and one.hand.rollouts.counts["agent_forks_total"] == 0
+
+
+@pytest.mark.parametrize("other", ["minus", None])
+def test_under_other_tools_a_conversation_begins_anew(
+    tokenizer: TextTokenizer, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """The student would else read the former tools. Its answer is rendered again, from its text."""
+    listed = "{% if tools %}tools: {{ tools | tojson }}{% endif %}"
+    monkeypatch.setattr(hf_tokenizer, "chat_template", listed + str(hf_tokenizer.chat_template))
+    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    add, minus = (
+        [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
+        for name in ("add", "minus")
+    )
+    tools = {"tools": minus} if other else {}
+    with actor(tokenizer, lambda _: [*tokenizer.encode("5").tolist(), STOP]) as one:
+        episode = one.begin(0)
+        said = chat(episode.endpoint, "1+2=", tools=add).body["choices"][0]["message"]["content"]
+        assert chat(episode.endpoint, "1+2=", said, "and now?", **tools).status == 200
+        episode.end()
+        one.until_gone()
+        second = tokenizer.decode(np.array(one.asked[1][1]))
+        assert "add" in tokenizer.decode(np.array(one.asked[0][1]))
+        assert "add" not in second and ("minus" in second) == bool(other)
+
+
+def test_a_response_that_was_cut_ends_by_its_length_whatever_it_calls(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have gone on with another call: who runs what there is must know."""
+    ids = tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>').tolist()
+    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    with actor(tokenizer, lambda _: None) as one:
+        episode = one.begin(0)
+        replies: list[Reply] = []
+        asking = threading.Thread(target=lambda: replies.append(chat(episode.endpoint, "1+2=", tools=tools)))
+        asking.start()
+        one.until(lambda: bool(one.engine.requests))
+        one.engine.say(next(iter(one.engine.requests)), *ids, end="length")
+        asking.join(PATIENCE_S)
+        (choice,) = replies[0].body["choices"]
+        assert [called["function"]["name"] for called in choice["message"]["tool_calls"]] == ["add"]
+        assert choice["finish_reason"] == "length"
+        episode.end()
+        one.until_gone()
 
 
 def qwen_xml(template: str | None) -> str:

@@ -322,6 +322,18 @@ def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_st
     assert outcome.figures.as_dict()["value_return_mean"] < 2.0
 
 
+def test_a_gradient_of_the_value_head_that_is_not_finite_is_not_applied(tiny_student: Student, make_item: Make) -> None:
+    """Its loss and the student's gradient are: its norm alone overflows."""
+    items = [make_item(name, [0, 1, 1], reward=reward, seed=3) for name, reward in (("a", 1.0), ("b", 1.5e19))]
+    trainer = trainer_of(tiny_student, config_of(value={"coef": 1.0}), dtype=torch.float32)
+    before, head = parameters(trainer), critic_of(trainer).state_dict()
+    with pytest.raises(NonFiniteError, match=r"the gradient of .* is not finite .*by the rollouts \['b'\]"):
+        trainer.step(items)
+    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    assert all(torch.equal(value, head[name]) for name, value in critic_of(trainer).state_dict().items())
+    assert trainer.steps_done == 0 and finite_step(trainer, items).masked == ("b",)
+
+
 def test_a_value_that_is_no_number_is_said_before_it_is_in_every_advantage(
     tiny_student: Student, make_item: Make
 ) -> None:

@@ -77,6 +77,24 @@ def test_a_step_of_which_nothing_is_left_counts_and_changes_nothing(tiny_student
     assert trainer.steps_done == 1 and trainer.next_lr != lr, "the schedule goes on with the version"
 
 
+def test_all_are_left_out_where_only_their_sum_is_not_finite(tiny_student: Student, make_item: Make) -> None:
+    """Any two of these overflow together, and none by itself: to leave one out would train the others on what is left,
+    by chance of its place in the batch."""
+    names = [f"{n}" for n in range(8)]
+    items = [make_item(name, [0, 1], seed=3) for name in names]
+    config = learner_config(pack_tokens=64, importance="none", aggregation="sequence_mean")
+    trainer = Trainer(tiny_student(), config, total_steps=10)
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight.mul_(40.0)
+    s = abs(float(trainer.logprobs(items[0].tokens_L.tolist())[0]))
+    assert s > 8.0
+    for train_item in items[1:3]:
+        train_item.teacher_ML[:] = -2.2e38 * len(items) / s
+    before = weights(trainer)
+    assert finite_step(trainer, items) == (None, tuple(names))
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+
+
 def test_a_batch_that_never_had_a_token_is_no_skipped_step(tiny_student: Student, make_item: Make) -> None:
     with pytest.raises(EmptyBatchError):
         finite_step(make_trainer(tiny_student), [make_item("a", [0, 0, 0])])

@@ -201,6 +201,13 @@ class SimLearner:
         self.empty_answers = 0
         self._batch_ids: dict[WeightVersion, int] = {}
 
+    def sees_whole_groups(self, batch: m.Batch) -> None:
+        """No sample of a task in the batch is left for later (release `rollout`)."""
+        known = {(one.task_id, one.sample_index) for one in batch.settled} | self.stream.settled.keys()
+        for item in batch.items:
+            left = [i for i in range(item.group_size) if (item.task_id, i) not in known]
+            assert not left, f"task {item.task_id} leaves without its samples {left}"
+
     def receives(self, batch: m.Batch, arrays: tuple[Array, ...]) -> None:
         """A batch for a step that it asked for, and for each step no other one."""
         assert batch.version <= self.version or batch.version == self.asked_ahead, f"{batch.version} for {self.version}"

@@ -201,6 +201,8 @@ class World:
                 learner.empty_answers += 1
                 learner.stream.settle(nothing_left.settled)
             case m.Batch() as batch:
+                if self.config.release == "rollout":
+                    learner.sees_whole_groups(batch)
                 learner.receives(batch, out.arrays)
             case m.BatchTrainedAck(batch_id=batch_id):
                 if batch_id in learner.unacked:
