@@ -26,6 +26,7 @@ _SHARED: Final = (
 _STOPPED: Final = {
     "time": "it computed for more than {limits.time_limit_s:g} s",
     "waited": "it took too long",
+    "busy": "it took too long on a busy machine",
     "memory": "it used more than {limits.memory_mb} MB of memory",
     "processes": "it had more than {limits.max_processes} processes and threads",
     "files": "it made too many files; all files are gone",

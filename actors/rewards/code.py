@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
-import secrets
+import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from actors.rewards.base import Answered, Reward, Verdict, unscored
+from actors.rewards.code_link import UNJUDGEABLE
 from actors.sandbox.sandbox import MAX_TEXT, Ran, Sandbox, make_sandbox
 
 _OPENS: Final = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _CLOSES: Final = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
+_LINK: Final = (Path(__file__).parent / "code_link.py").read_text(encoding="utf-8")
+_UNSCORED: Final = ("lost", "busy")
 
 
 class _Cases(NamedTuple):
@@ -49,8 +55,7 @@ def code_reward(
             return Verdict(0.0, {"code_missing": 1.0})
         if len(program) > MAX_TEXT // 4:
             return Verdict(0.0, {"code_long": 1.0})
-        failure = await _failure(make, program, cases, time_limit_s)
-        return Verdict(1.0) if failure is None else Verdict(0.0, {f"code_{failure}": 1.0})
+        return await _verdict(make, program, cases, time_limit_s)
 
     return judged
 
@@ -89,33 +94,60 @@ def read_cases(column: object) -> _Cases | None:
     return _Cases(pairs, statements)
 
 
-async def _failure(make: Callable[[], Sandbox], program: str, cases: _Cases, time_limit_s: float) -> str | None:
-    """What was wrong with the first case that failed."""
+async def _verdict(make: Callable[[], Sandbox], program: str, cases: _Cases, time_limit_s: float) -> Verdict:
+    """By the first case that failed."""
+    if cases.statements:
+        return await _by_statements(make, program, "\n".join(cases.statements), time_limit_s)
     left_s = time_limit_s
     async with make() as sandbox:
-        if cases.statements:
-            # Printed behind the last statement: a program that ends early, with exit code 0, has not passed.
-            passed = secrets.token_hex(16)
-            source = "\n".join([program, *cases.statements, f"print('\\n{passed}')"])
-            ran = await sandbox.python(source, cell=False, time_limit_s=left_s)
-            return _fault(ran) or (None if ran.stdout.endswith(f"\n{passed}\n") else "wrong")
         for given, expected in cases.pairs:
             most = 4 * len(expected) + 64 * 1024
             ran = await sandbox.python(program, given, cell=False, time_limit_s=left_s, most=most)
-            if fault := _fault(ran):
+            if (fault := _fault(ran)) is not None:
                 return fault
             if ran.omitted or _lines(ran.stdout) != _lines(expected):
-                return "wrong"
+                return _failed("wrong")
             left_s -= ran.cpu_s
             if left_s <= 0:
-                return "time"
-    return None
+                return _failed("time")
+    return Verdict(1.0)
 
 
-def _fault(ran: Ran) -> str | None:
+async def _by_statements(make: Callable[[], Sandbox], program: str, statements: str, time_limit_s: float) -> Verdict:
+    """The program in one sandbox, the statements in another; they call it over two pipes (`code_link`)."""
+    calls, results = os.pipe(), os.pipe()
+    async with make() as running, make() as judging:
+        running.link, judging.link = (calls[0], results[1]), (results[0], calls[1])
+        try:
+            await asyncio.gather(running.begin(), judging.begin())
+        finally:
+            for fd in (*calls, *results):
+                os.close(fd)
+        options: Any = {"cell": False, "time_limit_s": time_limit_s}
+        ran, judged = await asyncio.gather(
+            running.python(f"{_LINK}\nserve()", program, **options),
+            judging.python(f"{_LINK}\njudge()", statements, takes_slot=False, **options),
+        )
+    if (fault := _fault(ran)) is not None:
+        return fault
+    if judged.ended in _UNSCORED or judged.code == -signal.SIGKILL:
+        return unscored("sandbox_lost")
+    if judged.code == UNJUDGEABLE:
+        return unscored("tests_compare_objects")
+    return Verdict(1.0) if judged.ended == "exit" and judged.code == 0 else _failed("wrong")
+
+
+def _fault(ran: Ran) -> Verdict | None:
+    """What a call that did not end well means. One that was killed from outside, or got no processor, says nothing."""
+    if ran.ended in _UNSCORED or ran.code == -signal.SIGKILL:
+        return unscored("sandbox_busy" if ran.ended == "busy" else "sandbox_lost")
     if ran.ended != "exit":
-        return ran.ended
-    return "error" if ran.code else None
+        return _failed(ran.ended)
+    return _failed("error") if ran.code else None
+
+
+def _failed(how: str) -> Verdict:
+    return Verdict(0.0, {f"code_{how}": 1.0})
 
 
 def _lines(output: str) -> list[str]:

@@ -85,8 +85,11 @@ def prefixes(python: str) -> tuple[str, ...]:
     return tuple(sorted(folder for folder in folders if not folder.startswith("/usr/") and folder != "/usr"))
 
 
-def start_of(isolation: Isolation, limits: Limits, python: str, folder: str | None) -> Start:
-    """`python`: from `checked_python`. `folder`: for a sandbox that is not isolated."""
+def start_of(
+    isolation: Isolation, limits: Limits, python: str, folder: str | None, link: tuple[int, ...] = ()
+) -> Start:
+    """`python`: from `checked_python`. `folder`: for a sandbox that is not isolated. `link`: file descriptors that the
+    Python of its one call gets, as 3 and 4."""
     alone = isolation == "bubblewrap"
     programs = INSIDE if alone else str(HERE)
     config = {
@@ -96,6 +99,7 @@ def start_of(isolation: Isolation, limits: Limits, python: str, folder: str | No
         "folders": ["/work", "/tmp", "/dev/shm"] if alone else [],
         "alone": alone,
         "remove": folder,
+        "link": link,
     }
     home = "/work" if folder is None else folder
     inside = {

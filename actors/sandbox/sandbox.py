@@ -44,9 +44,9 @@ CLOSE_S: Final = 7.0
 MAX_TEXT: Final = 1 << 20
 """Characters of a program, and of its input, and bytes that can be kept of an output."""
 
-Ended: TypeAlias = Literal["exit", "time", "waited", "memory", "processes", "files", "lost"]
+Ended: TypeAlias = Literal["exit", "time", "waited", "busy", "memory", "processes", "files", "lost"]
 """How a call ended: by itself; with its seconds of computing, its time, its memory, its processes or its number of
-files used up; or together with its sandbox."""
+files used up (busy: its time, most of which it waited for a processor); or together with its sandbox."""
 
 _SLOTS: Final = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
 """Calls that run at the same time in this process, all sandboxes together: more would only take each other's time."""
@@ -86,6 +86,8 @@ class Sandbox:
         self._folder: str | None = None
         """Its working folder on the host, where it is not isolated."""
         self._one = asyncio.Lock()
+        self.link: tuple[int, ...] = ()
+        """File descriptors that the Python of its one call gets, as 3 (to read) and 4. Set before it begins."""
 
     async def __aenter__(self) -> Sandbox:
         return self
@@ -110,10 +112,12 @@ class Sandbox:
         merge: bool = False,
         most: int = 64 * 1024,
         time_limit_s: float | None = None,
+        takes_slot: bool = True,
     ) -> Ran:
         """Run Python, or a program `argv`, to whose argument `{source}` the text `source` is given as a file. `merge`:
         both outputs in `stdout`, in their order. `most`: bytes to keep of an output, its first and its last part.
-        `time_limit_s`: in place of the sandbox's own. A call at a time.
+        `time_limit_s`: in place of the sandbox's own. `takes_slot`: False for the second of two calls that need each
+        other. A call at a time.
 
         Raises SandboxFailed where a sandbox cannot begin, and ValueError for a text that is too long."""
         for name, text in (("source", source), ("stdin", stdin)):
@@ -131,7 +135,7 @@ class Sandbox:
             "merge": merge,
             "max_output": min(most, MAX_TEXT),
         }
-        async with self._one, _slot():
+        async with self._one, _slot() if takes_slot else contextlib.nullcontext():
             process = await self._running()
             assert process.stdin and process.stdout
             try:
@@ -156,6 +160,11 @@ class Sandbox:
         if process is not None or folder is not None:
             await _to_its_end(_end(process, folder))
 
+    async def begin(self) -> None:
+        """Begin it before its first call. Raises SandboxFailed."""
+        async with self._one:
+            await self._running()
+
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
@@ -172,7 +181,7 @@ class Sandbox:
     async def _begin(self) -> None:
         if self._isolation == "none":
             self._folder = tempfile.mkdtemp(prefix="stillhouse-sandbox-")
-        start = start_of(self._isolation, self.limits, self._python, self._folder)
+        start = start_of(self._isolation, self.limits, self._python, self._folder, self.link)
         with _filter(start) as (argv, fds):
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
@@ -181,7 +190,7 @@ class Sandbox:
                 stderr=asyncio.subprocess.PIPE,
                 env=start.env,
                 cwd=start.folder,
-                pass_fds=fds,
+                pass_fds=(*fds, *self.link),
                 start_new_session=True,
                 limit=16 * MAX_TEXT,  # JSON writes some bytes as six
             )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import io
 import json
@@ -87,6 +88,9 @@ class Supervisor:
         child = os.fork()
         if child == 0:
             self._become(request, stdin_end, [start for _, start in output_pipes], source_end)
+        for fd in self._config["link"]:  # so that the other side hears when the call has ended
+            os.close(fd)
+        self._config["link"] = []
         for fd in (stdin_end, source_end, *(start for _, start in output_pipes), *({source_start} - inputs.keys())):
             os.close(fd)
         outputs = {end: Kept(request["max_output"]) for end, _ in output_pipes}
@@ -116,7 +120,7 @@ class Supervisor:
                 now = time.monotonic()
                 if status is None and now - measured >= POLL_S:
                     measured = now
-                    ended = "waited" if now > deadline else self._over(before, request["cpu_s"])
+                    ended = self._waited(request["wall_s"]) if now > deadline else self._over(before, request["cpu_s"])
             gone = self._sweep()
             for fd in list(outputs):
                 self._read(selector, outputs, fd)
@@ -158,7 +162,10 @@ class Supervisor:
             except OSError as error:
                 os.write(2, f"{request['argv'][0]}: {error.strerror}\n".encode())
                 os._exit(127)
-        os.closerange(3, 256)
+        link = [fcntl.fcntl(fd, fcntl.F_DUPFD, 200) for fd in self._config["link"]]
+        for number, fd in enumerate(link, start=3):
+            os.dup2(fd, number)
+        os.closerange(3 + len(link), 256)
         open_standard_streams()
         sys.exit(run_python(request["source"], cell=request["cell"]))  # past the loop of main, to the interpreter's end
 
@@ -239,6 +246,14 @@ class Supervisor:
         if tasks > self._config["max_processes"]:
             return "processes"
         return "files" if self._n_files() > MOST_FILES else None
+
+    def _waited(self, wall_s: float) -> str:
+        """Whether a call whose time is over slept, or waited for a processor for half of it."""
+        queued_s = 0.0
+        for pid in self._processes():
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/schedstat", "rb") as file:
+                queued_s += int(file.read().split()[1]) / 1e9
+        return "busy" if queued_s > wall_s / 2 else "waited"
 
     def _seen_s(self) -> float:
         """Seconds of computing that were seen. Those of a process whose parent ignores SIGCHLD are nowhere else when it

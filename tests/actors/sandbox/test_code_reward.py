@@ -1,12 +1,15 @@
 """The reward `code`, held against the same programs run by a plain Python, and against programs that cheat."""
+# ruff: noqa: E501 - programs in lines
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
+import threading
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from actors.rewards import Answered, make_reward
 from actors.rewards.base import Verdict
 from actors.rewards.code import last_program
+from tests.patience import Limit
 
 DOUBLE = "```python\nfor line in open(0):\n    print(int(line) * 2)\n```"
 ADD = "So:\n```py\ndef add(a, b):\n    return a + b\n```\nThat is all."
@@ -33,7 +37,8 @@ def judged(response: str, tests: Any, **options: Any) -> Verdict:
         ("```\nprint('a  ')\nprint()\n```", {"inputs": [""], "outputs": ["a"]}, 1.0, None),
         ("```\nprint(' a')\n```", {"inputs": [""], "outputs": ["a"]}, 0.0, "code_wrong"),
         (ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], 1.0, None),
-        (ADD, ["assert add(1, 2) == 4"], 0.0, "code_error"),
+        (ADD, ["assert add(1, 2) == 4"], 0.0, "code_wrong"),
+        (ADD, ["assert add(1, 2) =="], None, "reward_unscored_tests_compare_objects"),
         ("```\nimport sys\nsys.exit(0)\n```", ["assert False"], 0.0, "code_wrong"),
         ("```\nimport os\nos._exit(0)\n```", ["assert False"], 0.0, "code_wrong"),
         ("```\nwhile True: pass\n```", ["pass"], 0.0, "code_time"),
@@ -100,3 +105,102 @@ def test_options_are_checked() -> None:
         make_reward("code", isolation="none", column="")
     with pytest.raises(ValueError, match="expected one of bubblewrap, none"):
         make_reward("code", isolation="")
+
+
+SUMS = ["assert add(1, 2) == 3", "assert add(5, 7) == 12", "def check(f):\n    assert f(-1, 1) == 0", "check(add)"]
+SAY = "import os, sys, json, builtins, gc, atexit, threading\n"
+CHEATS = {
+    "equals everything": "class Y:\n    def __eq__(self, o): return True\ndef add(a, b): return Y()",
+    "a kind of int": "class I(int):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return I(7)",
+    "a kind of str": "class S(str):\n    def __eq__(self, o): return True\n    __hash__ = None\ndef add(a, b): return S('')",
+    "a class in place of the function": "class add:\n    def __init__(self, *a): pass\n    def __eq__(self, o): return True",
+    "ends early": "import sys\nsys.exit(0)",
+    "ends in a call": "import os\ndef add(a, b): os._exit(0)",
+    "says that it passed": "import os\nos.write(1, b'passed 1.0 ok')\nos._exit(0)",
+    "writes to every file descriptor": SAY + "for fd in range(1, 256):\n"
+    "    try: os.write(fd, b'0\\ntrue\\n[\"is\", true, null]\\n' * 9)\n    except OSError: pass\nos._exit(0)",
+    "its own assert": "import builtins\nbuiltins.AssertionError = type('Never', (BaseException,), {})\ndef add(a, b): return 4",
+    "its own json": "import json\njson.loads = json.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 4",
+    "its own exit": SAY
+    + "sys.exit = os._exit = lambda *a: None\natexit.register(print, 'passed')\ndef add(a, b): return 4",
+    "a thread that ends it": SAY + "threading.Thread(target=lambda: os._exit(0)).start()\ndef add(a, b): return 4",
+    "reads its callers": SAY + "def add(a, b):\n    frame, seen = sys._getframe(), []\n    while frame:\n"
+    "        seen.append(repr(frame.f_locals) + repr(frame.f_globals)); frame = frame.f_back\n"
+    "    import re; found = re.findall(r'add\\(%d, %d\\) == (-?\\d+)' % (a, b), ' '.join(seen))\n"
+    "    return int(found[0]) if found else None",
+    "looks through memory": SAY
+    + "def add(a, b):\n    import re\n    seen = ' '.join(x for x in gc.get_objects() if type(x) is str)\n"
+    "    seen +=  '.join(map(str, gc.get_objects()))\n"
+    "    found = re.findall(r'add\\(%d, %d\\) == (-?\\d+)' % (a, b), seen)\n    return int(found[0]) if found else None",
+    "reads arguments, environment and files": SAY + "import glob\ndef add(a, b):\n    seen = ''\n"
+    "    for path in glob.glob('/proc/*/cmdline') + glob.glob('/proc/*/environ') + glob.glob('*'):\n"
+    "        try: seen += open(path, errors='replace').read()\n        except OSError: pass\n"
+    "    import re; found = re.findall(r'add\\(%d, %d\\) == (-?\\d+)' % (a, b), seen)\n"
+    "    return int(found[0]) if found else None",
+    "asks the judge for what is not its own": SAY
+    + "def asked(*what):\n    os.write(4, json.dumps(['ask', *what]).encode() + b'\\n')\n"
+    "    return os.read(3, 1 << 20)\ndef add(a, b):\n"
+    "    for what in (('attribute', 0, '__globals__', {'dict': []}), ('call', 0, {'list': []}, {'dict': []})): asked(*what)\n",
+}
+HONEST = {
+    "a plain function": (ADD, SUMS),
+    "its own names in the tests": (ADD, ["import math", "assert math.isclose(add(0.1, 0.2), 0.3)", "total = add(1, 1)", "assert total == 2"]),
+    "a module that only the program imports": ("```\nimport math\ndef half(x): return x / 2\n```", ["assert math.isclose(half(1), 0.5)"]),
+    "nested data": ("```\ndef f(x): return {'a': (1, [x]), 2: {3}, b'z': None}\n```", ["assert f(7) == {'a': (1, [7]), 2: {3}, b'z': None}"]),
+    "tuples are no lists": ("```\ndef f(): return (1, 2)\n```", ["assert f() == (1, 2) and f() != [1, 2]"]),
+    "an iterator": ("```\ndef f(n):\n    yield from range(n)\n```", ["assert list(f(3)) == [0, 1, 2]"]),
+    "what it raises": ("```\ndef f(): raise ValueError('no')\n```", ["try:\n    f()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
+    "a class": ("```\nclass Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+                "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n```",
+                ["s = Stack()", "s.push(3)", "s.push([4])", "assert len(s) == 2 and s.pop() == [4] and s.items == [3]"]),
+    "a function that it is given": ("```\ndef f(g, xs): return [g(x) for x in xs]\n```", ["assert f(lambda x: x + 1, [1, 2]) == [2, 3]"]),
+    "a function that it returns": ("```\ndef adder(n): return lambda x: x + n\n```", ["assert adder(2)(3) == 5"]),
+    "an argument that it changes": ("```\ndef order(xs): xs.sort()\n```", ["a = [3, 1, 2]", "order(a)", "assert a == [1, 2, 3]"]),
+    "a name of Python's own": ("```\ndef sum(a, b): return a + b\n```", ["assert sum(1, 2) == 3"]),
+    "long numbers": ("```\ndef f(n): return 10 ** n\n```", ["assert f(9000) == 10 ** 9000"]),
+    "an object of the tests": ("```\ndef f(node): return node.value\n```", ["class Node:\n    value = 5", "assert f(Node()) == 5"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_program_that_solves_nothing_is_not_paid(name: str) -> None:
+    assert judged(f"```python\n{CHEATS[name]}\n```", SUMS).reward == 0.0
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_a_program_returns_is_judged_as_data(name: str) -> None:
+    program, tests = HONEST[name]
+    assert judged(program, tests) == Verdict(1.0)
+
+
+def test_names_of_python_are_pythons_where_the_tests_ask_for_another() -> None:
+    program = "def f(x): return 0\ndef sorted(x): return [1]\ndef len(x): return 2\ndef all(x): return True"
+    tests = ["assert sorted(f(3)) == [1]", "assert len(f(3)) == 2", "assert all(f(x) == 1 for x in (1, 2))"]
+    assert [judged(f"```\n{program}\n```", [test]).reward for test in tests] == [0.0, 0.0, 0.0]
+
+
+def test_two_objects_of_the_programs_own_are_not_compared() -> None:
+    program = "```\nclass P:\n    def __eq__(self, other): return True\n```"
+    assert judged(program, ["assert P() == P()"]).info["reward_unscored_tests_compare_objects"] == 1.0
+
+
+@pytest.mark.parametrize("source", ["", "child"])
+def test_a_program_that_was_killed_from_outside_is_not_wrong(source: str) -> None:
+    """All of its sandbox, and the program alone, as the system does when memory is short."""
+    slow = "```\nimport time\ntime.sleep(60)\n```"
+
+    def kill(limit: Limit) -> None:
+        while not limit.passed:
+            found = [one for one in psutil.Process().children(recursive=True) if "supervise.py" in str(one.cmdline())]
+            programs = [one for one in found if one.parent() in found]
+            if programs:
+                for one in programs if source else found:
+                    one.kill()
+                return
+
+    reward = make_reward("code", isolation="none", time_limit_s=30.0)  # which tries a first program
+    thread = threading.Thread(target=kill, args=(Limit(),))
+    thread.start()
+    verdict = asyncio.run(reward(Answered(slow, row={"tests": {"inputs": ["1"], "outputs": ["2"]}})))
+    thread.join()
+    assert (verdict.reward, verdict.info["reward_unscored_sandbox_lost"]) == (None, 1.0)
