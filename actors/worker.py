@@ -44,6 +44,7 @@ from protocol.messages import (
     TicketCredit,
     Tickets,
     WeightPlan,
+    WeightVersion,
 )
 from tracing import events
 from weights.config import WeightsConfig
@@ -121,6 +122,7 @@ class ActorWorker:
         self._credit_sent_s = 0.0
         self._started_s = time.monotonic()
         self._reported_s = 0.0
+        self._version_reported: WeightVersion | None = None
         self._shutdown: Shutdown | None = None
 
     def run(self) -> bool:
@@ -185,9 +187,11 @@ class ActorWorker:
 
     def _report(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._reported_s < REPORT_EVERY_S:
+        version = self._engine.version
+        swapped = version != self._version_reported
+        if not swapped and now_s - self._reported_s < REPORT_EVERY_S:
             return
-        self._reported_s = now_s
+        self._reported_s, self._version_reported = now_s, version
         self._weights.raise_if_failed()
         stats = self._engine.stats
         elapsed_s = max(now_s - self._started_s, 1e-9)
@@ -198,6 +202,7 @@ class ActorWorker:
             "busy_fraction": stats.busy_s_total / elapsed_s,
             "busy_s_total": stats.busy_s_total,
             "elapsed_s_total": elapsed_s,
+            "weight_pauses_total": float(stats.weight_pauses_total),
             "weight_pause_s_total": stats.weight_pause_s_total,
             "running": float(stats.running),
             "rollouts_in_hand": float(len(self._rollouts)),
@@ -206,7 +211,7 @@ class ActorWorker:
             **self._weights.stats,
         }
         gauges.update(self._rollouts.counts)
-        self._client.set_heartbeat(self._engine.version, gauges)
+        self._client.set_heartbeat(version, gauges, at_once=swapped)
 
 
 def main(ctx: RoleContext[ActorRunConfig]) -> int:

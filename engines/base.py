@@ -112,8 +112,10 @@ class EngineStats:
     busy_s_total: float
     weight_swaps_total: int
     version: WeightVersion
+    weight_pauses_total: int = 0
+    """Swaps during which requests stood still."""
     weight_pause_s_total: float = 0.0
-    """Time in which requests stood still because of new weights."""
+    """Time of these."""
     extra: dict[str, float] = field(default_factory=dict[str, float])
 
 

@@ -1,8 +1,8 @@
 """One run from the command line to the exit code.
 
 Exit codes: 0 the run finished; 1 it failed; 2 the command line, configuration, models or prompts are wrong, and nothing
-was started; 3 the ledger does not balance; 128 + n the user stopped it with signal n (130: Ctrl-C, 143: SIGTERM), which
-is not a failure: what was trained is in a checkpoint.
+was started; 3 the ledger does not balance; 5 an alarm stopped it (learner.stop_on_alarm); 128 + n the user stopped it
+with signal n (130: Ctrl-C, 143: SIGTERM). Stopping is not a failure: what was trained is in a checkpoint.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def run(
     if plan.placement.text:
         status.say(plan.placement.text)
     supervisor = Supervisor(plan, folder, status, backend, store=store)
-    summary = write_summary(config, folder, supervisor.run())
+    first_step = found.version.step if plan.resume and found.version is not None else 0
+    summary = write_summary(config, folder, supervisor.run(), first_step=first_step)
     folder.finish(summary.exit_code)
     if store is not None:
         put_end(store.owner, folder)

@@ -43,7 +43,8 @@ from protocol.atomic_file import not_a_link, write_atomic
 from protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
-"""stopped: ended by the user or the system (Ctrl-C, SIGTERM)."""
+"""stopped: ended by the user or the system (Ctrl-C, SIGTERM), or by an alarm (learner.stop_on_alarm)."""
+ALARM_EXIT_CODE: Final = 5
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
 SCRIPT: Final = "job.sbatch"
@@ -69,7 +70,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def end_state(exit_code: int) -> EndState:
     """The state for a launcher's exit code; 128 + n means ended by signal n."""
-    return "finished" if exit_code == 0 else "stopped" if exit_code > 128 else "failed"
+    return "finished" if exit_code == 0 else "stopped" if exit_code > 128 or exit_code == ALARM_EXIT_CODE else "failed"
 
 
 class RunFolder(WorkFolder):

@@ -148,6 +148,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     One that comes due meanwhile is put off until the writing is done."""
     keep_checkpoints: PositiveInt = 3
     """Number of recent checkpoints to keep. Older ones are deleted."""
+    stop_on_alarm: bool = False
+    """End the run, with a checkpoint, when an alarm is raised (docs/metrics.md#alarms). The exit code is then 5."""
     stall_timeout_s: PositiveFloat = 900.0
     """Seconds to wait for a batch or an acknowledgement before the run ends with an error. An evaluation that takes
     longer is closed with the rollouts received so far, and its figures report how many are missing."""

@@ -35,9 +35,11 @@ from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
 from learner.offline import OfflineMixer
 from learner.prompts.sample_book import Account, Trained
 from learner.prompts.tasks import TaskStream, in_messages
+from learner.reports.alarms import LENGTH, PER_ANSWER, describe_alarm
 from learner.reports.figures import RolloutFigures, WorkerFigures, staleness
 from learner.reports.metrics import MetricsWriter
 from learner.reports.progress import weight_figures
+from learner.reports.sample import Decode, sample_of
 from learner.reports.wait_clock import WaitClock
 from learner.step.ema import StudentEma
 from learner.step.finite_step import Outcome, finite_step
@@ -66,6 +68,8 @@ GOODBYE_S: Final = 30.0
 """Time for the buffer to end the run once the learner is done."""
 HEARTBEAT_S: Final = 0.5
 """Interval at which a waiting learner updates the figures of its heartbeat."""
+ACCOUNT_S: Final = 2.0
+"""Interval at which learner.json is written anew, from which the launcher shows a sample."""
 STOP_ANSWER_S: Final = 15.0
 """Time for the buffer to answer when a learner that was asked to stop needs its snapshot for a checkpoint."""
 
@@ -94,15 +98,19 @@ class LearnerLoop:
         stop: StopRequest | None = None,
         fetch_ahead: bool = True,
         max_equal_batches: int = 0,
+        decode: Decode | None = None,
+        write_account: Callable[[], None] = lambda: None,
     ) -> None:
         """`version` and `parent` are those of LearnerStarted. `mixer` adds the teacher's rollouts to the batches,
         `recorder` writes them to a file, `group_rewards` judges their groups, `stop` ends the loop early. With
         `fetch_ahead` a batch is asked for while the one before it trains; without staleness it could hold nothing.
-        `max_equal_batches`: `buffer.dynamic_sampling`."""
+        `max_equal_batches`: `buffer.dynamic_sampling`. `decode`: for the sample of a step. `write_account` is called
+        every ACCOUNT_S with a step."""
         self._client = client
         self._trainer = trainer
         self._last_batch_id: int | None = None
         self._skipped_in_a_row = 0
+        self._alarms_seen = 0
         self._stream = stream
         self._publisher = publisher
         self._metrics = metrics
@@ -117,6 +125,9 @@ class LearnerLoop:
         self._group_rewards = group_rewards
         self._stop = stop or StopRequest()
         self._max_equal_batches = max_equal_batches
+        self._decode = decode
+        self._write_account = write_account
+        self._account_s = 0.0
         self.clock = WaitClock()
         self._heartbeat_s = 0.0
         self._rollout_figures = RolloutFigures()
@@ -160,7 +171,9 @@ class LearnerLoop:
 
     def _run(self) -> None:
         events.mark("ready")
+        self._alarms_seen = self.progress.alarms.raised_total
         self._client.send(LearnerStarted(self.version, self._parent, self._stream.next_task_id, self._stream.progress))
+        self._client.send(SnapshotWanted())  # where the figures of the whole run begin (`Limits`)
         self._publisher.publish(self.version, self._trainer.named_weights())
         if self._ema is not None:
             self._ema.publish(self.version)  # before any task: no other teacher scores a rollout
@@ -200,6 +213,7 @@ class LearnerLoop:
                 [one for one, _ in mixed],
             )
         self._report(delivered, outcome, account)
+        self._stop_if_alarmed()
         every = self._config.checkpoint_every
         if self._checkpoints.should_save(due=every > 0 and step % every == 0) and step < self._steps:
             self._checkpoint(delivered.batch.batch_id)
@@ -266,6 +280,16 @@ class LearnerLoop:
             "learner.lr, and see learner-0.log",
         )
 
+    def _stop_if_alarmed(self) -> None:
+        """End the run for all workers, with a checkpoint, if a new alarm is to end it. Those of before a resume do
+        not: the user has seen them."""
+        alarms = self.progress.alarms
+        if not self._config.stop_on_alarm or alarms.raised_total == self._alarms_seen:
+            return
+        self._save_before_leaving()
+        self.progress.stopped_by_alarm = True
+        self._finish(ok=False, reason=f"{describe_alarm(alarms.raised[-1])} (learner.stop_on_alarm)")
+
     def _stop_if_all_groups_are_equal(self) -> None:
         """End the run for all workers when dynamic sampling has reached its limit, with a checkpoint."""
         snapshot, limit = self._inbox.snapshot, self._max_equal_batches
@@ -311,6 +335,8 @@ class LearnerLoop:
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
+        if result.accuracy_sampled is not None and not result.name:
+            self.progress.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled)
         self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
         name = f" on {result.name}" if result.name else ""
         log.info("evaluation at step %d%s: %s", result.step, name, describe(result))
@@ -326,6 +352,8 @@ class LearnerLoop:
             if self._recorder is not None:
                 self._recorder.sync()
             self._checkpoints.save(self.version, snapshot)
+            if last:
+                self.progress.limits.end(snapshot)
             return self._checkpoints.wait() if last else None
 
     def _save_before_leaving(self) -> None:
@@ -365,6 +393,8 @@ class LearnerLoop:
         with self.clock.waiting("weights"):
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
+            if self._last_batch_id is not None:
+                self.progress.limits.end(self._snapshot_after(self._last_batch_id))
             self._evaluate_and_wait()
         lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
         self._wait_for_average()
@@ -397,18 +427,24 @@ class LearnerLoop:
 
     def _report(self, delivered: Delivered, outcome: Outcome, account: Account) -> None:
         """Write the metrics of the step, and update the heartbeat. A skipped step trained 0 tokens."""
-        batch, figures = delivered.batch, outcome.figures
+        batch, figures, step = delivered.batch, outcome.figures, self.version.step
         if figures is not None:
             self.progress.add(figures, vocab_rows=lm_head(self._trainer.model).weight_VH.shape[0])
         train = {"tokens": 0, "items": len(batch.items)} if figures is None else figures.as_dict()
         rollouts = self._rollout_figures.update(batch.items, delivered.arrays)
+        if LENGTH in rollouts and figures is not None and figures.reverse_kl is not None:
+            rollouts[PER_ANSWER] = figures.reverse_kl * rollouts[LENGTH]
+        waits, limits = self.clock.take(), self.progress.limits
+        self.progress.waits = self.progress.waits.plus(waits)
+        if (first := self._inbox.snapshot) is not None and first.time_s < batch.snapshot.time_s:
+            limits.update(first)
         alarms = self.progress.alarms
-        alarms.add(self.version.step, rollouts | {f"train/{name}": value for name, value in train.items()})
+        alarms.add(step, rollouts | {f"train/{name}": value for name, value in train.items()})
         self._metrics.step(
-            self.version.step,
+            step,
             {**train, "items_nonfinite": len(outcome.masked)},
             staleness=batch.staleness,
-            waits=self.clock.take(),
+            waits=waits,
             snapshot=batch.snapshot,
             weights=weight_figures(self._publisher.stats) | (self._ema.figures if self._ema is not None else {}),
             tasks_dropped=self._stream.dropped,
@@ -421,10 +457,15 @@ class LearnerLoop:
                 **(figures.of_pools() if figures is not None else {}),
                 **alarms.figures(),
                 **self._worker_figures.update(batch.snapshot),
-                **self.progress.limits.update(batch.snapshot),
+                **limits.update(batch.snapshot),
             },
         )
+        if self._decode is not None and (sample := sample_of(step, batch.items, delivered.arrays, self._decode)):
+            self.progress.sample = sample
         self._heartbeat()
+        if time.monotonic() - self._account_s > ACCOUNT_S:
+            self._account_s = time.monotonic()
+            self._write_account()
 
     def _heartbeat(self, *, at_once: bool = False) -> None:
         self._heartbeat_s = time.monotonic()

@@ -31,8 +31,8 @@ from learner.prompts.records import DataError
 from learner.prompts.tasks import TaskStream, load_prompts
 from learner.ranks.group import Ranks
 from learner.ranks.messages import Beginning
-from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
-from learner.reports.progress import AccountFile, Progress
+from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch, read_metrics
+from learner.reports.progress import RESTORED, AccountFile, Progress
 from learner.reports.settings import all_settings, compared_settings
 from learner.reports.trackers.feed import Trackers
 from learner.run_config import LearnerRunConfig
@@ -303,7 +303,11 @@ def _make_loop(
         stop=stop,
         fetch_ahead=ctx.config.buffer.max_staleness > 0,
         max_equal_batches=ctx.config.buffer.dynamic_sampling,
+        decode=lambda ids, special: str(start.tokenizer.decode(ids, skip_special_tokens=not special)),
+        write_account=write_account,
     )
+    if resume is not None:
+        loop.progress.restore(read_metrics(ctx.run_dir, RESTORED), resume.step)
     return loop, write_account
 
 
@@ -436,12 +440,10 @@ def _teacher_writes(config: LearnerRunConfig) -> bool:
 
 
 def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
-    times = loop.clock.total()
     return {
         **loop.progress.account(),
         "average_error": loop.average_error,
         "steps": loop.version.step,
-        "learner": {"busy_fraction": times.busy_fraction, "wait_fraction": times.wait_fraction},
         "versions_published": loop.versions_published,
         "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
     }

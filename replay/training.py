@@ -136,7 +136,7 @@ class Replay:
             tasks_done=kept.record.tasks_done,
             others={
                 "replay/epoch": turn.epoch,
-                "replay/recorded_step": kept.record.version.step,
+                "replay/recorded_step": kept.record.version.step + 1,
                 **(figures.of_pools() if figures is not None else {}),
             },
         )

@@ -156,7 +156,9 @@ class SGLangEngine:
         if self._pause_began is not None:
             (began_ns, n_running), self._pause_began = self._pause_began, None
             events.done("engine", "swap", began_ns, version=str(version), running=n_running)
-            self._totals.pause_s += (events.now_ns() - began_ns) / 1e9 if n_running else 0.0
+            if n_running:
+                self._totals.pauses += 1
+                self._totals.pause_s += (events.now_ns() - began_ns) / 1e9
 
     def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
         """Send new requests with the adapter `name`, which the server has loaded. Running requests end and continue

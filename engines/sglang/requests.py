@@ -155,6 +155,7 @@ class EngineTotals:
     cached_tokens: int = 0
     busy_s: float = 0.0
     busy_since_s: float = 0.0
+    pauses: int = 0
     pause_s: float = 0.0
 
     def stats(
@@ -169,6 +170,7 @@ class EngineTotals:
             busy_s_total=self.busy_until_now_s(),
             weight_swaps_total=self.swaps,
             version=version,
+            weight_pauses_total=self.pauses,
             weight_pause_s_total=self.pause_s,
             extra={
                 "http_requests_total": float(server.requests_total),

@@ -100,6 +100,7 @@ class TorchEngine:
             busy_s_total=totals.busy_s,
             weight_swaps_total=totals.swaps,
             version=self.version,
+            weight_pauses_total=totals.pauses,
             weight_pause_s_total=totals.pause_s,
             extra={
                 "prefill_tokens_total": float(totals.prefill_tokens),
@@ -173,7 +174,9 @@ class TorchEngine:
         if self._config.update_mode == "retract" and n_running:
             self._recompute_cache()
         events.done("engine", "swap", began_ns, version=str(self.version), running=n_running)
-        self._totals.pause_s += (events.now_ns() - began_ns) / 1e9 if n_running else 0.0
+        if n_running:
+            self._totals.pauses += 1
+            self._totals.pause_s += (events.now_ns() - began_ns) / 1e9
 
     def _recompute_cache(self) -> None:
         """Recompute keys and values of all running requests under the current weights, in steps that only prefill."""
@@ -359,6 +362,7 @@ class _Totals:
     steps: int = 0
     busy_s: float = 0.0
     swaps: int = 0
+    pauses: int = 0
     pause_s: float = 0.0
     prefill_tokens: int = 0
     shared_prefill_tokens: int = 0

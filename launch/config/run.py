@@ -207,6 +207,7 @@ ALIASES: Final = {
     "trace": "launch.trace",
     "backend": "launch.backend",
     "track": "learner.trackers",
+    "stop_on_alarm": "learner.stop_on_alarm",
 }
 """Short flag -> key. On the command line only; files use the key."""
 SHORT_FLAGS: Final = {key: alias.replace("_", "-") for alias, key in ALIASES.items()}

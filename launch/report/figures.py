@@ -8,15 +8,14 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from learner.reports.attribution import attribute
-from learner.reports.figures import TokenRates, staleness
+from learner.reports.attribution import WINDOW_S as BOUND_WINDOW_S
+from learner.reports.attribution import Verdict, attribute
+from learner.reports.figures import RATES_S, TokenRates, staleness
 from learner.reports.trackers.feed import LOST_GAUGE
 from learner.reports.work_window import WorkWindow
 from protocol.messages import PeerView, Snapshot
 from protocol.processors import share_used
 
-WINDOW_S: Final = 20.0
-"""Rates are means over this window."""
 QUEUES: Final = {
     "tasks_queued": "tasks",
     "tickets_outstanding": "tickets",
@@ -31,8 +30,8 @@ WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction"
 SHARDS: Final = {"shards": "wait_shards_fraction"}
 """Shown only where the learner has waited for one."""
 ETA_WINDOW_S: Final = 60.0
-BOUND_WINDOW_S: Final = 30.0
-"""What limits the run is judged over this window."""
+HELD_S: Final = 10.0
+"""For `SteadyLimit`."""
 NAMES_SHOWN: Final = 8
 
 
@@ -55,6 +54,8 @@ class RunView(NamedTuple):
     servers_up: int = 0
     """Inference servers of the launcher that answer."""
     servers: int = 0
+    sample: str = ""
+    """A rollout of one of the newest steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,13 +136,40 @@ class Eta:
         return max(0.0, (steps - last) * step_s - since_s)
 
 
+class SteadyLimit:
+    """What limits the run, as it is shown: another limit, or other advice, has to last for HELD_S before it takes the
+    place of what stands there, and a share is renewed as often."""
+
+    def __init__(self) -> None:
+        self._shown: Verdict | None = None
+        self._shown_s = -math.inf
+        self._other: tuple[str, int] | None = None
+        self._since_s = 0.0
+
+    def take(self, now: Verdict | None, now_s: float) -> Verdict | None:
+        if now is None or self._shown is None:
+            self._shown, self._shown_s = now or self._shown, now_s
+            return self._shown
+        kind = now.stage, now.more
+        if kind == (self._shown.stage, self._shown.more):
+            self._other = None
+            if now_s - self._shown_s >= HELD_S:
+                self._shown, self._shown_s = now, now_s
+        elif kind != self._other:
+            self._other, self._since_s = kind, now_s
+        elif now_s - self._since_s >= HELD_S:
+            self._shown, self._shown_s, self._other = now, now_s, None
+        return self._shown
+
+
 class Rates:
     """Turns views into figures; remembers the last snapshots, from which it computes rates."""
 
     def __init__(self) -> None:
-        self._rates = TokenRates(WINDOW_S)
+        self._rates = TokenRates(RATES_S)
         self._eta = Eta()
         self._work = WorkWindow(BOUND_WINDOW_S)
+        self._limit = SteadyLimit()
         self._seen_s = -math.inf
 
     def figures(self, view: RunView) -> Figures:
@@ -153,7 +181,7 @@ class Rates:
             self._rates.update(snapshot)
             self._eta.update(snapshot)
             self._work.update(snapshot, share_used())
-        verdict = attribute(self._work.work())
+        verdict = self._limit.take(attribute(self._work.work()), view.now_s)
         mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
         return Figures(
             view=view,

@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, Self
 from launch.errors import LaunchError
 from launch.report.figures import RunView, learner_stats, named
 from launch.report.status import StatusView
-from learner.reports.alarms import ALARM_SINCE
+from learner.reports.alarms import ALARM_SINCE, MEAN
 from learner.reports.figures import ROLES, staleness
 from learner.reports.trackers.feed import LOST_GAUGE
 from learner.reports.wait_clock import WAIT_CAUSES
@@ -118,6 +118,8 @@ def _of_learner(stats: Mapping[str, float]) -> Iterator[Family]:
     ):
         if key in stats:
             yield one(name, "gauge", text, stats[key])
+    text = "Figures of the training rollouts, mean over the newest five steps; docs/metrics.md, rollouts/..."
+    yield by("stillhouse_rollouts_mean", "gauge", text, "figure", named(stats, MEAN))
     accuracy = {kind: stats[key] for kind in ("greedy", "sampled") if (key := f"eval_{kind}") in stats}
     yield by("stillhouse_eval_accuracy_ratio", "gauge", "Accuracy of the newest evaluation.", "decoding", accuracy)
     alarms, text = named(stats, ALARM_SINCE), "Step since which an alarm is on."

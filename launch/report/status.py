@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal, Self
 
 from rich.console import Console
@@ -16,11 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.report.figures import Figures, Rates, RunView, clock, named, plural, short
-from learner.reports.alarms import ALARM_SINCE
+from learner.reports.alarms import ALARM_SINCE, MEAN
 
 log = logging.getLogger(__name__)
 LOST_SHOWN: Final = 6
 """Number of reasons for lost tokens that the status lists one by one."""
+LONGEST: Final = 158
+"""Characters of a status line."""
+QUOTED: Final = 48
+"""Characters of an error in it."""
 REDRAW_S: Final = 0.25
 RATES: Final = {"actors": "actor", "teachers": "teacher", "learner": "learner"}
 
@@ -93,45 +97,44 @@ def make_status(style: Literal["auto", "rich", "plain", "off"], every_s: float) 
 
 
 def line(f: Figures) -> str:
-    """The whole status in one line."""
+    """The status in one line of at most LONGEST characters: what is wrong, what is learnt, how fast; and of the rest
+    what has room. A terminal's table and the summary have all of it."""
     if f.step is None:
         there = _connected(f) + (f", {_servers(f)}" if f.view.servers else "")
         return f"[{clock(f.view.elapsed_s)}] starting: {there}" + _ending(f)
-    # First: long lines are cut at their end.
-    trouble = f"NO INTAKE: {f.intake_trouble} | " if f.intake_trouble else ""
-    trouble += f"ALARM {alarms} | " if (alarms := _alarms(f)) else ""
+    trouble = f"NO INTAKE: {_cut(f.intake_trouble)} | " if f.intake_trouble else ""
+    trouble += f"ALARM {_cut(alarms)} | " if (alarms := _alarms(f)) else ""
     trouble += f"EQUAL REWARDS: {f.equal_groups} | " if f.equal_groups else ""
-    parts = [
-        f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}",
-        f"tokens/s {_rates(f)}",
-        f"staleness {f.staleness_mean:.2f} (max {f.staleness_max} of {f.staleness_bound})",
-        _learning(f, " "),
-    ]
-    if "eval_sampled" in f.learner or "eval_greedy" in f.learner:
-        parts.append(_accuracy(f))
-    parts.append(f"learner {f.learner_does}")
-    if f.bound_short:
-        parts.append(f.bound_short)
-    parts.append(f"queues {_counted(f.queues)}")
-    parts.append(f"versions {f.versions_counted}")
-    if f.joined:
-        parts.append(f"joined {f.joined}")
-    if f.failed:
-        parts.append(f"FAILED ROLLOUTS {f.failed}")
+    text, ending = f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}", _cut(_ending(f))
+    for part in _parts(f):
+        if part and len(text) + len(part) + len(ending) + 3 <= LONGEST:
+            text += f" | {part}"
+    return (text + ending)[:LONGEST]
+
+
+def _parts(f: Figures) -> Iterator[str]:
+    """The parts of the line, the most important first; some are empty."""
+    yield f"FAILED ROLLOUTS {_cut(f.failed)}" if f.failed else ""
     if unsaved := f.learner.get("checkpoints_failed_total"):
-        parts.append(f"CHECKPOINTS NOT WRITTEN {unsaved:.0f}")
+        yield f"CHECKPOINTS NOT WRITTEN {unsaved:.0f}"
     if unsent := f.learner.get("ema_failures_total"):
-        parts.append(f"AVERAGES NOT SENT {unsent:.0f}")
-    if f.lost:
-        parts.append(_lost(f))
-    if f.view.servers_up < f.view.servers:
-        parts.append(_servers(f))
-    if f.hedges:
-        parts.append(f"hedges {_counted(f.hedges)}")
-    if f.held_back:
-        parts.append(f"held back: {_held_back(f)}")
-    parts.append(f"eta {clock(f.eta_s)}" if f.eta_s is not None else "eta ?")
-    return " | ".join(parts) + _ending(f)
+        yield f"AVERAGES NOT SENT {unsent:.0f}"
+    for label, n in f.queues.items():
+        if label.isupper() and n:
+            yield f"{label} {n}"
+    yield _servers(f) if f.view.servers_up < f.view.servers else ""
+    yield _earned(f)
+    yield _answers(f)
+    yield f"reverse KL {_number(kl)}" if (kl := f.learner.get("reverse_kl")) is not None else ""
+    yield f"tokens/s {' '.join(short(f.rate(role)) for role in RATES.values())}"
+    yield f"eta {clock(f.eta_s)}" if f.eta_s is not None else ""
+    yield f.bound_short.partition(": ")[0]
+    yield f"staleness {f.staleness_mean:.2f} of {f.staleness_bound}"
+    yield f"held back: {_cut(_held_back(f))}" if f.held_back else ""
+    yield f"joined {f.joined}" if f.joined else ""
+    yield f"hedges {_counted(f.hedges)}" if f.hedges else ""
+    yield f"loss {_number(f.learner['loss'])}" if "loss" in f.learner else ""
+    yield f"lost {_lost(f)}" if f.lost else ""
 
 
 def table(f: Figures) -> Table:
@@ -150,7 +153,15 @@ def table(f: Figures) -> Table:
         bar.add_row(progress, f"{f.step}/{f.view.steps}   {clock(f.view.elapsed_s)}, {eta} to go")
         grid.add_row("step", bar)
         grid.add_row("tokens/s", _rates(f))
-        grid.add_row("learning", f"{_learning(f, '   ')}   {_accuracy(f)}")
+        if evaluated := _evaluated(f):
+            grid.add_row("accuracy", f"{evaluated} (newest evaluation)")
+        if answers := _answers(f):
+            reward = f.learner.get(f"{MEAN}reward_mean")
+            earned = "" if reward is None else f"reward {_number(reward, 2)}, "
+            grid.add_row("answers", f"{earned}{answers}{_per_answer(f)} (newest steps)")
+        grid.add_row("learning", _learning(f, "   "))
+        if f.view.sample:
+            grid.add_row("sample", Text(f.view.sample))
         if alarms := _alarms(f):
             grid.add_row("ALARM", alarms)
         if f.equal_groups:
@@ -207,9 +218,31 @@ def _alarms(f: Figures) -> str:
     return ", ".join(f"{name} since step {step:.0f}" for name, step in named(f.learner, ALARM_SINCE).items())
 
 
-def _accuracy(f: Figures) -> str:
-    greedy, sampled = f.learner.get("eval_greedy"), f.learner.get("eval_sampled")
-    return f"accuracy sampled {_number(sampled, 2)} greedy {_number(greedy, 2)}"
+def _earned(f: Figures) -> str:
+    """The mean reward of the newest steps, and the accuracy of the newest evaluation; what there is of them."""
+    accuracy = f.learner.get("eval_sampled", f.learner.get("eval_greedy"))
+    shown = {"reward": f.learner.get(f"{MEAN}reward_mean"), "accuracy": accuracy}
+    return ", ".join(f"{name} {_number(value, 2)}" for name, value in shown.items() if value is not None)
+
+
+def _evaluated(f: Figures) -> str:
+    kinds = ("sampled", "greedy")
+    return " ".join(f"{kind} {_number(f.learner[key], 2)}" for kind in kinds if (key := f"eval_{kind}") in f.learner)
+
+
+def _answers(f: Figures) -> str:
+    """Length of the answers, and how many ended at the limit, mean over the newest steps."""
+    length, truncated = f.learner.get(f"{MEAN}length_mean"), f.learner.get(f"{MEAN}truncated_share", 0.0)
+    return "" if length is None else f"length {length:.1f}, {truncated:.0%} truncated"
+
+
+def _per_answer(f: Figures) -> str:
+    cost = f.learner.get(f"{MEAN}reverse_kl_per_answer")
+    return "" if cost is None else f", reverse KL {cost:.2f} per answer"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= QUOTED else f"{text[: QUOTED - 3]}..."
 
 
 def _counted(counts: Mapping[str, int]) -> str:

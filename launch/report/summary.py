@@ -20,11 +20,12 @@ from launch.errors import unwritten
 from launch.processes.slots import Ending, Outcome, ServerAccount
 from launch.report.figures import guests, learner_stats, staleness
 from launch.report.teacher_accuracy import MeasuredTeacher
-from launch.runfolder import EndState, RunFolder, end_state
+from launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
 from learner.checkpoints.files import CHECKPOINTS, damaged, newest
 from learner.evaluation.figures import EvalPoint
 from learner.reports import scaling
 from learner.reports.alarms import Alarm
+from learner.reports.sample import Sample
 from protocol.atomic_file import write_atomic
 from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
 from protocol.shards.snapshots import whole_snapshot
@@ -37,7 +38,7 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class LearnerTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Shares of the learner's time."""
+    """Shares of the learner's time, from its last start to its last step."""
 
     busy_fraction: float = 0.0
     wait_fraction: dict[str, float] = msgspec.field(default_factory=dict[str, float])
@@ -56,6 +57,9 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """Evaluations on the sets of learner.eval_sets, by name and step."""
     learner: LearnerTimes = msgspec.field(default_factory=LearnerTimes)
     versions_published: int = 0
+    tokens_trained: int | None = None
+    """Sampled tokens that the student at the end was trained on, in all launches. `tokens.trained` also has those of
+    steps that a restart took back. None: not known."""
     tokens_trained_offline: int = 0
     """Tokens of text written by the teacher; they are not in the ledger."""
     reverse_kl_first: float | None = None
@@ -66,7 +70,12 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Figures by tag, over this launch; docs/metrics.md explains them."""
     alarms: tuple[Alarm, ...] = ()
-    """Alarms of this launch (learner.reports.alarms)."""
+    """Alarms of the run (learner.reports.alarms)."""
+    stopped_by_alarm: bool = False
+    changes: Mapping[str, tuple[float, float]] = msgspec.field(default_factory=dict[str, tuple[float, float]])
+    """Figures of the training rollouts by tag: means over the first five steps of the run, and over its last five."""
+    sample: Sample | None = None
+    """A rollout of the newest step."""
     checkpoint: str | None = None
     """Hugging Face folder of the last student; None when this launch wrote none."""
     checkpoint_error: str = ""
@@ -151,6 +160,8 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     state: EndState
     reason: str
     exit_code: int
+    first_step: int = 0
+    """Step that this launch went on from; `wall_s`, `ready_s` and `peak_memory_bytes` are of this launch alone."""
     wall_s: float
     ready_s: float | None
     peak_memory_bytes: int
@@ -178,12 +189,15 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     (docs/metrics.md, scaling/...)."""
 
 
-def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Summary:
-    """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3."""
+def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome, *, first_step: int = 0) -> Summary:
+    """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3. `first_step`: that
+    of the checkpoint that this launch went on from."""
     final = _final_snapshot(folder.path, config.buffer.shards)
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
     ending = judge(outcome.ending, final, snapshot)
+    if account.stopped_by_alarm and ending.exit_code == 1:
+        ending = ending._replace(exit_code=ALARM_EXIT_CODE)
     ledger = snapshot.ledger if snapshot is not None else NO_LEDGER
     mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
     found = newest(folder.path / CHECKPOINTS)
@@ -202,6 +216,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome) -> Sum
         state=end_state(ending.exit_code),
         reason=ending.reason,
         exit_code=ending.exit_code,
+        first_step=first_step,
         wall_s=outcome.wall_s,
         ready_s=outcome.ready_s,
         peak_memory_bytes=outcome.peak_memory_bytes,
@@ -270,6 +285,12 @@ def save_error(run_dir: Path, what: Saved) -> str:
     if account is None:
         return ""
     return account.checkpoint_error if what == "checkpoint" else account.average_error
+
+
+def read_sample(run_dir: Path) -> Sample | None:
+    """The newest that the learner wrote."""
+    account = _read(run_dir / "learner.json", LearnerAccount)
+    return account.sample if account is not None else None
 
 
 def _account_from(snapshot: Snapshot | None) -> LearnerAccount:

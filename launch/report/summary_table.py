@@ -17,16 +17,24 @@ from launch.report.summary import Summary, TokenCounts
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
 from learner.evaluation.figures import EvalPoint, TagFigures
+from learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
 from learner.reports.scaling import HOST_ENDS, OUTCOMES
 from protocol.messages import ForgottenPeers, LedgerCounts, Role
 
-EFFICIENCY: Final = {
-    "learner_bubble": "the learner waited {:.0%} of its time",
-    "teacher_wait": "teachers {:.0%}",
-    "teacher_s_per_1000_tokens": "{:.2g} s of a teacher per 1,000 tokens",
-    "weight_pause_s": "engines stood still {:.2g} s per version",
+ANSWERS: Final = {
+    LENGTH: "length {:.1f} -> {:.1f} tokens",
+    TRUNCATED: "truncated {:.0%} -> {:.0%}",
+    REWARD: "reward {:.3f} -> {:.3f}",
+    PER_ANSWER: "reverse KL per answer {:.2f} -> {:.2f}",
 }
-"""How each figure is shown."""
+"""How each figure of the training rollouts is shown."""
+EFFICIENCY: Final = {
+    "learner_bubble": ("the learner waited {:.1%} of its time", 1),
+    "teacher_wait": ("teachers {:.1%}", 1),
+    "teacher_s_per_1000_tokens": ("{:.3g} s of a teacher per 1,000 tokens", 1),
+    "weight_pause_s": ("engines stood still {:.3g} ms per version", 1000),
+}
+"""How each figure is shown, and times what; in the units of the figures of a trace (`launch.trace.figures`)."""
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:
@@ -45,7 +53,9 @@ def print_summary(summary: Summary, folder: RunFolder, console: Console | None =
 
 def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     state = "FAILED" if summary.state == "failed" else summary.state
-    yield "run", f"{summary.name}: {state}, {summary.reason}"
+    on = [alarm.name for alarm in summary.alarms if alarm.over is None]
+    said = f", but with {plural(len(on), 'alarm')}: {', '.join(on)}" if on and summary.state == "finished" else ""
+    yield "run", f"{summary.name}: {state}{said}, {summary.reason}"
     first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
     if first is not None and last is not None:
         for kind in ("sampled", "greedy"):
@@ -64,17 +74,25 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
             yield "evaluation incomplete", lacking
     if summary.teacher_accuracy:
         yield "teacher accuracy, sampled", teachers_text(summary.teacher_accuracy)
+    evaluated = first is not None and first.reverse_kl is not None
     kl_first = summary.reverse_kl_first if first is None or first.reverse_kl is None else first.reverse_kl
     kl_last = summary.reverse_kl_last if last is None or last.reverse_kl is None else last.reverse_kl
     if kl_first is not None and kl_last is not None:
-        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}"
+        of = "" if evaluated else " (training: first step, last step)"
+        yield "reverse KL per token", f"{kl_first:.3f} -> {kl_last:.3f}{of}"
+    if answers := answers_text(summary):
+        yield "training rollouts", answers
+    if summary.sample is not None:
+        yield "sample", str(summary.sample)
     for name, alarms in alarms_by_name(summary).items():
         yield f"ALARM {name}", alarms
     if (noise := summary.teacher_noise) is not None:
         between = "" if noise.teachers is None else f"; {noise.teachers:.1g} nats between teachers"
         yield "teacher noise", f"{noise.batch:.1g} nats (change of a log-prob when scored in another batch){between}"
     ready = "not all workers became ready" if summary.ready_s is None else f"all ready after {summary.ready_s:.1f} s"
-    yield "steps, time", f"{plural(summary.steps, 'optimizer step')} in {clock(summary.wall_s)}, {ready}"
+    made = plural(max(0, summary.steps - summary.first_step), "optimizer step")
+    launch = f" (this launch; {summary.steps:,} in all)" if summary.first_step else ""
+    yield "steps, time", f"{made} in {clock(summary.wall_s)}{launch}, {ready}"
     if summary.bound:
         yield "limit", summary.bound
     if efficiency := efficiency_text(summary):
@@ -82,6 +100,8 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
+    if tokens.accepted:
+        yield "goodput", goodput_text(summary)
     if summary.tokens_trained_offline:
         yield "off-policy tokens", f"{summary.tokens_trained_offline:,} trained as well, written by the teacher"
     if summary.failed_rollouts:
@@ -119,12 +139,26 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def efficiency_text(summary: Summary) -> str:
-    """The learner's and teachers' waits, goodput, and the costs of scores and weights; empty without any."""
+    """The learner's and teachers' waits, and the costs of scores and weights; empty without any."""
     figures = {name.removeprefix("efficiency/"): value for name, value in summary.efficiency.items()}
-    parts = [text.format(figures[name]) for name, text in EFFICIENCY.items() if name in figures]
-    if summary.tokens.accepted:
-        parts.append(f"{summary.tokens.trained / summary.tokens.accepted:.0%} of the tokens written were trained")
-    return ", ".join(parts) if figures else ""
+    parts = [text.format(times * figures[name]) for name, (text, times) in EFFICIENCY.items() if name in figures]
+    restarted = sum(worker.restarts for worker in summary.workers.values() if worker.role == "learner")
+    since = " (since the learner's last start)" if restarted else " (this launch)" if summary.first_step else ""
+    return ", ".join(parts) + since if parts else ""
+
+
+def answers_text(summary: Summary) -> str:
+    """How the training rollouts changed; empty without any."""
+    texts = [text.format(*summary.changes[tag]) for tag, text in ANSWERS.items() if tag in summary.changes]
+    return ", ".join(texts) + f" (first {FEW} steps -> last {FEW})" if texts else ""
+
+
+def goodput_text(summary: Summary) -> str:
+    """The share of the tokens that was trained, and of those the ones that a restart took back."""
+    tokens = summary.tokens
+    text = f"{tokens.trained / tokens.accepted:.1%} of the tokens written were trained"
+    lost = tokens.trained - summary.tokens_trained if summary.tokens_trained is not None else 0
+    return text + (f", {lost:,} of them by steps that a restart took back" if lost else "")
 
 
 def alarms_by_name(summary: Summary) -> dict[str, str]:
@@ -136,7 +170,9 @@ def alarms_by_name(summary: Summary) -> dict[str, str]:
         times = [one for one in summary.alarms if one.name == alarm.name]
         steps = ", ".join(f"{one.began} to {'the end' if one.over is None else one.over}" for one in times)
         lines[alarm.name] = (
-            f"{alarm.tag} {alarm.start:.3g} at the start, {alarm.value:.3g} at step {alarm.raised}; steps {steps}"
+            f"{WATCHED[alarm.name].what}: {alarm.tag} {alarm.start:.3g} "
+            f"{'at its best' if WATCHED[alarm.name].best else 'at the start'}, {alarm.value:.3g} at step "
+            f"{alarm.raised}; steps {steps}"
         )
     return lines
 

@@ -1,8 +1,9 @@
 """What a trace says of a run as a whole. Reads the finished file (launch.trace.merge), and shares no code with what
 writes it or with the sums in metrics.jsonl, so that each can be checked by the other.
 
-Only slices count. A worker's time begins with its mark `ready`, and everything ends with the learner's last step: the
-last evaluation and the end of the processes are left out.
+Only slices count, from the mark `ready` of the newest process of the learner to its last step: what is left out is an
+earlier launch, the last evaluation and the end of the processes. That of the other workers begins with their own
+`ready` if that is later. Swaps count up to the end. Goodput is that of the whole trace, all launches.
 
     learner bubble     time of the learner inside of a `wait: ...`, over its time
     teacher wait       time of the teachers without a `score`, over their time
@@ -72,23 +73,20 @@ def read_figures(file: Path) -> TraceFigures:
     for event in _events(file):
         _take(processes[event["pid"]], event)
     learners = [one for one in processes.values() if one.ready is not None and one.steps]
+    learner = max(learners, key=lambda one: one.ready or 0.0, default=_Process())
+    first = learner.ready or 0.0
+    last = max((end for _, end, _ in learner.steps), default=0.0)
+    waits = [(max(begin, first), min(end, last), name) for begin, end, name in learner.waits if begin < last]
+    waited_us = _covered([(begin, end) for begin, end, _ in waits])
     wait_us: defaultdict[str, float] = defaultdict(float)
-    learner_us = waited_us = 0.0
-    for one in learners:
-        assert one.ready is not None
-        until = max(end for _, end, _ in one.steps)
-        waits = [(max(begin, one.ready), min(end, until), name) for begin, end, name in one.waits if begin < until]
-        learner_us += until - one.ready
-        waited_us += _covered([(begin, end) for begin, end, _ in waits])
-        for name, own_us in _own_time(waits):
-            wait_us[name] += own_us
-    last = max((end for one in learners for _, end, _ in one.steps), default=0.0)
-    teacher_us, busy_us, scored = _teachers(list(processes.values()), last)
+    for name, own_us in _own_time(waits):
+        wait_us[name] += own_us
+    teacher_us, busy_us, scored = _teachers(list(processes.values()), first, last)
     trained = sum(tokens for one in learners for _, _, tokens in one.steps)
     sent = sum(one.sent_tokens for one in processes.values())
-    swaps = [end - begin for one in processes.values() for begin, end in one.swaps]
+    swaps = [end - begin for one in processes.values() for begin, end in one.swaps if first <= begin]
     return TraceFigures(
-        learner_bubble=waited_us / learner_us if learner_us else None,
+        learner_bubble=waited_us / (last - first) if last > first else None,
         wait_s={name: us / 1e6 for name, us in wait_us.items()},
         teacher_wait=1 - busy_us / teacher_us if teacher_us else None,
         goodput=trained / sent if sent else None,
@@ -136,16 +134,18 @@ def _take(process: _Process, event: dict[str, Any]) -> None:
             pass
 
 
-def _teachers(processes: list[_Process], last: float) -> tuple[float, float, int]:
+def _teachers(processes: list[_Process], first: float, last: float) -> tuple[float, float, int]:
     """Their time, their time inside of `score`, and the tokens scored in it."""
     whole = busy = 0.0
     scored = 0
     for one in processes:
-        if not one.name.startswith("teacher") or one.ready is None or one.ready >= last:
+        if not one.name.startswith("teacher") or one.ready is None:
             continue
-        until = min(one.last, last)
-        whole += until - one.ready
-        inside = [(max(begin, one.ready), min(end, until), tokens) for begin, end, tokens in one.scores if end <= until]
+        since, until = max(one.ready, first), min(one.last, last)
+        if since >= until:
+            continue
+        whole += until - since
+        inside = [(begin, end, tokens) for begin, end, tokens in one.scores if since <= begin and end <= until]
         busy += _covered([(begin, end) for begin, end, _ in inside])
         scored += sum(tokens for _, _, tokens in inside)
     return whole, busy, scored

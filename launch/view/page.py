@@ -115,7 +115,7 @@ class Page:
         finite = gap_ML[np.isfinite(gap_ML)]
         block, at = self._place(self._encoded(one, tail))
         row: dict[str, float | None] = {
-            "step": one.version.step,
+            "step": one.version.step + 1,
             "task": item.task_id,
             "sample": item.sample_index,
             "tag": self._number("tag", item.tag),

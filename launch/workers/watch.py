@@ -22,6 +22,7 @@ from launch.processes.lifeline import sweep
 from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, Worker, said
 from launch.report.figures import RunView
 from launch.report.status import StatusView
+from launch.report.summary import read_sample
 from launch.servers.attached import features_of_run
 from launch.servers.watch import ServerNews, ServerWatch
 from launch.terminal import StopRequests, said_of
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 STARTING_PUMP_S: Final = 0.1
 PUMP_S: Final = 0.25
 SNAPSHOT_EVERY_S: Final = 1.0
+SAMPLE_S: Final = 2.0
 SERVER_GRACE_S: Final = 5.0
 """Time for inference servers to leave after SIGTERM, when no worker uses them any more."""
 WORD_S: Final = 3.0
@@ -76,6 +78,7 @@ class Watch(ABC):
         """Name -> time, for restartable workers that left in good order. They seem to know that the run is over, and we
         should hear of it soon; if not, they are restarted."""
         self._ready_s: float | None = None
+        self._sample_text, self._sampled_s = "", 0.0
 
     # ------------------------------------------------------------------------------------- decided by subclasses
 
@@ -309,7 +312,16 @@ class Watch(ABC):
             ending=self._ending.reason if self._ending is not None else None,
             servers_up=sum(slot.state == "up" for slot in self._servers.slots.values()),
             servers=len(self._servers.slots),
+            sample=self._sample(now_s),
         )
+
+    def _sample(self, now_s: float) -> str:
+        """Read from the learner's account, at most every SAMPLE_S."""
+        if now_s - self._sampled_s >= SAMPLE_S:
+            self._sampled_s = now_s
+            sample = read_sample(self._folder.path)
+            self._sample_text = str(sample) if sample is not None else self._sample_text
+        return self._sample_text
 
     def _say_features(self) -> None:
         """Show once what the servers can do, as measured by their workers."""

@@ -21,14 +21,16 @@ limit: more of it would take its time from the others (`cpu`)."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
+from learner.reports.wait_clock import WaitReport
 from learner.reports.work_window import Work, WorkWindow
 from protocol.messages import Snapshot
 from protocol.processors import share_used
 
 WINDOW_S: Final = 60.0
-"""The figures in the metrics cover this much time."""
+"""What limits a run is judged over this much time, on the status and in the metrics."""
 
 MIN_STEPS: Final = 3
 """Fewer say nothing."""
@@ -91,9 +93,10 @@ class Limits:
 
     def __init__(self) -> None:
         self._lately, self._whole = WorkWindow(WINDOW_S), WorkWindow(math.inf)
+        self._ended: Work | None = None
 
     def update(self, snapshot: Snapshot) -> dict[str, float]:
-        """Figures of the last WINDOW_S, by tag. `snapshot`: that of a step's batch."""
+        """Figures of the last WINDOW_S, by tag. `snapshot`: the first of the learner's start, then those of batches."""
         cpu = share_used()
         for window in (self._lately, self._whole):
             window.update(snapshot, cpu)
@@ -104,11 +107,26 @@ class Limits:
         verdict = attribute(work)
         return figures if verdict is None else figures | verdict.gauges()
 
-    def account(self) -> dict[str, Any]:
-        """What limited the whole run, and its figures, for learner.json."""
-        work = self._whole.work()
+    def end(self, snapshot: Snapshot) -> None:
+        """With the first snapshot after the last step, where the figures of the whole run end; and with the one after
+        the last evaluation, by which the engines have the last weights."""
+        self._whole.update(snapshot, share_used())
+        self._ended = self._ended or self._whole.work()
+
+    def account(self, waits: WaitReport) -> dict[str, Any]:
+        """What limited the run from the start of this learner to its last step, and its figures, for learner.json.
+        `waits`: the learner's time, over the same."""
+        newest = self._whole.work()
+        if newest is None:
+            return {"bound": "", "efficiency": {}}
+        work = replace(
+            self._ended or newest,
+            learner={"busy": waits.busy_fraction, **waits.wait_fraction},
+            weight_pauses=newest.weight_pauses,
+            weight_pause_s=newest.weight_pause_s,
+        )
         verdict = attribute(work)
-        return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency() if work is not None else {}}
+        return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency()}
 
 
 def attribute(work: Work | None) -> Verdict | None:

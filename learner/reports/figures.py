@@ -23,6 +23,8 @@ thousands, and TensorBoard keeps every figure forever."""
 OTHER_TAG: Final = "other"
 REPEATED_TOKENS: Final = 8
 """Length of a run of tokens that counts as repeated if it comes twice: longer than most set phrases."""
+RATES_S: Final = 20.0
+"""Token rates, on the status and in the metrics, are means over this window."""
 _HASH_FACTOR: Final = np.uint64(0x9E3779B97F4A7C15)
 ENVIRONMENT: Final = "env_"
 """Prefix of the totals that environments report through `info` (`actors.rollouts_running`)."""
@@ -81,6 +83,7 @@ class RolloutFigures:
         trains its last piece; a step without such a rollout has no figures of rollouts."""
         ended = [item for item in items if item.final]
         figures = {"rollouts/ended": float(len(ended)), **_of_rollouts("rollouts", ended), **_repetition(items, arrays)}
+        figures |= _ending(items, arrays)
         for tag, its in self._by_tag(ended):
             figures |= _of_rollouts(f"rollouts/{tag}", its)
         return figures | _of_pools(items, arrays)
@@ -170,6 +173,21 @@ def _repetition(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str
         runs += n
         repeated += n - len(np.unique(run_n))
     return {"rollouts/repetition": repeated / runs} if runs else {}
+
+
+def _ending(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
+    """Mean of mu - q, over a token's teachers, at the last token of the rollouts that the student ended itself. It is
+    what tells answers that got short because the teacher's are from those of a student that gives up early."""
+    gaps: list[float] = []
+    at = 0
+    for item in items:
+        _, mu_T, trained_T, q_PT = arrays[at : at + 4]
+        at += 5 if item.top_k else 4
+        trained = np.flatnonzero(trained_T)
+        if item.final and item.finish_reason == "stop" and item.teachers and len(trained):
+            last = trained[-1]
+            gaps.append(float(mu_T[last]) - float(np.mean(q_PT[:, last])))
+    return {"rollouts/ending_gap": float(np.mean(gaps))} if gaps else {}
 
 
 def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -32,7 +32,7 @@ from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 from learner.evaluation.evaluation import EvalSample, EvaluationResult
 from learner.reports import board, scaling
 from learner.reports.event_file import EventFile
-from learner.reports.figures import TokenRates
+from learner.reports.figures import RATES_S, TokenRates
 from learner.reports.figures import staleness as staleness_of
 from learner.reports.settings import Setting
 from learner.reports.trackers.feed import Trackers
@@ -57,6 +57,9 @@ class _Place(msgspec.Struct, frozen=True):
     kind: str
     step: int
     epoch: int
+
+
+_PLACE: Final = ("kind", "step", "epoch", "set")
 
 
 class MetricsWriter:
@@ -84,7 +87,7 @@ class MetricsWriter:
         _cut_torn_line(samples_file)
         self._folder = folder
         self.unwritten = Unwritten()
-        self._rates = TokenRates()
+        self._rates = TokenRates(RATES_S)
         self._nonfinite_total = 0
         self._epoch = resume.epoch if resume else 0
         # Written before any other row: without it a reader would take two branches for one.
@@ -225,17 +228,20 @@ def newest_epoch(folder: Path) -> int | None:
     return max((row["epoch"] for row in _read_lines(file)), default=0)
 
 
-def read_metrics(folder: Path) -> list[Row]:
+def read_metrics(folder: Path, tags: Container[str] | None = None) -> list[Row]:
     """Step and eval lines of the branch of versions that was kept, in the order of writing. Of two lines of one kind
-    and step (an evaluation repeated after a resume; of one set) only the later one. A torn last line is left out."""
+    and step (an evaluation repeated after a resume; of one set) only the later one. A torn last line is left out. With
+    `tags`, a line has no other figures."""
     rows, branches = list[Row](), Branches()
     for row in _read_lines(folder / METRICS_FILE):
         version = WeightVersion(row["epoch"], row["step"])
         if row["kind"] == "resume":
             parent_epoch = row.get("parent_epoch")
             branches.fork(version, None if parent_epoch is None else WeightVersion(parent_epoch, version.step))
-        else:
+        elif tags is None:
             rows.append(row)
+        else:
+            rows.append({key: value for key, value in row.items() if key in tags or key in _PLACE})
     kept: dict[tuple[str, int, str], Row] = {}
     for row in rows:
         if branches.keeps(WeightVersion(row["epoch"], row["step"])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -12,9 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from learner.evaluation.evaluation import EvaluationResult
-from learner.reports.alarms import ALARM_SINCE, Alarms
+from learner.reports.alarms import ACCURACY, ALARM_SINCE, FIGURES, MEAN, Alarms
 from learner.reports.attribution import Limits
+from learner.reports.sample import Sample
 from learner.reports.step_metrics import StepMetrics
+from learner.reports.wait_clock import WAIT_CAUSES, WaitReport
 from protocol.atomic_file import write_atomic
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
@@ -23,6 +26,8 @@ from weights.publisher import PublisherStats
 log = logging.getLogger(__name__)
 
 ACCOUNT_FILE: Final = "learner.json"
+RESTORED: Final = (*FIGURES, "train/tokens", "train/offline_tokens", "eval/n_sampled")
+"""Figures of the metrics that `Progress.restore` reads."""
 DOUBTFUL_SHARE: Final = 0.75
 """An error is logged if the teacher's mean log-prob on the first batch is below this fraction of a uniform guess."""
 
@@ -51,7 +56,11 @@ class Progress:
     steps_skipped: int = 0
     """Steps without a finite rollout to train."""
     alarms: Alarms = field(default_factory=Alarms)
+    stopped_by_alarm: bool = False
+    sample: Sample | None = None
     limits: Limits = field(default_factory=Limits)
+    waits: WaitReport = field(default_factory=lambda: WaitReport(0.0, 0.0, dict.fromkeys(WAIT_CAUSES, 0.0)))
+    """The learner's time, from its start to its last step: the sum of what each step reports."""
 
     def add(self, figures: StepMetrics, *, vocab_rows: int) -> None:
         """Count an optimizer step. `vocab_rows` is the number of rows of the student's head."""
@@ -63,6 +72,19 @@ class Progress:
             if self.reverse_kl_first is None:
                 self.reverse_kl_first = figures.reverse_kl
                 _doubt_the_teacher(figures.logprob - figures.reverse_kl, -math.log(vocab_rows))
+
+    def restore(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Begin with what the run had before: `rows` of its metrics, up to `step`."""
+        for row in rows:
+            if row["step"] > step:
+                continue
+            self.tokens_trained += int(row.get("train/tokens", 0))
+            self.tokens_trained_offline += int(row.get("train/offline_tokens", 0))
+            figures = {tag: value for tag in FIGURES if isinstance(value := row.get(tag), int | float)}
+            if row["kind"] == "step":
+                self.alarms.add(row["step"], figures)
+            elif ACCURACY in figures:
+                self.alarms.add_accuracy(row["step"], figures[ACCURACY], int(row.get("eval/n_sampled", 0)))
 
     def checkpoint_failed(self, why: str) -> None:
         """Count and log it; the launcher shows the reason."""
@@ -85,6 +107,7 @@ class Progress:
             newest = own[-1]
             found |= {"eval_greedy": newest.accuracy_greedy, "eval_sampled": newest.accuracy_sampled}
         found |= {f"{ALARM_SINCE}{name}": began for name, began in self.alarms.on.items()}
+        found |= {f"{MEAN}{tag.rpartition('/')[2]}": value for tag, value in self.alarms.now().items()}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def account(self) -> dict[str, Any]:
@@ -95,7 +118,12 @@ class Progress:
             "tokens_trained_offline": self.tokens_trained_offline,
             "reverse_kl_first": self.reverse_kl_first,
             "reverse_kl_last": self.reverse_kl_last,
-            **self.limits.account(),
+            "learner": {"busy_fraction": self.waits.busy_fraction, "wait_fraction": self.waits.wait_fraction},
+            **self.limits.account(self.waits),
+            "tokens_trained": self.tokens_trained,
+            "changes": self.alarms.changes(),
+            "sample": msgspec.to_builtins(self.sample),
+            "stopped_by_alarm": self.stopped_by_alarm,
             "alarms": [msgspec.to_builtins(alarm) for alarm in self.alarms.raised],
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
             "checkpoint_error": self.checkpoint_error,

@@ -89,6 +89,10 @@ TAGS: Final = {
     "rollouts/length_max": "largest number of tokens that the student wrote",
     "rollouts/truncated_share": "share that ended at the length limit",
     "rollouts/repetition": "share of the runs of eight trained tokens that their rollout had before",
+    "rollouts/ending_gap": (
+        "student's minus teachers' log-prob of the last token, mean over the rollouts that the student ended, nats"
+    ),
+    "rollouts/reverse_kl_per_answer": "`train/reverse_kl` times `rollouts/length_mean`: what an answer costs, nats",
     "alarm/<name>": "1 while a figure is outside of the range it began in; absent before the first time",
     "rollouts/turns_mean": "number of turns of the student",
     "rollouts/<tag>/<name>": (

@@ -35,6 +35,10 @@ class WaitReport(msgspec.Struct, frozen=True):
     def wait_fraction(self) -> dict[WaitCause, float]:
         return {cause: wait_s / self.wall_s if self.wall_s > 0 else 0.0 for cause, wait_s in self.wait_s.items()}
 
+    def plus(self, other: WaitReport) -> WaitReport:
+        wait_s: dict[WaitCause, float] = {cause: self.wait_s[cause] + other.wait_s[cause] for cause in WAIT_CAUSES}
+        return WaitReport(self.wall_s + other.wall_s, self.busy_s + other.busy_s, wait_s)
+
     def gauges(self) -> dict[str, float]:
         """`busy_fraction`, `wait_<cause>_fraction`, and the seconds behind them as totals, for the heartbeat."""
         waits = {f"wait_{cause}_fraction": fraction for cause, fraction in self.wait_fraction.items()}

@@ -18,7 +18,7 @@ MAX_SAMPLES: Final = 64
 """Kept per window; of more, every second one is forgotten."""
 BUSY, ELAPSED, CPU = "busy_s_total", "elapsed_s_total", "cpu_s_total"
 ADDED: Final = (
-    *(BUSY, ELAPSED, CPU, "batches_total", "scored_tokens_total", "weight_swaps_total", "weight_pause_s_total"),
+    *(BUSY, ELAPSED, CPU, "batches_total", "scored_tokens_total", "weight_pauses_total", "weight_pause_s_total"),
     *("environment_s_total", "rollouts_finished_total"),
     *(f"wait_{cause}_s_total" for cause in WAIT_CAUSES),
 )
@@ -58,7 +58,8 @@ class Work:
     """Share of the rollouts under way that wait for newer weights."""
     scored_tokens: float
     teacher_busy_s: float
-    weight_swaps: float
+    weight_pauses: float
+    """Swaps of weights during which an engine had requests."""
     weight_pause_s: float
     cpu: float | None
     """Mean share of this machine's processors that was used, or of those that the run may use; None: unknown."""
@@ -77,8 +78,8 @@ class Work:
             figures["teacher_wait"] = 1 - self.teachers_busy
         if self.scored_tokens:
             figures["teacher_s_per_1000_tokens"] = 1000 * self.teacher_busy_s / self.scored_tokens
-        if self.weight_swaps:
-            figures["weight_pause_s"] = self.weight_pause_s / self.weight_swaps
+        if self.weight_pauses:
+            figures["weight_pause_s"] = self.weight_pause_s / self.weight_pauses
         return {f"efficiency/{name}": value for name, value in figures.items()}
 
 
@@ -182,7 +183,7 @@ class WorkWindow:
             awaiting_weights=awaiting / under_way if under_way else 0.0,
             scored_tokens=_sum(teachers, "scored_tokens_total"),
             teacher_busy_s=_sum(teachers, BUSY),
-            weight_swaps=_sum(actors, "weight_swaps_total"),
+            weight_pauses=_sum(actors, "weight_pauses_total"),
             weight_pause_s=_sum(actors, "weight_pause_s_total"),
             cpu=mean_cpu,
             cpu_s=cpu_s,

@@ -4,6 +4,7 @@ survives the death of a worker and a resume."""
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -40,6 +41,28 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     waited_s, whole_s = total(rows, "wait/"), total(rows, "time/step_s")
     assert figures.learner_bubble == pytest.approx(waited_s / whole_s, rel=0.03, abs=0.01)
     assert sum(figures.wait_s.values()) == pytest.approx(waited_s, rel=0.03, abs=0.05)
+    shares, efficiency = summary["learner"], summary["efficiency"]
+    assert (
+        1 - shares["busy_fraction"]
+        == pytest.approx(waited_s / whole_s, abs=1e-6)
+        == sum(shares["wait_fraction"].values())
+    )
+    assert efficiency["efficiency/learner_bubble"] == pytest.approx(1 - shares["busy_fraction"])
+    assert efficiency["efficiency/teacher_wait"] == pytest.approx(figures.teacher_wait, abs=0.1)
+    assert efficiency["efficiency/weight_pause_s"] == pytest.approx(figures.weight_pause_s, rel=0.2)
+    words = " ".join(run.text().split())
+    for places in (
+        (r"the learner waited ([\d.]+)%", r"learner bubble: ([\d.]+)%"),
+        (r"stood still ([\d.]+) ms per version", r"pause for weights: ([\d.]+) ms per version"),
+        (r"goodput ([\d.]+)% of the tokens", r"goodput: ([\d.]+)% of the tokens"),
+    ):
+        table, traced = (float(re.findall(place, words)[0]) for place in places)
+        assert table == pytest.approx(traced, rel=0.2, abs=1.0), places
+    assert summary["tokens_trained"] == summary["tokens"]["trained"] == sum(row["train/tokens"] for row in rows)
+    newest = rows[-5:]
+    for tag, (_, last) in summary["changes"].items():
+        assert last == pytest.approx(sum(row[tag] for row in newest) / 5), tag
+    assert summary["sample"]["step"] == 25 == len(rows) == summary["steps"]
     tokens = summary["tokens"]
     assert figures.goodput == pytest.approx(tokens["trained"] / tokens["accepted"], rel=0.03)
     trained = slices(trace, "learner", "train")

@@ -592,6 +592,41 @@ def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
     assert [(row["train/tokens"], row["train/items_nonfinite"]) for row in rows] == [(0, 1), (4, 0), (0, 1), (0, 1)]
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_alarm_ends_the_run_with_a_checkpoint_if_it_is_to(learning: Learning, asked: bool) -> None:
+    """Seventeen steps, of which the last seven are of a teacher from which the student is far."""
+    limit = 17
+    with (
+        ScriptedBuffer(acknowledge_tasks_and_show) as peer,
+        learning(peer.address, steps=limit, stop_on_alarm=asked, lr=1e-9, fetch_ahead=False) as made,
+        running(made.loop.run) as ran,
+    ):
+        for steps in range(1, limit + 1):
+            before = m.WeightVersion(0, steps - 1)
+            while not peer.got(m.RunFinished):
+                if any(got.message.version == before for got in peer.got(m.BatchWanted)):
+                    break
+                time.sleep(0.005)
+            if peer.got(m.RunFinished):
+                break
+            message, frames = batch(steps, before)
+            frames[3][:] = -6.0 if steps <= 10 else -40.0
+            peer.send(message, frames, to=LEARNER)
+            peer.expect(m.BatchTrained, steps)
+            peer.send(m.BatchTrainedAck(steps, m.WeightVersion(0, steps)), to=LEARNER)
+        finished = peer.expect(m.RunFinished)[0].message
+        peer.send(m.Shutdown(finished.ok, finished.reason), to=LEARNER)
+        if asked:
+            with pytest.raises(RunStopped, match="alarm reverse_kl: the student leaves its teacher since step 11"):
+                ran.result(WAIT_S)
+        else:
+            ran.result(WAIT_S)
+    account = made.loop.progress.account()
+    assert account["stopped_by_alarm"] is asked and finished.ok is not asked
+    assert made.saved[-1].steps_done == (15 if asked else 17)
+    assert [alarm["name"] for alarm in account["alarms"]] == ["reverse_kl"]
+
+
 @pytest.mark.parametrize(("grade", "doubted"), [(-1.0, False), (-5.5, True)])
 def test_a_teacher_that_finds_all_tokens_alike_is_doubted(
     grade: float, doubted: bool, learning: Learning, caplog: pytest.LogCaptureFixture
@@ -627,9 +662,9 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
         peer.send(snapshot(1.0), to=LEARNER)  # of before the batch counted as trained
-        assert not peer.got(m.SnapshotWanted) and made.saved == []
+        assert len(peer.got(m.SnapshotWanted)) == 1 and made.saved == [], "the one at the start"
         peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
-        peer.expect(m.SnapshotWanted)
+        peer.expect(m.SnapshotWanted, 2)
         assert made.saved == []
         peer.send(snapshot(2.0), to=LEARNER)
         peer.expect(m.RunFinished)
@@ -655,12 +690,12 @@ def test_a_batch_that_was_begun_before_the_step_does_not_stand_for_the_snapshot_
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
         peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
-        peer.expect(m.SnapshotWanted)
+        peer.expect(m.SnapshotWanted, 2)  # the first is of the start
         peer.send(*batch(2, V1), to=LEARNER)  # with a snapshot of time 0
         peer.send(snapshot(2.0), to=LEARNER)
         peer.expect(m.BatchTrained, 2)
         peer.send(m.BatchTrainedAck(2, V2), to=LEARNER)
-        peer.expect(m.SnapshotWanted, 2)
+        peer.expect(m.SnapshotWanted, 3)
         peer.send(snapshot(3.0), to=LEARNER)
         peer.expect(m.RunFinished)
         peer.send(m.Shutdown(True, "done"), to=LEARNER)
@@ -700,7 +735,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
         peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
-        peer.expect(m.SnapshotWanted)
+        peer.expect(m.SnapshotWanted, 2)
         peer.send(snapshot(2.0), to=LEARNER)
         assert peer.expect(m.RunFinished)[0].message.ok
         made.stop.count = 1

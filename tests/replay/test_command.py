@@ -112,7 +112,7 @@ def test_the_recorded_runs_configuration_is_what_a_replay_begins_with(tmp_path: 
     assert (account["steps"], account["tokens_trained"], account["eval"]) == (6, 2 * 3 * 4 * 8, [])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["replay/epoch"], row["replay/recorded_step"]) for row in rows] == [
-        (epoch, step) for epoch in (0, 1) for step in (0, 1, 2)
+        (epoch, step) for epoch in (0, 1) for step in (1, 2, 3)
     ]
 
 

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from launch.join.joiner import JoinStatus
-from launch.report.figures import News, Rates, RunView, clock, plural, short, staleness
+from launch.report.figures import News, Rates, RunView, SteadyLimit, clock, plural, short, staleness
 from launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
+from learner.reports.attribution import Verdict
 from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
 COUNTS = LedgerCounts(
@@ -169,6 +170,10 @@ LEARNER = {
     "busy_fraction": 0.6,
     "wait_scoring_fraction": 0.3,
     "wait_data_fraction": 0.1,
+    "mean_length_mean": 31.5,
+    "mean_truncated_share": 0.04,
+    "mean_reward_mean": 0.75,
+    "mean_reverse_kl_per_answer": 13.2,
 }
 
 
@@ -189,10 +194,8 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
         with console.capture() as capture:
             console.print(table(figures))
         text = capture.get()
-    for said in (
-        "12/40",
-        "200",
-        "0.312",
+    both = ("12/40", "200", "0.312", "reward 0.75", "length 31.5, 4% truncated")
+    only_table = (
         "0.500",
         "sampled 0.25",
         "greedy 0.50",
@@ -201,14 +204,35 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
         "0.83",
         "unscored 12.3k",
         "masked stale 7",
-        "stopped by SIGINT",
-    ):
+        "13.20 per answer",
+    )
+    for said in (*both, "stopped by SIGINT", *(only_table if style == "table" else ())):
         assert said in text, said
+    assert style == "table" or len(text) < 160
+
+
+def test_a_line_stays_short_whatever_there_is_to_say() -> None:
+    stats = LEARNER | {f"alarm_since_{name}": 123456.0 for name in ("short", "reward", "entropy_low", "truncated")}
+    stats |= {"checkpoints_failed_total": 9.0, "ema_failures_total": 9.0}
+    seen = snapshot(1.0, 123456, peer("learner", 0, 10**9, stats=stats))
+    worse = msgspec.structs.replace(seen, intake_trouble="no space " * 40, failures=failing().failures)
+    text = line(Rates().figures(view(worse, "stopped " * 30)))
+    assert len(text) < 160 and "NO INTAKE" in text and "ALARM short" in text and "step 123456" in text
+
+
+def test_what_limits_a_run_does_not_flip() -> None:
+    learner, data = (Verdict(stage, {}, f"{stage}-bound 50%: more") for stage in ("learner", "data"))
+    limit = SteadyLimit()
+    shown = [limit.take(data if s % 4 == 3 else learner, float(s)) for s in range(60)]
+    assert shown == [learner] * 60
+    later = [limit.take(data, 60.0 + s) for s in range(20)]
+    assert later == [learner] * 9 + [data] * 11, "it has lasted since 59 s"
+    assert limit.take(None, 99.0) is data
 
 
 def test_a_wait_for_a_shard_is_told_where_there_was_one() -> None:
     def shown(stats: dict[str, float]) -> str:
-        return line(Rates().figures(view(snapshot(1.0, 12, peer("learner", 0, 100, stats=stats)))))
+        return Rates().figures(view(snapshot(1.0, 12, peer("learner", 0, 100, stats=stats)))).learner_does
 
     assert "shards" not in shown(LEARNER)
     assert "shards 20%" in shown(LEARNER | {"wait_shards_fraction": 0.2})
@@ -230,7 +254,7 @@ def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:
 def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> None:
     said = "66, newest env_error_KeyError: actor-0: KeyError: 'tool' [red](at env.py:7 in step)"
     figures = Rates().figures(view(failing()))
-    assert f"| FAILED ROLLOUTS {said} |" in line(figures)
+    assert f"| FAILED ROLLOUTS {said[:45]}... |" in line(figures)
     console = Console(width=200)
     with console.capture() as shown:
         console.print(table(figures))
@@ -276,9 +300,13 @@ def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
     many = msgspec.structs.replace(
         snapshot(1.0, 3, peer("learner", 0)), ledger=Ledger(COUNTS, COUNTS, tokens, {}, COUNTS)
     )
-    text = line(Rates().figures(view(many)))
+    console = Console(width=600)
+    with console.capture() as shown:
+        console.print(table(Rates().figures(view(many))))
+    (text,) = [row for row in shown.get().splitlines() if row.startswith("lost")]
+    text = text.strip()
     assert "dropped env_error_Error199 200, dropped env_error_Error198 199" in text
-    assert "194 other reasons 18.9k tokens" in text and len(text) < 800
+    assert "194 other reasons 18.9k tokens" in text and len(text) < 600
 
 
 def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
@@ -290,7 +318,7 @@ def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
     usual = line(Rates().figures(view(usual_snapshot)))
     assert "held back" not in usual and "hedges" not in usual
     figures = Rates().figures(view(worse))
-    assert "hedges sent 5 won 3 wasted 1 | held back: teacher-1: leaving" in line(figures)
+    assert "held back: teacher-1: leaving" in line(figures) and "hedges sent 5 won 3 wasted 1" in line(figures)
     console = Console(width=200)
     with console.capture() as shown:
         console.print(table(figures))

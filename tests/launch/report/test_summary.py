@@ -19,6 +19,7 @@ from launch.report.summary_table import print_summary
 from launch.report.teacher_accuracy import MeasuredTeacher
 from launch.runfolder import RunFolder
 from learner.checkpoints.files import CHECKPOINTS
+from learner.reports.alarms import Alarm
 from protocol.messages import (
     ForgottenPeers,
     Ledger,
@@ -263,12 +264,34 @@ def test_the_table_shows_before_and_after(folder: RunFolder) -> None:
         assert said in text, said
 
 
+def test_a_run_with_an_alarm_is_not_simply_finished_and_one_that_it_stopped_has_its_own_exit_code(
+    folder: RunFolder,
+) -> None:
+    alarm = Alarm("short", "rollouts/length_mean", 97, 16.0, 3.6, 102)
+    told = {"alarms": [msgspec.to_builtins(alarm)], "changes": {"rollouts/length_mean": [16.0, 2.2]}}
+    leave(folder, snapshot(), ACCOUNT | told)
+    shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
+    assert "run run: finished, but with 1 alarm: short" in shown and "length 16.0 -> 2.2 tokens" in shown
+    assert "ALARM short answers get short: rollouts/length_mean 16 at the start, 3.6 at step 102; steps 97 to" in shown
+    leave(folder, snapshot(), ACCOUNT | told | {"stopped_by_alarm": True})
+    summary = write_summary(CONFIG, folder, outcome(Ending(False, "alarm short", 1)), first_step=80)
+    assert (summary.exit_code, summary.state, summary.ok) == (5, "stopped", False)
+
+
+def test_of_a_resumed_run_the_table_says_what_this_launch_did(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT | {"tokens_trained": 45})
+    shown = table(write_summary(CONFIG, folder, outcome(WELL), first_step=8), folder)
+    assert "4 optimizer steps in 1:01 (this launch; 12 in all)" in shown
+    assert "60.0% of the tokens written were trained, 15 of them by steps that a restart took back" in shown
+
+
 def test_the_table_says_what_limited_the_run_and_what_its_time_went_to(folder: RunFolder) -> None:
     efficiency = {"efficiency/learner_bubble": 0.4, "efficiency/weight_pause_s": 0.0125}
     leave(folder, snapshot(), ACCOUNT | {"bound": "teacher-bound 40%: more", "efficiency": efficiency, "steps": 1})
     text = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
     assert "limit teacher-bound 40%: more" in text and "1 optimizer step in 1:01" in text
-    assert "the learner waited 40% of its time, engines stood still 0.013 s per version, 60% of the tokens" in text
+    assert "the learner waited 40.0% of its time, engines stood still 12.5 ms per version" in text
+    assert "goodput 60.0% of the tokens written were trained" in text
     leave(folder, snapshot(), ACCOUNT)
     assert "efficiency" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder)
 

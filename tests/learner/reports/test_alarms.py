@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,88 +16,180 @@ from learner.reports.alarms import WATCHED, Alarm, Alarms
 from learner.reports.figures import REPEATED_TOKENS, RolloutFigures
 from tests.learner.reports.test_figures import frames, item
 
-TAGS = sorted({watched.tag for watched in WATCHED.values()})
+RECORDED = json.loads(Path(__file__).with_name("recorded_runs.json").read_text(encoding="utf-8"))
+"""Run -> figure -> its values step by step (null: none), of real runs of the built-in models by examples/demo.toml and
+the recipes with other seeds, batches and bounds, and of examples/smollm2/context.toml. Those named `collapse` had
+too high a learning rate."""
+LENGTH, REWARD, KL, ENTROPY = "rollouts/length_mean", "rollouts/reward_mean", "train/reverse_kl", "train/entropy"
+TRUNCATED, REPETITION, GAP = "rollouts/truncated_share", "rollouts/repetition", "rollouts/ending_gap"
 
 
-def run(series: dict[str, list[float]], *, first: int = 1) -> Alarms:
+def run(series: Mapping[str, Sequence[float | None]], *, first: int = 1) -> Alarms:
     alarms = Alarms()
-    n = max(map(len, series.values()))
-    for step in range(n):
-        alarms.add(first + step, {tag: values[step] for tag, values in series.items() if step < len(values)})
+    for step in range(max(map(len, series.values()))):
+        figures = {tag: values[step] for tag, values in series.items() if step < len(values)}
+        alarms.add(first + step, {tag: value for tag, value in figures.items() if value is not None})
     return alarms
 
 
-def test_the_reverse_kl_of_a_run_that_collapsed() -> None:
-    """Of the built-in student under k1 at a rate of 1e-3: its accuracy fell from 0.31 to 0."""
-    seen = [0.537, 0.688, 0.377, 0.403, 0.307, 0.338, 0.357, 0.453, 0.718, 0.805, 0.774, 0.537]
-    alarms = run({"train/reverse_kl": [*seen, 0.866, 0.9, 1.1, 1.3, 1.5, 1.829, 1.856, 2.549, 4.275]})
-    (alarm,) = alarms.raised
-    assert (alarm.name, alarm.began, alarm.over) == ("reverse_kl", 13, None)
-    assert alarm.start == pytest.approx(sum(seen[:5]) / 5)
-    assert alarms.on == {"reverse_kl": 13} and alarms.figures() == {"alarm/reverse_kl": 1.0}
+def names(alarms: Alarms) -> set[str]:
+    return {alarm.name for alarm in alarms.raised}
 
 
-def test_a_steady_run_raises_none() -> None:
-    random = np.random.default_rng(0)
-    noise = random.normal(1.0, 0.2, (len(TAGS), 200))
-    start = {"rollouts/length_mean": 36.0, "rollouts/truncated_share": 0.02, "rollouts/repetition": 0.05}
-    falling = np.linspace(1.0, 0.3, 200)
-    series = {tag: (start.get(tag, 0.3) * falling * noise[i]).tolist() for i, tag in enumerate(TAGS)}
-    assert run(series).raised == []
+def noisy(*means: tuple[float, float, int], noise: float, seed: int = 0, low: float = 0.0) -> list[float]:
+    """(from, to, steps) one after another, with noise."""
+    random = np.random.default_rng(seed)
+    clean = np.concatenate([np.linspace(a, b, n) for a, b, n in means])
+    return np.maximum(low, clean + random.normal(0, noise, len(clean))).tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if not name.startswith("collapse")])
+def test_a_healthy_run_raises_none(name: str) -> None:
+    assert run(RECORDED[name]).raised == []
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name.startswith("collapse")])
+def test_a_run_that_collapsed_raises_some(name: str) -> None:
+    raised = names(run(RECORDED[name]))
+    assert raised and ("short" in raised or not name.startswith("collapse_to_short"))
+
+
+PLANTED: dict[str, tuple[str, dict[str, list[float]]]] = {
+    "ends at once": (
+        "short",
+        {LENGTH: noisy((40, 40, 20), (40, 2, 40), noise=5), KL: noisy((0.5, 0.5, 60), noise=0.1)},
+    ),
+    "forgets": ("reward", {REWARD: noisy((0.3, 0.9, 60), (0.9, 0.1, 40), noise=0.1)}),
+    "negative rewards": ("reward", {REWARD: noisy((-5, -2, 60), (-2, -6, 40), noise=0.5, low=-9)}),
+    "one answer": ("entropy_low", {ENTROPY: noisy((1.2, 1.0, 30), (1.0, 0.02, 30), noise=0.05), KL: [0.6] * 60}),
+    "babbles": ("entropy_high", {ENTROPY: noisy((0.15, 0.15, 20), (0.15, 3.0, 40), noise=0.03)}),
+    "never ends": ("truncated", {TRUNCATED: noisy((0.05, 0.05, 20), (0.05, 0.9, 40), noise=0.05)}),
+    "never ends, longer": ("length", {LENGTH: noisy((40, 40, 20), (40, 400, 40), noise=9)}),
+    "repeats": ("repetition", {REPETITION: noisy((0.02, 0.02, 20), (0.02, 0.8, 40), noise=0.02)}),
+    "leaves": ("reverse_kl", {KL: noisy((0.5, 0.3, 20), (0.3, 3.0, 40), noise=0.05)}),
+    "only shorter": (
+        "short_kl",
+        {
+            KL: noisy((0.5, 0.5, 20), (0.5, 0.2, 40), noise=0.05),
+            LENGTH: noisy((40, 40, 20), (40, 15, 40), noise=4),
+            GAP: noisy((0.2, 0.2, 20), (0.2, 6.0, 40), noise=0.3),
+            REWARD: noisy((0.3, 0.3, 60), noise=0.1),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_planted_degeneration_is_named_while_it_lasts(what: str, resumed: bool) -> None:
+    name, series = PLANTED[what]
+    alarms = run(series, first=101 if resumed else 1)
+    assert name in alarms.on and all(alarm.began - (100 if resumed else 0) > 10 for alarm in alarms.raised)
+    before = {tag: values[:20] for tag, values in series.items()}
+    assert run(before).raised == [], "what came before it was none"
+
+
+def test_answers_that_get_short_because_the_teachers_are_short_raise_none() -> None:
+    """As in examples/smollm2: a fifth of the length, and the teacher would end there as well."""
+    shorter = {LENGTH: noisy((40, 40, 10), (40, 8, 40), noise=5), KL: noisy((0.8, 0.8, 10), (0.8, 0.3, 40), noise=0.1)}
+    assert names(run(shorter)) == {"short", "short_kl"}
+    assert names(run(shorter | {GAP: noisy((0.0, 0.0, 50), noise=0.5, low=-9)})) == set()
+    assert names(run(shorter | {GAP: noisy((0.0, 5.0, 50), noise=0.5, low=-9)})) == {"short", "short_kl"}
+    assert names(run(shorter | {REWARD: noisy((0.2, 0.2, 10), (0.2, 0.9, 40), noise=0.1)})) == set(), "it earns more"
+
+
+def test_a_student_that_becomes_as_sure_as_its_teacher_raises_none() -> None:
+    surer = {ENTROPY: noisy((2.0, 0.1, 60), noise=0.05)}
+    assert names(run(surer)) == {"entropy_low"}
+    assert names(run(surer | {KL: noisy((1.5, 0.2, 60), noise=0.05)})) == set()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_batches_raise_none_by_chance(seed: int) -> None:
+    """Batches of eight rollouts: rewards of 0 and 1, lengths that differ by their mean; 2,000 steps."""
+    random = np.random.default_rng(seed)
+    rate = random.uniform(0.1, 0.9)
+    series = {
+        REWARD: random.binomial(8, rate, 2000) / 8,
+        TRUNCATED: random.binomial(8, 0.1, 2000) / 8,
+        LENGTH: random.exponential(60, (2000, 8)).mean(axis=1),
+        KL: 0.5 * random.lognormal(0, 0.3, 2000),
+        ENTROPY: 0.3 * random.lognormal(0, 0.2, 2000),
+    }
+    assert run({tag: values.tolist() for tag, values in series.items()}).raised == []
 
 
 @pytest.mark.parametrize(
     ("name", "start", "later"),
     [
         ("length", 36.0, 96.0),
+        ("short", 36.0, 4.0),
         ("truncated", 0.0, 0.8),
         ("repetition", 0.05, 0.6),
         ("entropy_high", 0.13, 2.0),
         ("entropy_low", 0.13, 0.001),
         ("reverse_kl", 0.5, 3.0),
+        ("reward", 0.9, 0.1),
     ],
 )
 def test_each_alarm_says_when_it_began_and_ends_half_way_back(name: str, start: float, later: float) -> None:
     tag = WATCHED[name].tag
     alarms = run({tag: [start] * 20 + [later] * 10 + [start] * 10}, first=101)
     (alarm,) = [one for one in alarms.raised if one.name == name]
-    assert alarm.began == 121 and 121 <= alarm.raised <= 125
+    assert alarm.began == 121 and 121 <= alarm.raised <= 125 and alarm.start == pytest.approx(start)
     assert alarm.over is not None and 131 <= alarm.over <= 136
     assert name not in alarms.on and alarms.figures()[f"alarm/{name}"] == 0.0
+
+
+def test_an_evaluation_that_gets_worse_is_seen_if_it_is_large_enough() -> None:
+    for n, raised in ((8, set[str]()), (256, {"accuracy"})):
+        alarms = Alarms()
+        for step, accuracy in ((0, 0.3), (25, 0.9), (50, 0.4), (75, 0.35)):
+            alarms.add_accuracy(step, accuracy, n)
+        assert names(alarms) == raised
+        assert [alarm.began for alarm in alarms.raised] == ([50] if raised else [])
+    alarms.add_accuracy(100, 0.85, 256)
+    assert alarms.on == {} and alarms.raised[0].over == 100
 
 
 def test_a_figure_near_its_limit_raises_one_alarm() -> None:
     limit = WATCHED["length"].limit(36.0)
     swinging = [limit + (3.0 if step % 16 < 8 else -3.0) for step in range(160)]
-    assert len(run({"rollouts/length_mean": [36.0] * 10 + swinging}).raised) == 1
+    assert len(run({LENGTH: [36.0] * 10 + swinging}).raised) == 1
 
 
 def test_one_outlier_raises_none() -> None:
     lengths = [36.0] * 20
     lengths[12] = 60.0
-    assert run({"rollouts/length_mean": lengths}).raised == []
+    assert run({LENGTH: lengths}).raised == []
 
 
 def test_figures_that_are_missing_or_not_finite_are_left_out() -> None:
-    alarms = run({"train/reverse_kl": [0.5, math.nan, 0.5, math.inf, 0.5, 0.5, 0.5, math.inf, math.nan, 0.5]})
-    alarms.add(11, {})
+    alarms = run({KL: [0.5, math.nan, 0.5, math.inf, 0.5, 0.5, 0.5, math.inf, *[0.5] * 7]})
+    alarms.add(16, {})
     assert alarms.raised == []
-    for step in range(12, 20):
-        alarms.add(step, {"train/reverse_kl": 3.0})
-    assert alarms.on == {"reverse_kl": 12}
+    for step in range(17, 25):
+        alarms.add(step, {KL: 3.0})
+    assert alarms.on == {"reverse_kl": 17}
+
+
+def test_what_is_shown_of_the_whole_run_is_its_first_and_newest_steps() -> None:
+    alarms = run({LENGTH: [float(n) for n in range(1, 101)], REWARD: [0.5, 1.0, 0.0]})
+    assert alarms.now() == {LENGTH: 98.0, REWARD: 0.5}
+    assert alarms.changes() == {LENGTH: (3.0, 98.0), REWARD: (0.75, 0.5)}
 
 
 def test_the_log_says_which_step_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    run({"rollouts/length_mean": [36.0] * 8 + [90.0] * 8 + [36.0] * 8})
+    run({LENGTH: [36.0] * 18 + [90.0] * 8 + [36.0] * 8})
     raised, over = [record for record in caplog.records if record.name == "learner.reports.alarms"]
     assert raised.levelname == "WARNING" and over.levelname == "INFO"
-    assert "since step 9" in raised.message and "rollouts/length_mean" in raised.message
+    assert "since step 19" in raised.message and LENGTH in raised.message
     assert "learner.lr" in raised.message
 
 
 def test_an_alarm_survives_json() -> None:
-    alarm = Alarm("length", "rollouts/length_mean", 3, 36.0, 90.0, 5)
+    alarm = Alarm("length", LENGTH, 3, 36.0, 90.0, 5)
     assert msgspec.json.decode(msgspec.json.encode(alarm), type=Alarm) == alarm
 
 

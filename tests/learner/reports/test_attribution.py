@@ -11,6 +11,7 @@ import pytest
 
 from learner.reports import work_window
 from learner.reports.attribution import STAGES, Limits, Verdict, attribute
+from learner.reports.wait_clock import WAIT_CAUSES, WaitCause, WaitReport
 from learner.reports.work_window import Work, WorkWindow
 from tests.sim.pipeline import Pipeline, Shape
 
@@ -232,8 +233,10 @@ def test_a_long_run_keeps_a_bounded_number_of_moments_and_the_right_shares() -> 
     assert figures["bound/teachers"] == pytest.approx(0.75, abs=0.02)
     assert figures["efficiency/learner_bubble"] == pytest.approx(0.75, abs=0.02)
     assert figures["efficiency/teacher_s_per_1000_tokens"] == pytest.approx(0.05 / 10 * 1000, rel=0.02)
-    account = limits.account()
-    assert account["bound"].startswith("teacher-bound 75%")
+    waits: dict[WaitCause, float] = {cause: 74.0 if cause == "scoring" else 0.0 for cause in WAIT_CAUSES}
+    account = limits.account(WaitReport(100.0, 26.0, waits))
+    assert account["bound"].startswith("teacher-bound 74%"), "its own clock says what the learner waited"
+    assert account["efficiency"]["efficiency/learner_bubble"] == pytest.approx(0.74)
 
 
 def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decides() -> None:

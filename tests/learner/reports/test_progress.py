@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from learner.reports.progress import AccountFile
+from learner.reports.alarms import LENGTH
+from learner.reports.progress import AccountFile, Progress
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
 
@@ -38,6 +39,20 @@ def test_evaluations_up_to_where_it_goes_on_and_the_first_reverse_kl_are_carried
     told = read(former)
     assert told["eval"] == [point(0, 0.1), point(20, 0.2), point(40, 0.45)]
     assert (told["steps"], told["reverse_kl_first"], told["reverse_kl_last"]) == (41, 0.9, 0.5)
+
+
+def test_figures_of_the_run_go_on_after_a_resume_with_the_steps_that_were_kept() -> None:
+    """The alarms compare with the start of the run, and the count of tokens is that of the student that is kept."""
+    long = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 40.0 + n % 3} for n in range(1, 31)]
+    whole, parts = Progress(), Progress()
+    short = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 3.0} for n in range(26, 41)]
+    whole.restore([*long[:25], *short], 40)
+    parts.restore(long, 25)
+    assert parts.alarms.raised == [] and parts.tokens_trained == 250, "five of them a restart took back"
+    for row in short:
+        parts.alarms.add(row["step"], {LENGTH: row[LENGTH]})
+    assert parts.alarms.raised == whole.alarms.raised and "short" in parts.alarms.on
+    assert whole.tokens_trained == whole.account()["tokens_trained"] == 400
 
 
 def test_what_was_carried_over_once_is_carried_over_again(former: Path) -> None:
