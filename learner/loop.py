@@ -336,7 +336,7 @@ class LearnerLoop:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         self._metrics.evaluation(result)
         if result.accuracy_sampled is not None and not result.name:
-            self.progress.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled)
+            self.progress.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled or 0)
         self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
         name = f" on {result.name}" if result.name else ""
         log.info("evaluation at step %d%s: %s", result.step, name, describe(result))

@@ -203,6 +203,7 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome, *, fir
     found = newest(folder.path / CHECKPOINTS)
     account = msgspec.structs.replace(
         account,
+        efficiency=account.efficiency | _pauses(snapshot),
         eval=_former_evaluations(folder, account, "eval") + account.eval,
         eval_sets=_former_evaluations(folder, account, "eval_sets") + account.eval_sets,
         checkpoint=_inside(folder, account.checkpoint or found),
@@ -285,6 +286,13 @@ def save_error(run_dir: Path, what: Saved) -> str:
     if account is None:
         return ""
     return account.checkpoint_error if what == "checkpoint" else account.average_error
+
+
+def _pauses(snapshot: Snapshot | None) -> dict[str, float]:
+    """The mean pause of an engine, by what the actors said last: the learner ends before the last swap."""
+    stats = [peer.stats for peer in snapshot.peers if peer.role == "actor"] if snapshot is not None else []
+    n, seconds = (sum(one.get(f"weight_{name}_total", 0.0) for one in stats) for name in ("pauses", "pause_s"))
+    return {"efficiency/weight_pause_s": seconds / n} if n else {}
 
 
 def read_sample(run_dir: Path) -> Sample | None:

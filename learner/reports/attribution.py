@@ -108,8 +108,8 @@ class Limits:
         return figures if verdict is None else figures | verdict.gauges()
 
     def end(self, snapshot: Snapshot) -> None:
-        """With the first snapshot after the last step, where the figures of the whole run end; and with the one after
-        the last evaluation, by which the engines have the last weights."""
+        """With the first snapshot after the last step, where the figures of the whole run end; later ones count for
+        nothing."""
         self._whole.update(snapshot, share_used())
         self._ended = self._ended or self._whole.work()
 
@@ -122,8 +122,6 @@ class Limits:
         work = replace(
             self._ended or newest,
             learner={"busy": waits.busy_fraction, **waits.wait_fraction},
-            weight_pauses=newest.weight_pauses,
-            weight_pause_s=newest.weight_pause_s,
         )
         verdict = attribute(work)
         return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency()}

@@ -43,9 +43,11 @@ def test_evaluations_up_to_where_it_goes_on_and_the_first_reverse_kl_are_carried
 
 def test_figures_of_the_run_go_on_after_a_resume_with_the_steps_that_were_kept() -> None:
     """The alarms compare with the start of the run, and the count of tokens is that of the student that is kept."""
-    long = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 40.0 + n % 3} for n in range(1, 31)]
+    long: list[dict[str, Any]] = [
+        {"kind": "step", "step": n, "train/tokens": 10, LENGTH: 40.0 + n % 3} for n in range(1, 31)
+    ]
     whole, parts = Progress(), Progress()
-    short = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 3.0} for n in range(26, 41)]
+    short: list[dict[str, Any]] = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 3.0} for n in range(26, 41)]
     whole.restore([*long[:25], *short], 40)
     parts.restore(long, 25)
     assert parts.alarms.raised == [] and parts.tokens_trained == 250, "five of them a restart took back"
