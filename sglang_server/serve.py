@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import json
 import logging
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +30,18 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 KEY_ARGUMENT = "--api-key"
+STORE_WORDS = (
+    "world_size",
+    "is_master",
+    "timeout",
+    "wait_for_workers",
+    "multi_tenant",
+    "master_listen_fd",
+    "use_libuv",
+)
+"""Arguments of torch's TCPStore behind host and port, in order."""
+LOCAL_VARIABLE = "STILLHOUSE_LOCAL_STORES"
+"""Set for the processes that SGLang spawns, which then call `keep_stores_here`."""
 HIDDEN_VARIABLE = "STILLHOUSE_HIDDEN_IN_LOGS"
 """Text to hide in logs, passed to the processes that SGLang spawns (they import this file again)."""
 
@@ -53,6 +67,8 @@ def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequenc
         if KEY_ARGUMENT in args:
             hide(args[args.index(KEY_ARGUMENT) + 1])
         random.seed()  # forked servers would otherwise choose the same ports
+        if not {"--nnodes", "--dist-init-addr"} & {word.partition("=")[0] for word in args}:
+            keep_stores_here()
         from sglang.launch_server import run_server
         from sglang.srt.server_args import prepare_server_args
 
@@ -104,6 +120,34 @@ def hide(secret: str) -> None:
     logging.setLogRecordFactory(make_clean_record)
 
 
+def keep_stores_here() -> None:
+    """Let torch's TCPStores of this process and its children listen on loopback only, or where another rank looks for
+    them: torch listens on all interfaces, and whoever reaches a store may fill it, without a key."""
+    import torch.distributed as dist
+
+    os.environ[LOCAL_VARIABLE] = "1"
+
+    class LocalStore(dist.TCPStore):
+        def __init__(self, host_name: str, port: int, *words: Any, **named: Any) -> None:
+            given = {**dict(zip(STORE_WORDS, words, strict=False)), **named}
+            if given.get("is_master") and given.get("master_listen_fd") is None:
+                alone = given.get("world_size") == 1 or host_name in ("", "0.0.0.0", "::", "localhost")
+                host_name = "127.0.0.1" if alone else host_name
+                try:
+                    family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
+                    listener = socket.create_server((host_name, port), family=family, backlog=1024)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE or not given.get("multi_tenant"):
+                        raise  # otherwise: a store that this process has already
+                else:
+                    port = listener.getsockname()[1]
+                    given["master_listen_fd"] = listener.detach()  # the store owns it from now on
+            super().__init__(host_name, port, **given)
+
+    rendezvous = sys.modules["torch.distributed.rendezvous"]  # of this name there is a function, too
+    rendezvous.TCPStore = dist.TCPStore = LocalStore  # type: ignore[misc]
+
+
 def main() -> None:
     here = str(Path(__file__).resolve().parent)
     sys.path[:] = [entry for entry in sys.path if entry != here]  # our file names must not shadow other modules
@@ -111,6 +155,8 @@ def main() -> None:
     become_server(Path(request["log"]), request["parent_pid"], request["args"], request["optional"])
 
 
+if __name__ == "__mp_main__" and LOCAL_VARIABLE in os.environ:
+    keep_stores_here()
 if __name__ == "__mp_main__" and HIDDEN_VARIABLE in os.environ:
     hide(os.environ[HIDDEN_VARIABLE])
 if __name__ == "__main__":

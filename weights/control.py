@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self, cast
 
 import msgspec
 import zmq
@@ -153,12 +153,15 @@ class ControlHost:
             wanted, self._wanted = self._wanted, []
             return wanted
 
-    def send_piece(self, request: Request, index: int, piece_b: Frame) -> None:
-        """Answer a request. The bytes must not change afterwards."""
+    def send_piece(self, request: Request, index: int, piece_b: Frame) -> zmq.MessageTracker:
+        """Answer a request. The bytes must not change until the tracker says that they have left this process."""
         frame = _encode(Piece(request.want.group_epoch, request.want.number, index))
+        tracked = zmq.Frame(piece_b, track=True, copy=False)
+        assert isinstance(tracked.tracker, zmq.MessageTracker)
         with self._changed:
-            self._to_send.append((request.route, [frame, piece_b]))
+            self._to_send.append((request.route, [frame, cast(memoryview, tracked)]))
         self._waker.wake()
+        return tracked.tracker
 
     def close(self) -> None:
         """Waits briefly until messages sent before are delivered. Idempotent."""

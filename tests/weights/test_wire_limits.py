@@ -51,7 +51,8 @@ class Link:
     def wanting(self) -> list[int]:
         return [rank for rank, had in self.had.items() if had < min(PIECES, self.until.get(rank, PIECES))]
 
-    def send_piece(self, *_: object) -> None: ...
+    def send_piece(self, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(done=True)
 
     def answered(self, number: int) -> list[FromMember]:
         return [Answer(1, rank, number, "staged") for rank, had in self.had.items() if had == PIECES]
@@ -119,3 +120,40 @@ def test_the_limit_is_that_of_one_copy_and_a_pass_for_each_other_one() -> None:
     assert limits.limit_s("file", 14_000_000_000) == 30.0 + 3 * 14.0
     limits.took("plain", 1.0, 1.0)
     assert limits.limit_s("plain", 14_000_000_000) == 2 * (30.0 + 2 * 14.0) + 31 * 14.0
+
+
+def test_a_member_that_reads_nothing_has_a_windows_pieces_in_memory_by_however_many_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It asks by another connection each time; what has left goes on, and so do the others."""
+    given: list[tuple[int, SimpleNamespace]] = []
+
+    def send_piece(request: Request, index: int, piece: object) -> SimpleNamespace:
+        given.append((request.want.rank, SimpleNamespace(done=request.want.rank != 1)))
+        return given[-1][1]
+
+    asked = [Request(b"%d" % n, Want(1, 1, 1, 8 * (n % 12), 8)) for n in range(60)]
+    asked.append(Request(b"other", Want(1, 2, 1, 0, 8)))
+    turns = iter(range(10_000))
+
+    def requests(_: float) -> list[Request]:
+        now, clock.now_s = clock.now_s, clock.now_s + 1.0
+        if next(turns) == 20:
+            next(piece for rank, piece in given if rank == 1).done = True
+        return asked if now == 0 else []
+
+    clock = Link({})
+    monkeypatch.setattr(wire, "time", clock)
+    seats = (Seat("actor-0", "1"), Seat("actor-1", "1"))
+    channel = WireChannel(
+        cast(ControlHost, SimpleNamespace(requests=requests, send_piece=send_piece)),
+        seats,
+        gone=lambda: frozenset(),
+        answered=lambda _: [],
+        closing=lambda: False,
+        others_s=lambda _: 0.0,
+    )
+    layout: Any = SimpleNamespace(total_bytes=PIECES * PIECE_BYTES)
+    channel.send(1, layout, cast(Any, SimpleNamespace(read=MagicMock())), 100.0)
+    assert [rank for rank, _ in given].count(1) == wire.UNDER_WAY + 1
+    assert [rank for rank, _ in given].count(2) == 8

@@ -14,11 +14,12 @@ from having the version, but the next one is sent when all have this one, or are
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
 import torch
+import zmq
 
 from weights.buckets import BucketLayout, Content
 from weights.control import ControlHost, Request
@@ -31,6 +32,10 @@ from weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
 KEPT_PIECES: Final = 4 * WINDOW
 """The pieces wanted last. A member that is further behind than this has them read again for it."""
+UNDER_WAY: Final = WINDOW + 4
+"""Pieces for one member that have not left this process. A member that reads has WINDOW at most."""
+MOST_WAITING: Final = 4 * WINDOW
+"""Pieces that a member has asked for and is not sent yet. A member that reads asks for WINDOW by each connection."""
 WAIT_SLICE_S: Final = 0.05
 
 
@@ -55,6 +60,36 @@ class _Pieces:
         if len(self._kept) > KEPT_PIECES:
             self._kept.popitem(last=False)
         return piece
+
+
+class _ToMember:
+    """The pieces for one member, by however many connections: at most UNDER_WAY are in memory for it. Who asks
+    and reads nothing would fill our memory otherwise."""
+
+    def __init__(self, control: ControlHost, pieces: _Pieces) -> None:
+        self._control, self._pieces = control, pieces
+        self._had: dict[bytes, set[int]] = {}
+        """Asked for, by connection."""
+        self._waiting: deque[tuple[Request, int]] = deque()
+        self._under_way: list[zmq.MessageTracker] = []
+
+    def ask(self, request: Request) -> None:
+        """What no member of ours asks for is not there."""
+        first, count = request.want.first, request.want.count
+        if not (first >= 0 and count <= WINDOW and first + count <= self._pieces.count):
+            return
+        had = self._had.setdefault(request.route, set())
+        for index in range(first, first + count):
+            if index not in had and len(self._waiting) < MOST_WAITING:
+                had.add(index)
+                self._waiting.append((request, index))
+
+    def serve(self) -> None:
+        """Send as many pieces as may be under way."""
+        self._under_way = [one for one in self._under_way if not one.done]
+        while self._waiting and len(self._under_way) < UNDER_WAY:
+            request, index = self._waiting.popleft()
+            self._under_way.append(self._control.send_piece(request, index, self._pieces.get(index)))
 
 
 class WireChannel:
@@ -85,7 +120,7 @@ class WireChannel:
         deadline_s = time.monotonic() + timeout_s
         silent_s = timeout_s - self._others_s(layout.total_bytes)
         pieces = _Pieces(layout, content)
-        sent: dict[int, dict[bytes, set[int]]] = {rank: {} for rank in range(1, len(self._seats) + 1)}
+        sent = {rank: _ToMember(self._control, pieces) for rank in range(1, len(self._seats) + 1)}
         heard_s = dict.fromkeys(sent, time.monotonic())
         while sent and time.monotonic() < deadline_s:
             if self._closing():
@@ -93,7 +128,9 @@ class WireChannel:
             for request in self._control.requests(WAIT_SLICE_S):
                 if request.want.number == round_number and request.want.rank in sent:
                     heard_s[request.want.rank] = time.monotonic()
-                    self._serve(request, pieces, sent[request.want.rank].setdefault(request.route, set()))
+                    sent[request.want.rank].ask(request)
+            for member in sent.values():
+                member.serve()
             gone = self._gone()
             done = {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
             done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
@@ -102,17 +139,6 @@ class WireChannel:
             if sent and all(time.monotonic() - heard_s[rank] > silent_s for rank in sent):
                 names = ", ".join(self._seats[rank - 1].name for rank in sorted(sent))
                 raise GroupBroken(f"{names}: no request and no answer for {silent_s:.0f} s")
-
-    def _serve(self, request: Request, pieces: _Pieces, had: set[int]) -> None:
-        """Send what it wants and has not `had` by this connection: who asks again and again and reads nothing would
-        fill our memory. What no member of ours asks for is not there."""
-        first, count = request.want.first, request.want.count
-        if not (first >= 0 and count <= WINDOW and first + count <= pieces.count):
-            return
-        for index in range(first, first + count):
-            if index not in had:
-                had.add(index)
-                self._control.send_piece(request, index, pieces.get(index))
 
     def close(self) -> None: ...
 
