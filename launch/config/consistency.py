@@ -67,6 +67,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
         warnings=[
             *_left_to_others(config),
             *_rate_for_the_bound(config),
+            *(_router_loss(student) if student is not None else ()),
             *_uneven_groups(config),
             *undistilled_groups(config),
             *_little_room(config, student),
@@ -97,6 +98,19 @@ def _rate_for_the_bound(config: RunConfig) -> Iterator[str]:
             f"max_staleness) above {BUILTIN_RATE_LIMIT:g}. Lower one of them, or compare whole distributions: "
             "--divergence reverse_kl --teacher.top_k 256"
         )
+
+
+def _router_loss(student: Path) -> Iterator[str]:
+    """Warn of a loss that balances the load of experts (Qwen3-MoE, Mixtral: router_aux_loss_coef; DeepSeek:
+    aux_loss_alpha): the objective is trained alone."""
+    content = json.loads((student / "config.json").read_text(encoding="utf-8"))
+    content = content | content.get("text_config", {})
+    for name in sorted(name for name in content if "aux_loss" in name):
+        if isinstance(coef := content[name], int | float) and coef > 0:
+            yield (
+                f"models.student: {name} = {coef:g} in {student / 'config.json'} is not used: the objective is trained "
+                "alone, and nothing balances the load of the experts"
+            )
 
 
 def check_join(config: RunConfig, student: Path | None) -> list[str]:

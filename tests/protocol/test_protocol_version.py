@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -34,6 +36,11 @@ def without_words(schema: Any) -> Any:
     if isinstance(schema, dict):
         return {key: without_words(value) for key, value in schema.items() if key != "description"}
     return [without_words(value) for value in schema] if isinstance(schema, list) else schema
+
+
+def test_the_changelog_names_the_version_that_is_spoken() -> None:
+    text = (Path(__file__).parents[2] / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"[Pp]rotocol version (\d+)", text)) == {str(messages.PROTOCOL_VERSION)}
 
 
 def test_other_messages_have_another_version() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 import builtin
 from engines import registry
@@ -38,6 +39,23 @@ def mistakes(**plain: Any) -> list[str]:
 
 def warnings(**plain: Any) -> list[str]:
     return check_consistency(build(RunConfig, plain), builtin.STUDENT_DIR).warnings
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (Qwen3MoeConfig().to_dict(), "router_aux_loss_coef = 0.001"),
+        ({"text_config": {"aux_loss_alpha": 0.5}}, "aux_loss_alpha = 0.5"),
+        (Qwen3MoeConfig(router_aux_loss_coef=0.0).to_dict(), ""),
+        ({"router_aux_loss_coef": None}, ""),
+    ],
+)
+def test_the_router_s_loss_of_a_mixture_is_said_not_to_be_used(
+    tmp_path: Path, content: dict[str, Any], named: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    told = [one for one in check_consistency(build(RunConfig, {}), tmp_path).warnings if "aux_loss" in one]
+    assert [named in one for one in told] == ([True] if named else [])
 
 
 def test_the_defaults_fit() -> None:
