@@ -62,7 +62,10 @@ def conversation_text(
     of_others, of_assistants = _control_tokens(tokenizer, template)
     turns = [marked(turn, of_assistants if turn.get("role") == "assistant" else of_others) for turn in messages]
     listed = [marked(tool, of_others) for tool in tools] if tools else None
-    return _applied(tokenizer, turns, listed, marked(template_kwargs or {}, of_others), opened)
+    text = _applied(tokenizer, turns, listed, marked(template_kwargs or {}, of_others), opened)
+    if any(isinstance(turn.get("content"), list) and str(turn["content"]) in text for turn in turns):
+        raise TokenizerError("the chat template takes no content that is a list of parts; expected one text")
+    return text
 
 
 def plain_text(tokenizer: ChatTokenizer, text: str) -> str:

@@ -5,13 +5,13 @@ run's to decide: they are ignored as well, and counted (`OVERRULED`)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
+
+from models.messages import parsed_arguments
 
 Code: TypeAlias = Literal[
     "invalid_json",
@@ -247,12 +247,7 @@ def _part(part: object) -> str:
 def _call(call: object) -> Message:
     match call:
         case {"function": {"name": str(name), **function}, **others}:
-            arguments = function.get("arguments") or {}
-            if isinstance(arguments, str):
-                with suppress(
-                    ValueError, RecursionError
-                ):  # otherwise the student's own text: templates show it as it is
-                    arguments = json.loads(arguments)
+            arguments = parsed_arguments(function.get("arguments") or {})
             plain: Message = {"type": "function", "function": {"name": name, "arguments": arguments}}
             return plain | ({"id": str(others["id"])} if others.get("id") else {})
         case _:

@@ -162,7 +162,8 @@ def _prompt(tokenizer: TextTokenizer, task: EnvTask, schemas: list[dict[str, Any
     listed = "\n".join(json.dumps(schema["function"]) for schema in schemas)
     listing = f'Tools:\n{listed}\nTo call one, write only {{"name": ..., "arguments": {{...}}}}.\n\n'
     at = next((i for i, message in enumerate(messages) if message["role"] in ("system", "user")), 0)
-    messages[at]["content"] = f"{listing}{messages[at]['content']}"
+    said: Any = messages[at]["content"]
+    messages[at]["content"] = [{"type": "text", "text": listing}, *said] if isinstance(said, list) else listing + said
     return tokenizer.chat_prompt(messages)
 
 

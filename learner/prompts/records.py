@@ -9,7 +9,8 @@ A row has either `prompt` (text; a list of chat turns is read as `messages`) or 
 `env_options` (its options for this row), `tools` and `chat_template_kwargs` (both for the chat template). A row with an
 `env` and no `tag` has the environment's name as its tag. A `ground_truth` that is not text becomes its JSON
 (42 -> "42"). `tools` and `chat_template_kwargs` may also be JSON in a text. All columns, these and others, are handed
-to the row's environment, those that were JSON in a text as what they say.
+to the row's environment, those that were JSON in a text as what they say. A null is the same as no key, at any depth,
+because tables fill what a row does not have with nulls.
 
 Rows of other projects are read too. ROLL: `messages` may be JSON in a text, `prompt` beside it is not rendered, and
 `domain` is the tag. verl: `prompt` is a list of turns, `data_source` is the tag, and `reward_model` has the
@@ -21,11 +22,13 @@ import difflib
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
+from models.messages import message_fault, with_parsed_arguments
 from protocol.messages import MAX_ROW_BYTES
 
 FIELDS = (
@@ -115,10 +118,12 @@ def record_from_json(
 ) -> PromptRecord:
     """`columns`: field -> the column that has it. `answers`: rows have the answers too. Raises RowError naming
     `where()` for anything but a JSON object with the fields above."""
-    text = line
+    text = given = line
     try:
         if columns:
-            line = msgspec.json.encode(_renamed(msgspec.json.decode(line, type=dict[str, Any]), columns))
+            given = line = msgspec.json.encode(_renamed(msgspec.json.decode(line, type=dict[str, Any]), columns))
+        if b"null" in line:
+            line = _line_without_nulls(line)
         fields = _decoder.decode(line)
         _json.decode(text.decode())
     except msgspec.ValidationError as error:
@@ -127,7 +132,7 @@ def record_from_json(
         raise RowError(f"{where()}: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RowError(f"{where()}: not a JSON object on one line ({error}); got {_excerpt(line)}") from error
-    return _record(fields, row, where, lambda: msgspec.json.decode(line, type=dict[str, Any]), line.strip(), answers)
+    return _record(fields, row, where, lambda: msgspec.json.decode(given, type=dict[str, Any]), line.strip(), answers)
 
 
 def record_from_columns(
@@ -141,11 +146,11 @@ def record_from_columns(
     """The same for a row of a table. `names`: field -> the column that has it. Raises RowError."""
     try:
         columns = _renamed(columns, names)
-        fields = msgspec.convert(columns, _Fields)
-        fields.tools = _without_nulls(fields.tools)
+        said = _without_nulls(columns)
+        fields = msgspec.convert(said, _Fields)
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}") from error
-    return _record(fields, row, where, lambda: columns, _as_json(columns), answers)
+    return _record(fields, row, where, lambda: columns, _as_json(said), answers)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -200,7 +205,7 @@ def _record(
     columns: bytes,
     answers: bool,
 ) -> PromptRecord:
-    """`given`: all columns, and `columns`: the same as JSON."""
+    """`given`: all columns, and `columns`: the same as JSON, without nulls."""
     plain = {
         "messages": _from_text(fields.messages, "messages", list[dict[str, Any]], where),
         "tools": _from_text(fields.tools, "tools", list[dict[str, Any]], where),
@@ -214,6 +219,9 @@ def _record(
     response = None
     if answers:
         prompt, messages, response = _with_answer(prompt, messages, fields, where)
+    turns = None if messages is None else _turns(messages, where, answers)
+    if turns is not None and list(turns) != messages and not answers:
+        read["messages"] = list(turns)
     if messages is None and prompt is None:
         raise RowError(f"{where()}: {_no_prompt(list(given()))}")
     if prompt is not None and not prompt.strip():
@@ -221,14 +229,14 @@ def _record(
     return PromptRecord(
         row=row,
         prompt=prompt,
-        messages=None if messages is None else _turns(messages, where, answers),
+        messages=turns,
         tag=fields.tag or fields.env or _first_text(fields.domain, fields.data_source),
         ground_truth=_as_text(_ground_truth(fields)),
         hint=fields.hint,
         env=fields.env or "",
-        columns=_as_json({**given(), **read}) if read else columns,
+        columns=_as_json(_without_nulls({**given(), **read})) if read else columns,
         tools=tuple(plain["tools"] or ()),
-        chat_template_kwargs={k: v for k, v in (plain["chat_template_kwargs"] or {}).items() if v is not None},
+        chat_template_kwargs=plain["chat_template_kwargs"] or {},
         response=response,
     )
 
@@ -273,7 +281,7 @@ def _from_text(value: Any, name: str, kind: type[Any], where: Callable[[], str])
     if not isinstance(value, str):
         return value
     try:
-        return msgspec.json.decode(value, type=kind | None) if value.strip() else None
+        return _without_nulls(msgspec.json.decode(value, type=kind | None)) if value.strip() else None
     except (msgspec.DecodeError, UnicodeError) as error:
         expected = "a list of objects" if name != "chat_template_kwargs" else "an object"
         raise RowError(
@@ -281,8 +289,15 @@ def _from_text(value: Any, name: str, kind: type[Any], where: Callable[[], str])
         ) from error
 
 
+def _line_without_nulls(line: bytes) -> bytes:
+    """A row of JSON as a table would have it. A line that cannot be read stays, for those that say what is wrong."""
+    with suppress(msgspec.DecodeError, UnicodeError, OverflowError):
+        return msgspec.json.encode(_without_nulls(msgspec.json.decode(line, type=dict[str, Any])))
+    return line
+
+
 def _without_nulls(value: Any) -> Any:
-    """Tables give every object the keys of all the others, with null."""
+    """Tables give every object the keys of all the others, with null: so null is the same as no key, everywhere."""
     match value:
         case dict():
             return {k: _without_nulls(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
@@ -313,15 +328,14 @@ def _turns(messages: list[dict[str, Any]], where: Callable[[], str], answers: bo
     if not messages:
         raise RowError(f"{where()}: 'messages' is empty; expected at least one turn")
     for turn in messages:
-        if not isinstance(turn.get("role"), str):
-            raise RowError(f"{where()}: every message needs a 'role' and a 'content', got keys {sorted(turn)}")
+        if fault := message_fault(turn):
+            raise RowError(f"{where()}: {fault}")
     if messages[-1]["role"] == "assistant" and not answers:
         raise RowError(
             f"{where()}: 'messages' end with an assistant turn, which the student would only copy; "
             "leave the answer out (its place is 'ground_truth'), or train on it (docs/prompts.md#text-that-is-there)"
         )
-    # Tables fill keys that a turn does not have with null; chat templates test for the key.
-    return tuple({k: v for k, v in turn.items() if v is not None or k == "content"} for turn in messages)
+    return tuple(with_parsed_arguments(turn) for turn in messages)
 
 
 def _as_text(ground_truth: Any) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
 from decimal import Decimal
@@ -17,9 +19,15 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from datasets.utils.logging import disable_progress_bar
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
+from learner.prompts.config import TaskConfig
 from learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
 from learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
+from learner.prompts.rendering import render
+from models.files import TokenizerError
 from protocol.messages import MAX_ROW_BYTES
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
@@ -62,7 +70,7 @@ def test_every_format_hands_over_all_columns_as_json(tmp_path: Path, write_rows:
     for path in (write_rows(rows), tmp_path / "p.parquet", tmp_path / "saved"):
         source = open_prompts(str(path))
         read = [msgspec.json.decode(source.read(row).columns) for row in range(len(source))]
-        assert read == rows, path
+        assert read == [{name: value for name, value in row.items() if value is not None} for row in rows], path
 
 
 def test_a_row_names_its_environment_which_is_its_tag_unless_it_has_one(tmp_path: Path, write_rows: WriteRows) -> None:
@@ -153,6 +161,149 @@ def test_messages_come_from_every_format_without_the_nulls_that_tables_add(
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
     for path in (write_rows(rows), tmp_path / "m.parquet", tmp_path / "saved"):
         assert [record.messages for record in all_of(open_prompts(str(path)))] == expected, path
+
+
+def objects(**values: Any) -> Any:
+    """Objects with some of these keys, or null for them. One is always there: tables have no objects without any."""
+    return st.fixed_dictionaries(
+        {"z": st.just(1)}, optional={name: st.none() | value for name, value in values.items()}
+    )
+
+
+NESTED = objects(
+    a=st.integers(0, 9),
+    b=st.text(max_size=3),
+    c=st.lists(st.integers(0, 9) | st.none()),
+    d=objects(e=st.text(max_size=2)),
+)
+CALLS = st.lists(
+    st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.just("f")}, optional={"arguments": NESTED})}),
+    min_size=1,
+    max_size=2,
+)
+ROWS_WITH_GAPS = st.fixed_dictionaries(
+    {
+        "content": st.text("ab\u00e9 ", min_size=1),
+        "answer": st.fixed_dictionaries(
+            {"content": st.just("x")}, optional={"tool_calls": CALLS, "name": st.none() | st.just("n")}
+        ),
+    },
+    optional={
+        "ground_truth": NESTED,
+        "env_options": NESTED,
+        "tools": st.lists(NESTED, min_size=1, max_size=2),
+        "reward_model": objects(ground_truth=NESTED),
+        "extra": NESTED,
+    },
+)
+SHOWS_ALL = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{{ m.content }}{% endfor %}{{ tools | tojson(sort_keys=true) }}"
+"""Sorted, because tables have one order of keys for all rows."""
+
+
+def bare(value: Any) -> Any:
+    """Without keys that are null: a row of JSONL as somebody would write it who leaves out what is not there."""
+    if isinstance(value, dict):
+        return {name: bare(one) for name, one in value.items() if one is not None}
+    return [bare(one) for one in value] if isinstance(value, list) else value
+
+
+@settings(
+    max_examples=10,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(drawn=st.lists(ROWS_WITH_GAPS, min_size=2, max_size=4))
+def test_rows_with_gaps_give_the_same_in_every_format(
+    drawn: list[dict[str, Any]], tmp_path: Path, small_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Gaps are nulls in tables. Right are the tokens of transformers for a row without them."""
+    rows: list[dict[str, Any]] = []
+    for row in drawn:
+        messages = [{"role": "user", "content": row.pop("content")}, {"role": "assistant", **row.pop("answer")}]
+        rows.append({"messages": [*messages, {"role": "user", "content": "go on"}], **row})
+    columns = {name for row in rows for name in row}
+    table = [{name: row.get(name) for name in columns} for row in rows]  # otherwise the first row says which there are
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    pq.write_table(pa.Table.from_pylist(table), folder / "p.parquet")
+    Dataset.from_list(table).save_to_disk(str(folder / "saved"))
+    for name, given_rows in (("nulls.jsonl", rows), ("bare.jsonl", bare(rows))):
+        (folder / name).write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in given_rows))
+    tokenizer = copy.deepcopy(small_tokenizer)
+    tokenizer.chat_template = SHOWS_ALL
+    kinds = ("bare.jsonl", "nulls.jsonl", "p.parquet", "saved")
+    read = [
+        [source.read(i) for i in range(len(rows))] for source in (open_prompts(str(folder / kind)) for kind in kinds)
+    ]
+    for i, row in enumerate(bare(rows)):
+        right = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=False)
+        for kind, records in zip(kinds, read, strict=True):
+            record = records[i]
+            assert render(record, tokenizer, TaskConfig()).tolist() == right, kind
+            assert msgspec.json.decode(record.columns) == row, kind
+            truths = [msgspec.json.decode(one.ground_truth or "null") for one in (record, read[0][i])]
+            assert truths[0] == truths[1], kind
+
+
+def test_arguments_as_json_text_are_read_and_environments_get_them_so(write_rows: WriteRows) -> None:
+    def turns(arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "b"},
+        ]
+
+    text, plain, none = turns('{"a": 1}'), turns({"a": 1}), turns("not JSON")
+    source = open_prompts(str(write_rows([{"messages": text}, {"messages": plain}, {"messages": none}])))
+    for row, right in ((0, plain), (1, plain), (2, none)):
+        assert source.read(row).messages == tuple(right)
+        assert msgspec.json.decode(source.read(row).columns) == {"messages": right}
+
+
+USER = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "value": "hello"}, "'from' and 'value' are other names for them"),
+        ({"from": "human", "value": "hello"}, "write role = user, assistant or system"),
+        ({"role": "user"}, r"needs a 'role' and a 'content', got keys \['role'\]"),
+        ({"role": "user", "content": None}, "needs a 'role' and a 'content'"),
+        ({"role": "user", "content": 3}, "is of type int, expected text or a list of parts"),
+        ({"role": "user", "content": {"text": "a"}}, "is of type dict"),
+        ({"role": "user", "content": ["a"]}, "a part of a 'content' is 'a', expected"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part of a 'content' is"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "the student only reads text"),
+        ({"role": "assistant", "tool_calls": []}, "needs a 'role' and a 'content'"),
+        ({"role": "assistant", "tool_calls": "f()"}, "expected a list of functions' names and arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "expected a list of functions' names and arguments"),
+        ({"role": 1, "content": "a"}, "needs a 'role' and a 'content'"),
+    ],
+)
+def test_a_message_that_cannot_be_shown_is_refused(message: dict[str, Any], says: str, write_rows: WriteRows) -> None:
+    with pytest.raises(RowError, match=says):
+        open_prompts(str(write_rows([{"messages": [message, USER]}])))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "reasoning_content": "hm"},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]},
+        {"role": "critic", "content": [{"type": "text", "text": "a"}], "weight": 1},
+    ],
+)
+def test_unusual_messages_are_read(message: dict[str, Any], write_rows: WriteRows) -> None:
+    assert open_prompts(str(write_rows([{"messages": [message, USER]}]))).read(0).messages == (message, USER)
+
+
+def test_parts_of_a_content_are_refused_by_a_template_that_takes_none(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    record = PromptRecord(0, None, ({"role": "user", "content": [{"type": "text", "text": "a"}]},))
+    with pytest.raises(TokenizerError, match="takes no content that is a list of parts"):
+        render(record, small_tokenizer, TaskConfig())
 
 
 def test_a_prompt_that_is_a_list_of_turns_is_read_as_messages(write_rows: WriteRows) -> None:
