@@ -196,7 +196,10 @@ ROWS_WITH_GAPS = st.fixed_dictionaries(
         "extra": NESTED,
     },
 )
-SHOWS_ALL = "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{{ m.content }}{% endfor %}{{ tools | tojson(sort_keys=true) }}"
+SHOWS_ALL = (
+    "{% for m in messages %}{{ m | tojson(sort_keys=true) }}{{ m.content }}{% endfor %}"
+    "{{ tools | tojson(sort_keys=true) }}"
+)
 """Sorted, because tables have one order of keys for all rows."""
 
 
@@ -302,8 +305,10 @@ def test_unusual_messages_are_read(message: dict[str, Any], write_rows: WriteRow
 
 def test_parts_of_a_content_are_refused_by_a_template_that_takes_none(small_tokenizer: PreTrainedTokenizerFast) -> None:
     record = PromptRecord(0, None, ({"role": "user", "content": [{"type": "text", "text": "a"}]},))
+    tokenizer = copy.deepcopy(small_tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(TokenizerError, match="takes no content that is a list of parts"):
-        render(record, small_tokenizer, TaskConfig())
+        render(record, tokenizer, TaskConfig())
 
 
 def test_a_prompt_that_is_a_list_of_turns_is_read_as_messages(write_rows: WriteRows) -> None:
