@@ -214,7 +214,7 @@ def bare(value: Any) -> Any:
     max_examples=10,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(drawn=st.lists(ROWS_WITH_GAPS, min_size=2, max_size=4))
 def test_rows_with_gaps_give_the_same_in_every_format(
