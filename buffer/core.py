@@ -17,6 +17,7 @@ import msgspec
 
 from buffer.acks import acknowledged_together
 from buffer.blobs import Load, numbered
+from buffer.peers import DRAINING
 from buffer.state import BufferState, Outgoing
 from protocol.codec import Received, decode, encode
 from protocol.flow import UNNUMBERED
@@ -125,6 +126,9 @@ def _said(entry: FromPeer, blobs_total: int, blobs: list[tuple[int, bytes]]) -> 
     """The message of a peer, without its blobs, which are added to `blobs`."""
     # Not `codec.encode`, which would validate again what the server has already validated.
     message, arrays = entry.received
+    if isinstance(message, Heartbeat):  # the rest is for people, and comes anew each second
+        decisive = {name: value for name, value in message.stats.items() if name == DRAINING}
+        message = msgspec.structs.replace(message, stats=decisive)
     header, frames = _encode(message), [array.tobytes() for array in arrays]
     numbers = numbered(message, arrays, blobs_total).numbers
     if not any(numbers):

@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from buffer.breaker import Breaker
 from buffer.rollouts import Rollout, ScoreJob
 from buffer.tokens import Array
 from protocol.messages import ForgottenPeers, Message, PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
+
+DRAINING: Final = "draining"
+"""The one number of a heartbeat that decides anything here: a teacher that leaves gets no more work."""
 
 
 class Outgoing(NamedTuple):
@@ -170,7 +173,7 @@ class TeacherPeer(Peer):
     def held_back(self, now_s: float) -> str:
         if not self.alive:
             return ""
-        return self.breaker.reason(now_s) or ("leaving" if self.stats.get("draining") else "")
+        return self.breaker.reason(now_s) or ("leaving" if self.stats.get(DRAINING) else "")
 
     @property
     def free_tokens(self) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -32,6 +32,9 @@ MAX_FRAMES = 1 + 5 * MAX_ITEMS
 MAX_HEADER_BYTES = 512 * MAX_ITEMS
 """8 MiB. A BatchItem takes some 200 bytes, and 12 more per version span. The whole header is parsed before anything
 can be checked, so this bounds the work that a stranger can cause."""
+MAX_SMALL_BYTES = 256 << 10
+"""A heartbeat has some thousand numbers with their names at most. The buffer keeps the newest of each peer, and
+journals most of what it gets."""
 MAX_FRAME_BYTES = 64 << 20
 """The largest useful array is a rollout's teacher log-probs: a million tokens x 16 teachers x float32. ZeroMQ gets a
 limit derived from this, and drops a connection before it takes memory for a larger frame."""
@@ -151,6 +154,7 @@ def frame_specs(message: m.Message) -> list[FrameSpec]:
 
 # ------------------------------------------------------------------------------------------------ encode and decode
 
+_SMALL: Final = (m.Heartbeat, m.Goodbye, m.TicketCredit, m.ScoreCredit, m.SnapshotWanted)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[m.Message] = msgspec.msgpack.Decoder(m.Message)
 
@@ -200,6 +204,8 @@ def decode(frames: Sequence[Frame], *, max_bytes: int = MAX_MESSAGE_BYTES) -> Re
         got = f"{len(header)} bytes ({str(error)[:200]})"
         raise MalformedMessage("unreadable header", got=got, expected="MessagePack of a protocol message") from error
     name = type(message).__name__
+    if isinstance(message, _SMALL) and len(header) > MAX_SMALL_BYTES:
+        raise MessageTooLarge(f"{name} too large", got=f"{len(header)} bytes", expected=f"at most {MAX_SMALL_BYTES}")
     try:
         specs = frame_specs(message)
     except ValueError as error:

@@ -228,3 +228,10 @@ def test_the_version_of_an_unreadable_hello_can_still_be_told() -> None:
     assert codec.claimed_version(pack({"type": "Hello", "protocol_version": 9, "shape": "new"})) == 9
     assert codec.claimed_version(pack({"type": "Hello"})) is None
     assert codec.claimed_version(b"\x91" * 100_000) is None
+
+
+def test_a_heartbeat_is_small() -> None:
+    fits = m.Heartbeat(None, {f"environment_{i}_total": 1.0 for i in range(4000)})
+    assert decode(encode(fits)).message == fits
+    with pytest.raises(MessageTooLarge, match="Heartbeat"):
+        decode(encode(m.Heartbeat(None, {f"{i:200}": 1.0 for i in range(2000)})))

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from buffer.config import BufferConfig, Sync
-from buffer.core import Joined, Turn, encode_turn
+from buffer.core import Joined, Turn, decode_turn, encode_turn
 from buffer.journal.database import StoreCorrupt, StoreUnwritable
 from buffer.journal.freezer import Frozen
 from buffer.journal.imaging import write_image
@@ -23,7 +23,9 @@ from buffer.journal.parts import PART_BYTES
 from buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
 from buffer.journal.store import Store
 from protocol import messages as m
+from protocol.codec import Received
 from protocol.messages import WeightVersion
+from protocol.server import FromPeer
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
 
@@ -325,3 +327,13 @@ def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in
     assert not journal.trouble and not journal.blocked and journal.waiting_bytes == 0
     journal.close()
     assert opened(disk / "journal")[1] == written
+
+
+def test_of_a_heartbeat_the_journal_has_what_decides_something() -> None:
+    stats = {"draining": 1.0, **{f"x{i}": 1.0 for i in range(5000)}}
+    said = FromPeer("teacher", "teacher-0", Received(m.Heartbeat(WeightVersion(0, 1), stats, 7), ()))
+    body = encode_turn(Turn(1.0, (said,)), 0).body
+    assert len(body) < 200
+    (again,) = decode_turn(body, lambda _: []).entries
+    assert isinstance(again, FromPeer)
+    assert again.received.message == m.Heartbeat(WeightVersion(0, 1), {"draining": 1.0}, 7)
