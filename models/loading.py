@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from models import packed
 from models.description import DtypeName
+from models.logprobs import lm_head
 from models.safetensors_header import head_beside_embedding
 from models.transfer import whole
 from protocol.atomic_file import usual_permissions
@@ -77,9 +78,10 @@ def load_causal_lm(
     if weights:
         model = _from_pretrained(name, torch_dtype, implementation)
         _check_embeddings(name, model)
+        _check_numbers(name, model)
         make_current(torch.device(device))
         model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
-        if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        if lm_head(model).weight_VH is not model.get_input_embeddings().weight:
             _untie(model.config)
     else:
         if Path(name).is_dir() and head_beside_embedding(Path(name)):
@@ -199,6 +201,17 @@ def _from_pretrained(name: str, dtype: torch.dtype, implementation: str) -> PreT
     if unexpected := sorted(str(key) for key in report["unexpected_keys"]):
         _log.warning("%s: %d tensors in the checkpoint are not used, e.g. %s", name, len(unexpected), unexpected[:4])
     return model
+
+
+def _check_numbers(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError for NaN and infinity. The largest and the least number tell of both."""
+    named = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
+    wrong = [n for n, p in named if not bool(torch.isfinite(torch.stack(torch.aminmax(p))).all())]
+    if wrong:
+        raise ModelError(
+            f"{name!r}: NaN or infinity in {len(wrong)} of its tensors as {model.dtype}, e.g. {wrong[:4]}; expected "
+            "finite weights: the file is damaged, its training diverged, or float16 is too narrow for it"
+        )
 
 
 def _untie(config: PreTrainedConfig) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000
@@ -22,6 +23,8 @@ _BITS: Final = {
     **{"BOOL": 8, "BF16": 16, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8},
 }
 """Bits per number. Of other dtypes only the places are checked."""
+_EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+"""The bits of a number, and those of its exponent: all are set in infinity and NaN."""
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _BLOCK_BYTES: Final = 1 << 20
@@ -49,6 +52,23 @@ def read_header(file: Path) -> Header:
     """The header. Raises ValueError if the file is not whole or its tensors are not where they must be, and OSError."""
     metadata, entries, _ = _read(file)
     return Header(metadata, sum(entry.numbers for entry in entries.values()))
+
+
+def nonfinite_tensors(file: Path) -> list[str]:
+    """Names of the tensors with NaN or infinity in them; all numbers are read. Of dtypes of 16 bits and more. Raises as
+    `read_header`."""
+    _, entries, start = _read(file)
+    found: list[str] = []
+    for name, entry in entries.items():
+        if (dtype := _EXPONENTS.get(entry.dtype)) is None:
+            continue
+        kind, bits = dtype
+        values = np.memmap(file, kind, "r", start + entry.data_offsets[0], (entry.numbers,)) if entry.numbers else ()
+        if any(
+            ((part & bits) == bits).any() for part in np.array_split(values, -(-entry.numbers // _BLOCK_BYTES) or 1)
+        ):
+            found.append(name)
+    return found
 
 
 def head_beside_embedding(folder: Path) -> str:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from launch.checks.architectures import architectures
 from launch.checks.model_files import check_weights
 from launch.config.consistency import teacher_window
-from launch.config.pools import engine_of, teacher_pools
+from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import torch_devices
@@ -27,9 +28,7 @@ from learner.prompts.data import open_prompts
 from learner.prompts.order import row_tags
 from learner.prompts.records import DataError
 from learner.prompts.tasks import Rendered, RenderedPrompts
-from models import packed
 from models.files import TokenizerError
-from models.loading import ModelError, load_config
 from models.tokenizer import load_tokenizer
 
 ROWS_READ: Final = 20_000
@@ -58,7 +57,7 @@ class PromptRows(NamedTuple):
 def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
     """Return lines to print. `config`: as preflight resolved it. `devices`: check that torch finds the devices on this
     machine. Raises ConfigError with all mistakes."""
-    mistakes = [*(_devices(config) if devices else ()), *_architectures(config)]
+    mistakes = [*(_devices(config) if devices else ()), *architectures(config)]
     lines = list(_models(config))
     try:
         tokenizer = load_tokenizer(config.models.student)
@@ -156,20 +155,6 @@ def _models(config: RunConfig) -> Iterator[str]:
     for key, name in named.items():
         size = check_weights(key, Path(name)).parameters
         yield f"{key}: {name}" + (f", {size / 1e6:,.1f} million parameters" if size else "")
-
-
-def _architectures(config: RunConfig) -> Iterator[str]:
-    """Check the architectures that torch runs in a worker. A server checks its own when it starts."""
-    named = {"models.student": config.models.student}
-    pools = (pool for pool in teacher_pools(config) if engine_of(pool.config, "teacher").loads_model)
-    named |= {pool.model_key: pool.config.models.teacher for pool in pools}
-    for key, name in named.items():
-        try:
-            packed.refuse_unpackable(found := load_config(name))  # learner and teachers read many sequences in one row
-            if key == "models.student" and config.learner.context_parallel > 1:
-                packed.refuse_undividable(found)
-        except (ModelError, packed.PackingError) as error:
-            yield f"{key}: {error}"
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 import builtin
+from launch.checks.architectures import refusals
 from launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
 from launch.checks.placement import choose_engines
 from launch.checks.prompt_files import absolute_prompts, check_prompts
@@ -88,6 +89,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     config = with_folders(config, folders)
     servers = check_servers(config, machine, interpreters, why_engines)
     mistakes += servers.mistakes
+    if not not_found:
+        mistakes += refusals(config)
     if mistakes:
         raise ConfigError(*mistakes)
     config = servers.config

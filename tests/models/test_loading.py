@@ -203,3 +203,12 @@ def test_a_model_on_a_gpu_makes_it_the_current_one(
     monkeypatch.setattr(PreTrainedModel, "to", stays)
     load_causal_lm(STUDENT_DIR, device=device, dtype="float32", attention="sdpa")
     assert chosen == current
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_named(folder: Path, value: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][-1, 0] = value  # a row that no probe reads
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"NaN or infinity in 1 of its tensors .*embed_tokens"):
+        load_causal_lm(folder, device="cpu", dtype="float32", attention="packed")
