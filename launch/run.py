@@ -47,6 +47,7 @@ from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from launch.workers.roles import entries_of
 from launch.workers.supervisor import Supervisor
 from learner.checkpoints.files import NOTHING_FOUND, Found
+from learner.config import RUN_FOLDER
 
 SCHEDULERS: Final = {"slurm": (submit, check_submission), "k8s": (apply, check_apply)}
 """Backends to which a whole run is given: what does that, and what checks it."""
@@ -132,17 +133,24 @@ def _launch(
     line: CommandLine, checked: Checked, make_backend: MakeBackend, began_s: float, store: StoreGuard | None
 ) -> int:
     found = _found(line, checked.config)
-    plan = LaunchPlan(
-        config=checked.config,
-        began_s=began_s,
-        resume=line.resume,
-        preload=preload_modules(checked.config, checked.model_types),
-        entries=entries_of(checked.config),
-        servers=checked.servers.plans,
-        placement=checked.servers.placement,
-    )
     with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
+        config = _recorded_in(checked.config, folder.path)
+        plan = LaunchPlan(
+            config=config,
+            began_s=began_s,
+            resume=line.resume,
+            preload=preload_modules(config, checked.model_types),
+            entries=entries_of(config),
+            servers=checked.servers.plans,
+            placement=checked.servers.placement,
+        )
         return run(plan, folder, found=found, make_backend=make_backend, store=store)
+
+
+def _recorded_in(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with `learner.record` in the run's folder, where it says so."""
+    record = config.learner.record.replace(RUN_FOLDER, str(folder), 1)
+    return preflight.replace(config, learner=preflight.replace(config.learner, record=record))
 
 
 def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -11,6 +11,9 @@ from msgspec import Meta
 from learner.objectives.config import ObjectiveConfig, OfflineConfig
 from learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
 from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+
+RUN_FOLDER: Final = "{run}"
+"""Beginning of a path in the run's own folder, which has its name only when the run starts."""
 
 
 class LoraConfig(Settings, frozen=True, kw_only=True):
@@ -123,8 +126,8 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     frozen: bool = False
     """Train nothing: the weights stay as they are, and the run only records rollouts (python -m launch.write)."""
     record: str = ""
-    """File to which every trained batch is appended, for python -m replay. A folder: batches.record in it. Empty: no
-    recording."""
+    """File to which every trained batch is appended, for python -m replay and view. A folder: batches.record in it.
+    {run}: the run's own folder. Empty: no recording."""
     record_max_bytes: NonNegativeInt = 0
     """Maximum size of the recording, bytes; later batches are counted but not recorded. 0: unlimited."""
 

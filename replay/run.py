@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import msgspec
 import torch
@@ -58,6 +59,8 @@ from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
 
 log = logging.getLogger(__name__)
 
+SILENT_S: Final = 5.0
+"""Longest time without a line."""
 SUMMARY_FILE: Final = "replay.json"
 EVAL_FIELDS: Final = (
     *("name", "step", "accuracy_greedy", "accuracy_sampled", "reverse_kl", "n_greedy", "n_sampled", "at_k", "tags"),
@@ -110,6 +113,7 @@ def train(
                 trackers=Trackers(config.learner.trackers, folder.path, all_settings(config)),
             )
         )
+        progress = stack.enter_context(_Progress(trainer.steps_done, config.steps))
         replay = Replay(
             recording,
             trainer,
@@ -119,7 +123,7 @@ def train(
             evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
             save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
             progress=start.progress,
-            after_step=lambda step, figures: _after_step(step, figures, replay.progress.epoch, config, stop),
+            after_step=lambda step, figures: _after_step(step, figures, replay.progress.epoch, progress, stop),
         )
         code, reason = 0, "all batches trained"
         try:
@@ -260,13 +264,46 @@ def _checkpoints(
     return save
 
 
-def _after_step(step: int, figures: StepMetrics | None, epoch: int, config: RunConfig, stop: list[int]) -> None:
-    if figures is not None and step % max(1, min(20, config.steps // 10)) == 0:
-        kl = "" if figures.reverse_kl is None else f"reverse KL {figures.reverse_kl:.4f}, "
-        _say(
-            f"step {step}/{config.steps}, epoch {epoch}: loss {figures.loss:.4f}, {kl}log-prob "
-            f"{figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
-        )
+class _Progress:
+    """What a replay prints: a line for some steps, at least every SILENT_S seconds where steps end that often, and one
+    that says how long the present work takes where they do not (a slow step, an evaluation, a checkpoint)."""
+
+    def __init__(self, steps_done: int, steps: int) -> None:
+        self._step, self._steps = steps_done, steps
+        self._said_s = self._began_s = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def stepped(self, step: int, figures: StepMetrics | None, epoch: int) -> None:
+        now_s = time.monotonic()
+        self._step, self._began_s = step, now_s
+        regular = step % max(1, min(20, self._steps // 10)) == 0 or now_s - self._said_s >= SILENT_S
+        if figures is not None and regular:
+            self._said_s = now_s
+            kl = "" if figures.reverse_kl is None else f"reverse KL {figures.reverse_kl:.4f}, "
+            _say(
+                f"step {step}/{self._steps}, epoch {epoch}: loss {figures.loss:.4f}, {kl}log-prob "
+                f"{figures.logprob:.4f}, gradient {figures.grad_norm:.3g}"
+            )
+
+    def _watch(self) -> None:
+        while not self._over.wait(SILENT_S / 5):
+            now_s = time.monotonic()
+            if now_s - self._said_s >= SILENT_S:
+                self._said_s = now_s
+                _say(f"step {self._step}/{self._steps} is done; working for {now_s - self._began_s:.0f} s since")
+
+
+def _after_step(step: int, figures: StepMetrics | None, epoch: int, progress: _Progress, stop: list[int]) -> None:
+    progress.stepped(step, figures, epoch)
     _raise_if_asked(stop)
 
 

@@ -27,6 +27,7 @@ from launch.config.run import BUILTIN, RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import lacking_cuda
 from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
+from learner.config import RUN_FOLDER
 from learner.objectives.config import check_given
 from learner.reports.trackers.registry import UnknownTracker, check_tracker
 from protocol.handshake import vocab_fingerprint
@@ -128,7 +129,7 @@ def with_folders(config: RunConfig, folders: Mapping[str, Path]) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    return path if path.startswith(RUN_FOLDER) or not path else str(Path(path).expanduser().absolute())
 
 
 def check_recorded(config: RunConfig, *, resume: bool) -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -32,6 +33,7 @@ from protocol.messages import WeightVersion
 
 LEAST_S: Final = 60.0
 SHARE_OF_RUN: Final = 0.1
+SAY_EVERY_S: Final = 5.0
 LOG_FILE: Final = "teacher_accuracy.log"
 
 
@@ -83,7 +85,7 @@ def measured_teachers(
         )
     with process:
         try:
-            printed, _ = process.communicate(timeout=timeout_s)
+            printed = _printed_by(process, timeout_s, say)
             return msgspec.json.decode(printed.splitlines()[-1], type=dict[str, MeasuredTeacher])
         except subprocess.TimeoutExpired:
             why = f"it took longer than {timeout_s:.0f} s"
@@ -94,6 +96,19 @@ def measured_teachers(
         process.kill()
     say(f"the teacher's accuracy was not measured: {why}")
     return {}
+
+
+def _printed_by(process: subprocess.Popen[bytes], timeout_s: float, say: Callable[[str], None]) -> bytes:
+    """The output of the process, with a line for the user every few seconds meanwhile. Raises TimeoutExpired."""
+    began_s = time.monotonic()
+    while True:
+        left_s = began_s + timeout_s - time.monotonic()
+        try:
+            return process.communicate(timeout=max(0.0, min(SAY_EVERY_S, left_s)))[0]
+        except subprocess.TimeoutExpired:
+            if left_s <= SAY_EVERY_S:
+                raise
+            say(f"measuring the teacher: {time.monotonic() - began_s:.0f} of at most {timeout_s:.0f} s")
 
 
 def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:

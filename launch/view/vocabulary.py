@@ -69,10 +69,10 @@ class Pieces:
         return self._number_V[ids].astype(np.uint32)
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a sequence."""
+        """The text of a sequence, without special tokens: what a person wrote and reads."""
         if self._decoder is None:
             return " ".join(f"<{i}>" for i in ids)
-        return self._decoder.decode(ids, skip_special_tokens=False)
+        return self._decoder.decode(ids, skip_special_tokens=True)
 
     @property
     def texts(self) -> list[str]:
@@ -87,4 +87,8 @@ class Pieces:
         raw = self._raw.get(token_id)
         if self._decoder is None or raw is None:  # some models have more ids than tokens
             return f"<{token_id}>"
-        return raw.replace(_WORD_START, " ") if _WORD_START in raw else self.text([token_id])
+        return (
+            raw.replace(_WORD_START, " ")
+            if _WORD_START in raw
+            else self._decoder.decode([token_id], skip_special_tokens=False)
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,3 +166,21 @@ def test_a_runs_folder_is_no_replays(tmp_path: Path, capsys: pytest.CaptureFixtu
     (folder / "run.json").write_text("{}")
     assert run(file, folder, "--resume") == 2
     assert "To resume a run, use launch/cluster.py --resume" in capsys.readouterr().err
+
+
+def test_slow_steps_are_not_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a step that takes long nor those between two regular lines."""
+    monkeypatch.setattr(replaying, "SILENT_S", 0.05)
+    step = replaying.read_batch
+
+    def slow(*words: Any) -> Any:
+        time.sleep(0.3)
+        return step(*words)
+
+    monkeypatch.setattr("replay.training.read_batch", slow)
+    assert run(recorded(tmp_path / "r"), tmp_path / "run", *FLAGS) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"step 0/\d+ is done; working for \d+ s since", said)
+    assert all(f"step {n}/{STEPS}, epoch" in said for n in range(1, STEPS + 1))
