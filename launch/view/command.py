@@ -17,6 +17,7 @@ import yaml
 from launch.config.tree import get
 from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from launch.runfolder import find_run
+from launch.view.heads import Heads
 from launch.view.live_record import LiveRecord, has_batch
 from launch.view.page import Facts, Page
 from launch.view.rollouts import Found, choose, find_rollouts, read
@@ -136,7 +137,7 @@ def write_view(asked: Asked) -> Path:
         decoder, notes = _decoder(recording.header, asked.tokenizer)
         found = find_rollouts(recording)
         chosen = choose(found, asked.max_mb * 1_000_000)
-        page = Page(Pieces(decoder))
+        page = Page(Pieces(decoder), Heads(recording.header.config))
         for one in chosen:
             page.add(read(recording, one))
         notes = (*_sampled(found, chosen, asked.max_mb), *notes, *_about(recording))
@@ -157,7 +158,7 @@ def show_live(asked: Asked) -> int:
         _wait_for_batch(asked.run, path)
         header = read_header(path)
         decoder, notes = _decoder(header, asked.tokenizer)
-        with LiveRecord(path, Pieces(decoder), asked.max_mb * 1_000_000) as record:
+        with LiveRecord(path, Pieces(decoder), asked.max_mb * 1_000_000, Heads(header.config)) as record:
 
             def facts(found: Sequence[Found]) -> Facts:
                 return _facts(header, path, len(found), (*_partly(found, record.page.n_rollouts), *notes))

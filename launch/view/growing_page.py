@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from launch.view.heads import Heads
 from launch.view.page import (
     ABANDONED,
     COLUMNS,
@@ -54,9 +55,9 @@ class StaleCursor(Exception):
 class GrowingPage(Page):
     """`n_bytes` grows with what is added, about as the file would."""
 
-    def __init__(self, pieces: Pieces, number: int) -> None:
+    def __init__(self, pieces: Pieces, number: int, heads: Heads | None = None) -> None:
         """`number`: of this page, as in Cursor."""
-        super().__init__(pieces)
+        super().__init__(pieces, heads)
         self._number_of_page = number
         self._changes: list[int] = []
         """Rows in the order in which they were added or changed."""

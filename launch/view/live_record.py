@@ -17,6 +17,7 @@ from typing import BinaryIO, Final, Self
 import msgspec
 
 from launch.view.growing_page import GrowingPage
+from launch.view.heads import Heads
 from launch.view.rollouts import Found, choose, find_rollouts, read
 from launch.view.vocabulary import Pieces
 from recording.format import BatchRecord, Branches, RecordError, RecordHeader, Resumed, Rollout, scan
@@ -48,13 +49,13 @@ def has_batch(path: Path) -> bool:
 class LiveRecord:
     """An open record and its page. A context manager; one thread at a time."""
 
-    def __init__(self, path: Path, pieces: Pieces, max_bytes: int) -> None:
+    def __init__(self, path: Path, pieces: Pieces, max_bytes: int, heads: Heads | None = None) -> None:
         """`path` is that of the file. Raises OSError if it cannot be opened."""
         self.path = path
-        self._pieces = pieces
+        self._pieces, self._heads = pieces, heads
         self._max_bytes = max_bytes
         self._stream: BinaryIO = path.open("rb")
-        self.page = GrowingPage(pieces, 0)
+        self.page = GrowingPage(pieces, 0, heads)
         self.header: RecordHeader
         self.branches = Branches()
         self.n_recorded = 0
@@ -77,7 +78,7 @@ class LiveRecord:
             found = find_rollouts(recording)
             chosen = choose(found, self._max_bytes // 2)
             self._n_loads += 1
-            self.page = GrowingPage(self._pieces, self._n_loads)
+            self.page = GrowingPage(self._pieces, self._n_loads, self._heads)
             self.header, self.branches, self._end = recording.header, recording.branches, recording.end
             self._rows, self._not_shown, self.full, self.n_since_full = {}, set(), False, 0
             self.n_recorded, self.steps = len(found), recording.batches[-1].record.version.step + 1

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from launch.view.heads import Heads
 from launch.view.rollouts import Read
 from launch.view.vocabulary import Pieces
 from launch.view.worst_tokens import worst_tokens
@@ -90,8 +91,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Page:
     """Collects rollouts; `html` gives the file."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: Pieces, heads: Heads | None = None) -> None:
         self._pieces = pieces
+        self._heads = heads
         self._blocks: list[bytearray] = []
         self._rows: dict[str, list[float]] = {name: [] for name in COLUMNS}
         self._prompts: dict[bytes, int] = {}
@@ -193,7 +195,7 @@ class Page:
 
     def _worst(self, one: Read) -> tuple[tuple[int, int, tuple[tuple[int, float], ...] | None], ...]:
         found: list[tuple[int, int, tuple[tuple[int, float], ...] | None]] = []
-        for worst in worst_tokens(one):
+        for worst in worst_tokens(one, self._heads):
             others = worst.alternatives
             numbers = self._pieces.numbers(np.array([other.token_id for other in others or ()], np.int32)).tolist()
             named = None if others is None else tuple(zip(numbers, (other.logprob for other in others), strict=True))

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from builtin import TEACHER_DIR
 from launch.view.command import main
+from launch.view.heads import Heads
 from launch.view.rollouts import Found, choose
+from protocol.hidden_codec import encode_hidden
 from protocol.messages import Branch
 from tests.launch.view import made_record as made
 from tests.launch.view.slow_reader import PageRead, Seen, recorded
@@ -194,3 +199,19 @@ def test_mistakes_are_named_in_one_line_each(
     assert main([places.get(word, word) for word in arguments] + ["--no-open"]) == 2
     error = capsys.readouterr().err
     assert says in error and all(line.startswith("stillhouse: ") for line in error.splitlines())
+
+
+def test_what_a_teacher_of_hidden_states_would_have_written_is_what_transformers_says() -> None:
+    model = AutoModelForCausalLM.from_pretrained(TEACHER_DIR).eval()
+    with torch.no_grad():
+        out = model(torch.tensor([[5, 9, 3, 7]]), output_hidden_states=True)
+    payload = encode_hidden(out.hidden_states[-1][0].bfloat16().view(torch.int16).numpy().view("<u2"))
+    right = torch.log_softmax(out.logits[0, 2], dim=-1).numpy()
+    for config in ({}, {"models": {"teacher": str(TEACHER_DIR)}}, {"pools": {"default": {"model": str(TEACHER_DIR)}}}):
+        got = Heads(config).logprobs("default", payload, 2)
+        assert got is not None and np.argmax(got) == np.argmax(right) and np.abs(got - right).max() < 0.1
+    foreign = encode_hidden(np.zeros((1, 4), "<u2"))
+    assert Heads({}).logprobs("default", foreign, 0) is None, "states of another width"
+    assert Heads({"models": {"teacher": "/no/model"}}).logprobs("default", payload, 2) is None
+    identity = encode_hidden(out.hidden_states[-1][0].bfloat16().view(torch.int16).numpy().view("<u2"), head=1)
+    assert Heads({}).logprobs("default", identity, 2) is None, "states of another head"
