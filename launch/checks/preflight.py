@@ -21,6 +21,7 @@ from launch.checks.model_files import check_teachers, check_weights, find_model,
 from launch.checks.placement import choose_engines
 from launch.checks.prompt_files import absolute_prompts, check_prompts
 from launch.checks.server_preflight import Found, check_servers
+from launch.checks.turn_ends import turn_end_warnings
 from launch.config.consistency import check_consistency
 from launch.config.pools import teacher_pools, without_idle_routes
 from launch.config.run import BUILTIN, RunConfig
@@ -102,7 +103,13 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
-    return Checked(replace(config, learner=learner), model_types, findings.warnings, servers)
+    warnings = [*findings.warnings, *_turn_ends(folders)]
+    return Checked(replace(config, learner=learner), model_types, warnings, servers)
+
+
+def _turn_ends(folders: Mapping[str, Path]) -> list[str]:
+    teachers = {folder: key for key, folder in folders.items() if key != "models.student"}  # each folder is read once
+    return [*turn_end_warnings(folders["models.student"], {key: folder for folder, key in teachers.items()})]
 
 
 def find_models(config: RunConfig) -> tuple[dict[str, Path], list[str]]:

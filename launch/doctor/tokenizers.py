@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from launch.checks.model_files import differences
+from launch.checks.turn_ends import closing_id, ends_of
 from launch.doctor.case import Case, Impossible
 from launch.doctor.finding import Finding
 from models.description import known_vocabulary_size
-from models.files import TokenizerError
-from models.tokenizer import load_tokenizer, render_text, stop_token_ids
+from models.tokenizer import as_chat_tokenizer, load_tokenizer, stop_token_ids
 from protocol.handshake import vocab_tokens
-
-ANSWER: Final = "yes"
 
 
 def tokenizer_of(case: Case, model: str) -> PreTrainedTokenizerBase:
@@ -70,7 +68,7 @@ def turn_ends(case: Case) -> Iterator[Finding]:
     tokenizer = tokenizer_of(case, student)
     stops = stop_token_ids(student, tokenizer)
     named = _named(tokenizer, stops)
-    closing = closing_id(tokenizer)
+    closing = closing_id(as_chat_tokenizer(tokenizer))
     if closing is None:
         closes, status = "it has no chat template that closes a turn", "ok"
     else:
@@ -93,8 +91,7 @@ def turn_ends(case: Case) -> Iterator[Finding]:
 def _teacher_ends(
     pool: str, ours: tuple[int, ...], named: str, tokenizer: PreTrainedTokenizerBase, stops: tuple[int, ...]
 ) -> Finding:
-    closing = closing_id(tokenizer)
-    ends = {closing} if closing is not None else set(stops)
+    ends = ends_of(as_chat_tokenizer(tokenizer), stops)
     return Finding(
         check="turn ends",
         subject=f"pool {pool}",
@@ -104,20 +101,6 @@ def _teacher_ends(
         advice="the student is taught to end with a token that does not end its answers: add it to eos_token_id in its "
         "generation_config.json, or take a teacher of the same family",
     )
-
-
-def closing_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first id that the chat template writes behind an assistant's answer; None where it writes none."""
-    if tokenizer.chat_template is None:
-        return None
-    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        text = render_text(tokenizer, turns, "auto", None, {}, opened=False)
-    except TokenizerError:
-        return None
-    behind = text[text.rindex(ANSWER) + len(ANSWER) :] if ANSWER in text else ""
-    ids: list[int] = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []  # pyright: ignore
-    return ids[0] if ids else None
 
 
 def _named(tokenizer: PreTrainedTokenizerBase, ids: tuple[int, ...] | list[int]) -> str:
