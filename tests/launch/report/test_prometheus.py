@@ -33,7 +33,7 @@ NO_COUNTS = LedgerCounts(0, 0, {}, {}, 0, 0)
 LEARNER = {
     **{"busy_fraction": 0.5, "loss": 0.25, "reverse_kl": float("nan"), "eval_greedy": 0.75, "eval_sampled": 0.5},
     **{"wait_data_fraction": 0.25, "wait_scoring_fraction": 0.125, "checkpoints_failed_total": 2.0},
-    **{"alarm_since_length": 12.0, "tracker_lost_wandb": 3.0},
+    **{"alarm_since_length": 12.0, "mean_length_mean": 31.5, "tracker_lost_wandb": 3.0},
 }
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -129,6 +129,7 @@ def test_every_figure_is_that_of_the_snapshot() -> None:
         ("stillhouse_learner_wait_ratio", (("cause", "scoring"),)): 0.125,
         ("stillhouse_eval_accuracy_ratio", (("decoding", "sampled"),)): 0.5,
         ("stillhouse_alarm_since_step", (("alarm", "length"),)): 12,
+        ("stillhouse_rollouts_mean", (("figure", "length_mean"),)): 31.5,
         ("stillhouse_tracker_rows_lost_total", (("tracker", "wandb"),)): 3,
     }
     assert {place: samples[place] for place in labelled} == labelled
