@@ -37,9 +37,12 @@ def test_the_projects_own_command_and_what_reads_its_run(launch: Callable[..., L
     assert len(printed) == 2, run.text()
     print(*printed, sep="\n")
     assert 0 < summary["peak_memory_bytes"] < 8 * 2**30
-    for command in ("audit", "view"):
+    runs = run.run_dir.parent / "runs"
+    runs.mkdir()
+    (runs / "latest").symlink_to(run.run_dir)
+    for words in (("audit", str(run.run_dir)), ("view", str(run.run_dir)), ("view", "latest")):
         done = subprocess.run(
-            [sys.executable, str(ROOT / "launch" / "cluster.py"), command, str(run.run_dir)],
+            [sys.executable, str(ROOT / "launch" / "cluster.py"), *words],
             cwd=run.run_dir.parent,
             capture_output=True,
             encoding="utf-8",

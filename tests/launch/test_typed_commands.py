@@ -47,6 +47,7 @@ TYPED: Final = {
     "join RUN --actors 8": "tests/integration/test_join.py",
     "audit RUN": RUNS,
     "view RUN": RUNS,
+    "view latest": RUNS,
     "scale big --actors 48 --teachers 12": ON_RAY,
     "render slurm": AS_IT_STANDS,
     "render k8s --name big --private big-private --config topology.toml --cluster.image registry/stillhouse:1 "
