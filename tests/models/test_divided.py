@@ -77,7 +77,7 @@ def test_processes_that_divide_a_row_compute_what_transformers_computes_of_each_
     weight_TH = torch.randn((sum(lengths), 16), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected_TH = torch.cat([plain.base_model(ids_L[None]).last_hidden_state[0] for ids_L in ids_T.split(lengths)])
     (weight_TH * expected_TH).sum().backward()
-    store, got_TH = dist.HashStore(), torch.zeros_like(expected_TH)
+    store, got_TH = dist.HashStore(), torch.zeros_like(expected_TH)  # pyright: ignore[reportPrivateImportUsage]
     models = [build_student(dtype=torch.float64) for _ in range(size)]
 
     def process(rank: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_all_are_left_out_where_only_their_sum_is_not_finite(tiny_student: Stude
     config = learner_config(pack_tokens=64, importance="none", aggregation="sequence_mean")
     trainer = Trainer(tiny_student(), config, total_steps=10)
     with torch.no_grad():
-        trainer.model.get_input_embeddings().weight.mul_(40.0)
+        cast(torch.nn.Embedding, trainer.model.get_input_embeddings()).weight.mul_(40.0)
     s = abs(float(trainer.logprobs(items[0].tokens_L.tolist())[0]))
     assert s > 8.0
     for train_item in items[1:3]:
