@@ -183,7 +183,7 @@ TAGS: Final = {
     ),
     "queue/groups_equal_total": "groups that dynamic sampling dropped because all their rewards were equal",
     "queue/reward_out_of_range_total": (
-        "rollouts that are not scored because a reward was outside +-buffer.reward_limit; the buffer's log names them"
+        "rollouts that are not scored because a reward was outside +-`buffer.reward_limit`; the buffer's log names them"
     ),
     "queue/batches_equal_in_a_row": "how many batches of such rollouts were dropped since the last batch left",
     "queue/shards_without_<role>": (
