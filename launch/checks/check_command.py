@@ -16,14 +16,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from actors.rewards.answer import AnswerCheck
 from launch.checks.architectures import architectures
-from launch.checks.model_files import check_weights
+from launch.checks.model_files import check_weights, has_no_weights
 from launch.config.consistency import teacher_window
 from launch.config.pools import teacher_pools
 from launch.config.run import RunConfig
 from launch.errors import ConfigError
 from launch.machine.devices import torch_devices
-from learner.prompts.config import TaskConfig
+from learner.prompts.config import TaskConfig, n_held_out
 from learner.prompts.data import open_prompts
 from learner.prompts.order import row_tags
 from learner.prompts.records import DataError
@@ -52,6 +53,8 @@ class PromptRows(NamedTuple):
     """Reason -> the first row that was dropped for it."""
     first: Rendered | None
     """The first usable prompt."""
+    ground_truths: list[str | None]
+    """Those of the usable prompts that are in the run's environment."""
 
 
 def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
@@ -80,6 +83,9 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
             mistakes.append(f"{key}: none of the {rows.read:,} rows that were read is usable: {dropped}")
             continue
         lines += _describe(key, rows, tokenizer)
+        lines += _reward(rows, config)
+        if key == "learner.tasks.prompts" and not tasks.eval_prompts and config.learner.eval_every:
+            lines += _held_out(rows.rows, tasks)
         mistakes += _too_long_for_teachers(key, rows, config)
     if mistakes:
         raise ConfigError(*mistakes)
@@ -95,7 +101,7 @@ def read_rows(
     rendered = RenderedPrompts(source, tokenizer, tasks)
     rendered.probe(row_tags(source) if tasks.tags_named else [])
     chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), ROWS_READ), dtype=np.int64)).tolist()
-    found = PromptRows(source.path, len(source), len(chosen), [], [], Counter(), {}, None)
+    found = PromptRows(source.path, len(source), len(chosen), [], [], Counter(), {}, None, [])
     for row in chosen:
         prompt = rendered[row]
         if prompt.ids is not None and prompt.record is not None and tasks.mix and prompt.record.tag not in tasks.mix:
@@ -107,6 +113,8 @@ def read_rows(
             continue
         found.lengths.append(len(prompt.ids))
         found.teacher_lengths.append(len(prompt.teacher_ids) or len(prompt.ids))
+        if prompt.record is not None and prompt.record.env in ("", tasks.env):
+            found.ground_truths.append(prompt.record.ground_truth)
         if found.first is None:
             found = found._replace(first=prompt)
     return found
@@ -124,6 +132,46 @@ def _describe(key: str, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) ->
     yield from _shown("the first prompt", rows.first.ids.tolist(), tokenizer)
     if len(rows.first.teacher_ids):
         yield from _shown("what teachers read of it", rows.first.teacher_ids.tolist(), tokenizer)
+
+
+def _reward(rows: PromptRows, config: RunConfig) -> Iterator[str]:
+    """What judges the rows, and how many of their ground truths it can read."""
+    name, all_rows = config.learner.tasks.env, len(rows.ground_truths)
+    if not all_rows:
+        return
+    n_there = sum(truth is not None for truth in rows.ground_truths)
+    environment = config.environments.get(name)
+    options = environment.options if environment is not None else {}
+    if environment is None or environment.name != "single_turn":
+        yield f"  reward: that of the environment {name}; {n_there:,} of {all_rows:,} rows have a ground_truth"
+        return
+    reward = str(options.get("reward", "answer"))
+    if reward != "answer" or {"reward_options", "answer_pattern"} & options.keys():
+        yield f"  reward: {reward} of single_turn; {n_there:,} of {all_rows:,} rows have a ground_truth"
+        return
+    check = AnswerCheck()
+    readable = sum(check.reward(f"#{truth}", truth) == 1.0 for truth in rows.ground_truths)
+    yield (
+        f"  reward: answer of single_turn, 1 for the right number behind the last #; it can read the ground_truth of "
+        f"{readable:,} of {all_rows:,} rows"
+    )
+    if readable < n_there:
+        other = next(t for t in rows.ground_truths if t is not None and check.reward(f"#{t}", t) != 1.0)
+        yield (
+            f"  warning: {n_there - readable:,} ground truths are no numbers, the first is {other:.60}: their rewards "
+            "are always 0; another reward or answer_pattern reads them (docs/rewards.md)"
+        )
+
+
+def _held_out(n_rows: int, tasks: TaskConfig) -> Iterator[str]:
+    """How many rows an evaluation has, and a warning where it was to have more."""
+    n, asked = n_held_out(n_rows, tasks.eval_share, tasks.eval_prompts_needed), tasks.eval_prompts_needed
+    yield f"  held out for evaluation: {n:,} of {n_rows:,} rows (learner.tasks.eval_share = {tasks.eval_share:g})"
+    if n < asked:
+        yield (
+            f"  warning: {asked:,} evaluation prompts were asked for (greedy {tasks.eval_greedy}, sampled "
+            f"{tasks.eval_sampled}), {n:,} are held out; eval_share = {min(0.5, asked / n_rows):.2g} gives more"
+        )
 
 
 def _shown(name: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
@@ -154,7 +202,10 @@ def _models(config: RunConfig) -> Iterator[str]:
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     for key, name in named.items():
         size = check_weights(key, Path(name)).parameters
-        yield f"{key}: {name}" + (f", {size / 1e6:,.1f} million parameters" if size else "")
+        there = f", {size / 1e6:,.1f} million parameters" if size else ""
+        if not size and has_no_weights(Path(name)):
+            there = "; warning: it has no weights: this plan is from config.json alone, and a run needs them"
+        yield f"{key}: {name}{there}"
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

@@ -131,13 +131,25 @@ class Memory(NamedTuple):
 
 
 def read_shape(folder: Path) -> ModelShape | None:
-    """None if there are no safetensors files, or config.json lacks something."""
+    """Without safetensors files the parameters are counted from config.json. None if that lacks something."""
     parameters = check_weights("", folder).parameters
     try:
         content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        return shape_of(content, parameters, vocabulary_size(folder)) if parameters else None
+        shape = shape_of(content, parameters, vocabulary_size(folder))
+        return shape if parameters else _counted(shape, content)
     except (OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def _counted(shape: ModelShape, content: Mapping[str, Any]) -> ModelShape:
+    """The shape with the parameters of a transformer with gated MLPs, as config.json describes it."""
+    text = {**content, **cast(dict[str, Any], content.get("text_config") or {})}
+    per_token = int(text.get("num_experts_per_tok") or 1)
+    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 1)
+    attention = shape.hidden * (2 * shape.q_width + 2 * shape.kv_width)
+    layer = attention + 3 * shape.hidden * shape.mlp // per_token * experts + 2 * shape.hidden
+    embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    return shape._replace(parameters=embeddings + shape.layers * layer + shape.hidden)
 
 
 def shape_of(content: Mapping[str, Any], parameters: int, vocabulary: int) -> ModelShape:

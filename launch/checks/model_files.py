@@ -29,9 +29,13 @@ Json = Mapping[str, object]
 Vocabulary = Mapping[str, int]
 
 
-def find_model(key: str, named: str) -> Path:
-    """Find a model's folder and check that its files are there. A name that is not a folder is downloaded from the
-    model hub, or found in its cache. Raises ConfigError."""
+def has_no_weights(folder: Path) -> bool:
+    return not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
+
+
+def find_model(key: str, named: str, *, weights: bool = True) -> Path:
+    """Find a model's folder and check that its files are there, its `weights` among them. A name that is not a
+    folder is downloaded from the model hub, or found in its cache. Raises ConfigError."""
     if named == BUILTIN:
         folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
         if not folder.is_dir():
@@ -43,7 +47,7 @@ def find_model(key: str, named: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{key}: no folder {named!r}{nearest_path(folder)}")
     missing = [name for name in ("config.json",) if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+    if weights and has_no_weights(folder):
         missing.append("*.safetensors")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         missing.append("tokenizer.json")

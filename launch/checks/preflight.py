@@ -55,14 +55,15 @@ class Checked(NamedTuple):
 
 
 def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
-    """Check everything. `pretended`: used in place of this machine's GPUs. Raises ConfigError with all mistakes."""
+    """Check everything. `pretended`: used in place of this machine's GPUs, for a plan that needs no weights. Raises
+    ConfigError with all mistakes."""
     mistakes: list[str] = []
     config = without_idle_routes(config)
     interpreters = Interpreters()
     # even if device = cpu, one part may name a GPU
     machine = pretended or find_machine()._replace(host_gib=host_gib(), cores=usable_cores())
     config, why_engines = choose_engines(config, machine, interpreters)
-    folders, not_found = find_models(config)
+    folders, not_found = find_models(config, weights=pretended is None)
     mistakes += not_found
     for key, folder in folders.items():
         mistakes += check_weights(key, folder).mistakes
@@ -112,14 +113,14 @@ def _turn_ends(folders: Mapping[str, Path]) -> list[str]:
     return [*turn_end_warnings(folders["models.student"], {key: folder for folder, key in teachers.items()})]
 
 
-def find_models(config: RunConfig) -> tuple[dict[str, Path], list[str]]:
+def find_models(config: RunConfig, *, weights: bool = True) -> tuple[dict[str, Path], list[str]]:
     """(folders of the models that are there, by the key that names each; a mistake for each other one)."""
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     folders, mistakes = dict[str, Path](), list[str]()
     for key, name in named.items():
         try:
-            folders[key] = find_model(key, name)
+            folders[key] = find_model(key, name, weights=weights)
         except ConfigError as error:
             mistakes += error.mistakes
     return folders, mistakes

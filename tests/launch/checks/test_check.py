@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import builtin
+from launch.checks.memory import read_shape
 from launch.run import main
 from learner.prompts.config import TaskConfig
 from learner.prompts.tasks import TaskStream, load_prompts
@@ -224,3 +225,51 @@ def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
         code, out, err = said("--weights.transport=folder", *words)
         assert code == 0, err
         assert f"weights by files in {place} (weights.transport)" in out
+
+
+@pytest.mark.parametrize(
+    ("truth", "flags", "told"),
+    [
+        (
+            "City {}",
+            (),
+            ("of 0 of 130 rows", "warning: 130 ground truths are no numbers, the first is City 0"),
+        ),
+        ("1,{:03}.", (), ("ground_truth of 130 of 130 rows",)),
+        ("{}", ("--learner.tasks.eval_share=0.5",), ("held out for evaluation: 12 of 130 rows",)),
+        ("{}", (), ("held out for evaluation: 3 of 130 rows", "warning: 12 evaluation prompts were asked for")),
+        (
+            "City {}",
+            ("--actor.environments.single_turn.options={answer_pattern: 'is (.*)'}",),
+            ("130 of 130 rows have a",),
+        ),
+    ],
+)
+def test_the_reward_and_the_rows_held_out_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], truth: str, flags: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    rows = [{"prompt": f"Capital {i}?", "ground_truth": truth.format(i)} for i in range(130)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    asked = ("--learner.tasks.eval_greedy=8", "--learner.tasks.eval_sampled=12")
+    assert main([f"--prompts={tmp_path / 'own.jsonl'}", *asked, "--check", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in told), printed
+    assert ("warning" in printed) == any("warning" in text for text in told) or "3 of 130" in printed
+
+
+def test_a_plan_from_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With pretended GPUs, where no run is started; otherwise the weights must be there."""
+    sizes: dict[str, int] = {}
+    for name, there in (("student", builtin.STUDENT_DIR), ("teacher", builtin.TEACHER_DIR)):
+        shutil.copytree(there, tmp_path / name)
+        sizes[name] = AutoModelForCausalLM.from_pretrained(there).num_parameters()
+        for file in (tmp_path / name).glob("*.safetensors"):
+            file.unlink()
+        shape = read_shape(tmp_path / name)
+        assert shape is not None and shape.parameters == pytest.approx(sizes[name], rel=2e-3)
+    flags = ["--student", str(tmp_path / "student"), "--teacher", str(tmp_path / "teacher"), "--check"]
+    assert main([*flags, "--gpus", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "GiB" in printed and printed.count("it has no weights") == 2
+    assert main(flags) == 2
+    assert "lacks *.safetensors" in capsys.readouterr().err
