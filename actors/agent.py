@@ -153,12 +153,15 @@ class Context:
         self._episode.add_info(numbers)
 
 
-def options_checked_by(check: Callable[..., None]) -> Callable[[Any], Any]:
+def options_checked_by(check: Callable[..., None], *, server: tuple[str, str] | None = None) -> Callable[[Any], Any]:
     """Decorates an agent: `check(**options)` raises ValueError for values that the agent refuses, before anything
-    starts. A class has a class method `check_options` for this."""
+    starts. A class has a class method `check_options` for this. `server`: the option that holds the address of a server
+    which must listen before a run starts, and the command that starts it, for the message. A class has it as an
+    attribute."""
 
     def mark(agent: Any) -> Any:
         agent.check_options = check
+        agent.server = server
         return agent
 
     return mark

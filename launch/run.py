@@ -18,6 +18,7 @@ from typing import Final
 import psutil
 
 from launch.checks import preflight
+from launch.checks.environment_servers import check_environment_servers
 from launch.checks.memory import TIGHT
 from launch.checks.preflight import Checked, check_recorded
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
@@ -103,6 +104,8 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     for warning in checked.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
     check_recorded(checked.config, resume=line.resume)
+    if not line.gpus:
+        check_environment_servers(checked.config)
     check_store(checked.config, resume=line.resume)
     if line.check:
         found = _found(line, checked.config)

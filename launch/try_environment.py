@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from launch.checks import preflight
+from launch.checks.environment_servers import check_environment_servers
 from launch.config.command_line import CommandLine, resolve_config, split_words
 from launch.config.keys import find_key
 from launch.config.run import RunConfig
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str]) -> int:
         overrides = [(key, text) for name, text in fixed.items() if (key := find_key(RunConfig, name)) is not None]
         file = Path(words.own["config"]) if "config" in words.own else None
         line = CommandLine(config=file, overrides=(*words.overrides, *overrides))
-        return try_episodes(preflight.check(resolve_config(line)).config, n)
+        config = preflight.check(resolve_config(line)).config
+        check_environment_servers(config)
+        return try_episodes(config, n)
     except (LaunchError, TimeoutError) as error:
         return refuse(error)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 from typing import Any, Final, NamedTuple, cast
@@ -34,6 +35,9 @@ PLACES: Final = re.compile(r"\{(prompt|response|ground_truth)\}")
 MAX_REPLY_BYTES: Final = 4 << 20
 FIRST_PAUSE_S: Final = 0.2
 """Between the first try and the second; then twice as long each time."""
+_NAMED: Final = set[str]()
+"""Addresses that were logged as unreachable: those of the configuration."""
+log = logging.getLogger(__name__)
 
 
 class _Failed(Exception):
@@ -90,7 +94,10 @@ class _Endpoint(NamedTuple):
                         raise _Failed("judge_garbage", again=False)
         except TimeoutError:
             raise _Failed("judge_timeout", again=True) from None
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError) as error:
+            if self.url not in _NAMED:  # once per address; the rest are counted
+                _NAMED.add(self.url)
+                log.warning("the judge at %s cannot be reached: %s", self.url, error)
             raise _Failed("judge_unreachable", again=True) from None
         return _content(read)
 

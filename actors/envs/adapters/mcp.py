@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from actors.agent import Context, EpisodeOver, options_checked_by
 from actors.envs.adapters import address
@@ -24,6 +25,7 @@ _mcp = import_package("mcp", environment="mcp", package="mcp", extra="mcp")
 
 MAX_RESULT: Final = 20_000
 """Characters of a tool's result that the student reads."""
+START: Final = ".venv/bin/python examples/agents/mcp_calculator.py --port 8931 (the example's; docs/agents/mcp.md)"
 MAX_DEPTH: Final = 32
 """Levels of nesting in a call's arguments."""
 
@@ -49,7 +51,7 @@ def _check(
 
 
 @row_may_set("answer_pattern")
-@options_checked_by(_check)
+@options_checked_by(_check, server=("url", START))
 async def mcp(
     ctx: Context,
     task: EnvTask,
@@ -68,8 +70,10 @@ async def mcp(
     `notation`: see `actors.envs.tool_loop.Notation`. The reward is that of single_turn, for the last turn."""
     argv = _argv(command)
     target = address(url, url_env) or _mcp.StdioServerParameters(command=argv[0], args=argv[1:])
+    reached = False
     try:
         async with _mcp.Client(target, read_timeout_seconds=call_timeout_s) as client:
+            reached = True
             offered = [tool for tool in await _all_tools(client) if not tools or tool.name in tools]
             if missing := set(tools) - {tool.name for tool in offered}:
                 raise ValueError(f"tools: the server has no {sorted(missing)}")
@@ -78,8 +82,14 @@ async def mcp(
                 ended = await converse(ctx, task, server, read_notation(notation))
             except EpisodeOver:  # as it is, and not in a group: see below
                 ended = None
-    except BaseExceptionGroup as group:  # of the client's own tasks
-        raise _first(group) from group
+    except (Exception, BaseExceptionGroup) as error:  # a group: of the client's own tasks
+        found = _first(error)
+        if found is error and reached:
+            raise
+        if reached or not isinstance(found, Exception):
+            raise found from error
+        where = f"the MCP server at {urlsplit(url)._replace(query='').geturl().rpartition('@')[2]}" if url else argv[0]
+        raise ConnectionError(f"{where} cannot be reached: {type(found).__name__}: {found}") from error
     if ended is None:
         raise EpisodeOver("not even the first turn had room")
     reward = AnswerCheck(answer_pattern).reward(ended.last.text, task.ground_truth)
@@ -164,8 +174,8 @@ def _argv(command: Sequence[str]) -> list[str]:
     return [sys.executable if word == "{python}" else word for word in command]
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    found: BaseException = group
+def _first(error: BaseException) -> BaseException:
+    found = error
     while isinstance(found, BaseExceptionGroup):
         found = found.exceptions[0]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return found  # pyright: ignore[reportUnknownVariableType]

@@ -24,6 +24,10 @@ OBSERVATION_PLACE: Final = "{observation}"
 """Stands for the first observation in a row's prompt; without it that follows the prompt."""
 TEXT_PLACE: Final = "{text}"
 """Stands for the student's turn in an action."""
+START: Final = (
+    ".venv-openenv/bin/uvicorn --app-dir examples/agents openenv_sums:app --port 8765 (the example's; "
+    "docs/agents/openenv.md)"
+)
 MAX_MESSAGE_BYTES: Final = 16 << 20
 RETRY_S: Final = 0.2
 """Between two attempts to get a session of a server that has no more."""
@@ -69,7 +73,7 @@ def _check(
 
 
 @row_may_set("reset", "answer_pattern")
-@options_checked_by(_check)
+@options_checked_by(_check, server=("url", START))
 async def openenv(
     ctx: Context,
     task: EnvTask,

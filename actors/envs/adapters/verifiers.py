@@ -28,6 +28,10 @@ from actors.envs.episode import EnvironmentFault
 COLUMN: Final = "task"
 """Column of a row: the data of one of the taskset's tasks, as its `model_dump(mode="json")` gives them."""
 ADDRESS: Final = re.compile(r"tcp://[^/]+:\d+|ipc://.+")
+START: Final = (
+    ".venv-verifiers/bin/python examples/agents/verifiers_server.py verifiers_sums (the example's; "
+    "docs/agents/verifiers.md)"
+)
 LINGER_MS: Final = 500
 """How long a cancellation may still be under way when its socket closes."""
 NO_SERVER: Final = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
@@ -50,7 +54,7 @@ def _check(
         raise ValueError(f"max_tokens: got {max_tokens}, expected at least 1")
 
 
-@options_checked_by(_check)
+@options_checked_by(_check, server=("server", START))
 async def verifiers(
     ctx: Context,
     task: EnvTask,
