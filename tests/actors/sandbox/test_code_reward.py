@@ -137,10 +137,6 @@ CHEATS = {
     "        try: seen += open(path, errors='replace').read()\n        except OSError: pass\n"
     "    import re; found = re.findall(r'add\\(%d, %d\\) == (-?\\d+)' % (a, b), seen)\n"
     "    return int(found[0]) if found else None",
-    "asks the judge for what is not its own": SAY
-    + "def asked(*what):\n    os.write(4, json.dumps(['ask', *what]).encode() + b'\\n')\n"
-    "    return os.read(3, 1 << 20)\ndef add(a, b):\n"
-    "    for what in (('attribute', 0, '__globals__', {'dict': []}), ('call', 0, {'list': []}, {'dict': []})): asked(*what)\n",
 }
 HONEST = {
     "a plain function": (ADD, SUMS),
@@ -171,6 +167,14 @@ def test_a_program_that_solves_nothing_is_not_paid(name: str) -> None:
 def test_what_a_program_returns_is_judged_as_data(name: str) -> None:
     program, tests = HONEST[name]
     assert judged(program, tests) == Verdict(1.0)
+
+
+def test_a_program_that_is_given_a_function_of_the_tests_reaches_nothing_else_there() -> None:
+    program = (
+        "```\ndef f(g):\n    names = g.link.ask(True, 'attribute', g.number, '__globals__', {'dict': []})[0]\n"
+        "    names['__builtins__']['eval'](\"__import__('os')._exit(0)\")\n```"
+    )
+    assert judged(program, ["assert f(lambda x: x + 1) == 7"]).reward == 0.0
 
 
 def test_names_of_python_are_pythons_where_the_tests_ask_for_another() -> None:
