@@ -128,12 +128,12 @@ async def _by_statements(make: Callable[[], Sandbox], program: str, statements: 
             running.python(f"{_LINK}\nserve()", program, **options),
             judging.python(f"{_LINK}\njudge()", statements, takes_slot=False, **options),
         )
+    if judged.code == UNJUDGEABLE:
+        return unscored("tests_compare_objects")
     if (fault := _fault(ran)) is not None:
         return fault
     if judged.ended in _UNSCORED or judged.code == -signal.SIGKILL:
         return unscored("sandbox_lost")
-    if judged.code == UNJUDGEABLE:
-        return unscored("tests_compare_objects")
     return Verdict(1.0) if judged.ended == "exit" and judged.code == 0 else _failed("wrong")
 
 

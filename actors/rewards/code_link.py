@@ -17,7 +17,7 @@ import importlib
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 READS, WRITES = 3, 4
 """File descriptors of the pipes."""
@@ -74,7 +74,7 @@ class Link:
             return value
         base: Any = next((base for base in BASES if isinstance(value, base)), None)
         if base in (bool, int, float, str):
-            return base.__add__(value, base()) if base is not bool else bool(value)
+            return base.__add__(cast(Any, value), base()) if base is not bool else bool(value)
         if base in (tuple, list, set, frozenset):
             return {base.__name__: [self.encode(one) for one in base.__iter__(value)]}
         if base is dict:
@@ -119,9 +119,10 @@ class Link:
                 self.answer(said)
                 continue
             if kind == "raised":
-                found = getattr(builtins, str(said[0]), None)
-                usable = isinstance(found, type) and issubclass(found, Exception)
-                raise (found if usable else RuntimeError)(str(said[1])[:1000])
+                found: Any = vars(builtins).get(str(said[0]), RuntimeError)
+                if not (isinstance(found, type) and issubclass(found, Exception)):
+                    found = RuntimeError
+                raise found(str(said[1])[:1000])
             return self.decode(said[0], keep), said[1]
 
     def answer(self, request: Any) -> None:
@@ -209,11 +210,11 @@ def serve() -> None:
     exec(compile(program, "program.py", "exec"), module.__dict__)
     names = [name for name in module.__dict__ if not name.startswith("__")]
     link.kept += [module.__dict__[name] for name in names]
-    link.send(names)
     try:
+        link.send(names)
         while True:
             link.answer(link.receive()[1:])
-    except Ended:
+    except (Ended, BrokenPipeError):
         os._exit(0)
 
 
