@@ -18,7 +18,7 @@ from typing import Final
 import psutil
 
 from launch.checks import preflight
-from launch.checks.environment_servers import check_environment_servers
+from launch.checks.environment_servers import check_environment_servers, silent_servers
 from launch.checks.memory import TIGHT
 from launch.checks.preflight import Checked, check_recorded
 from launch.config.command_line import CommandLine, parse_arguments, resolve_config
@@ -104,10 +104,10 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     for warning in checked.warnings:
         print(f"stillhouse: warning: {warning}", file=sys.stderr)
     check_recorded(checked.config, resume=line.resume)
-    if not line.gpus:
-        check_environment_servers(checked.config)
     check_store(checked.config, resume=line.resume)
     if line.check:
+        for silent in () if line.gpus else silent_servers(checked.config):
+            print(f"stillhouse: warning: {silent}; a start would be refused", file=sys.stderr)
         found = _found(line, checked.config)
         from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
 
@@ -117,6 +117,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
             print(text)
         print("configuration, models and prompts are fine; nothing was started")
         return 0
+    check_environment_servers(checked.config)
     for text in checked.servers.memory:
         if text.endswith(TIGHT):
             print(f"stillhouse: warning: {text}", file=sys.stderr)

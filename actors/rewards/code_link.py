@@ -17,7 +17,7 @@ import importlib
 import json
 import os
 import sys
-from typing import Any, cast
+from typing import Any
 
 READS, WRITES = 3, 4
 """File descriptors of the pipes."""
@@ -73,8 +73,8 @@ class Link:
         if type(value) in SCALARS:
             return value
         base: Any = next((base for base in BASES if isinstance(value, base)), None)
-        if base in (bool, int, float, str):
-            return base.__add__(cast(Any, value), base()) if base is not bool else bool(value)
+        if base is not None and base.__name__ in ("int", "float", "str"):  # a bool is none other than itself
+            return base.__add__(value, base())
         if base in (tuple, list, set, frozenset):
             return {base.__name__: [self.encode(one) for one in base.__iter__(value)]}
         if base is dict:

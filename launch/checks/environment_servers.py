@@ -28,17 +28,21 @@ class Server(NamedTuple):
 
 
 def check_environment_servers(config: RunConfig) -> None:
-    """Raises ConfigError with all servers at whose address nothing listens. Nothing is asked where the actors of the
-    run are on other machines."""
+    """Raises ConfigError with all servers at whose address nothing listens."""
+    if mistakes := silent_servers(config):
+        raise ConfigError(*mistakes)
+
+
+def silent_servers(config: RunConfig) -> list[str]:
+    """A line for each server at whose address nothing listens. Nothing is asked where the actors of the run are on
+    other machines."""
     if config.launch.backend != "local" or not config.actors:
-        return
-    mistakes = [
+        return []
+    return [
         f"{one.key}: nothing answers at {_shown(one.address)} ({error}); {one.start}"
         for one in _servers(config)
         if (error := _silent(one.address))
     ]
-    if mistakes:
-        raise ConfigError(*mistakes)
 
 
 def _servers(config: RunConfig) -> Iterator[Server]:
