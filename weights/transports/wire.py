@@ -30,7 +30,7 @@ from weights.roster import Seat
 from weights.sink import GroupBroken, GroupInterrupted
 from weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
-KEPT_PIECES: Final = 4 * WINDOW
+KEPT_PIECES: Final = 2 * WINDOW
 """The pieces wanted last. A member that is further behind than this has them read again for it."""
 UNDER_WAY: Final = WINDOW + 4
 """Pieces for one member that have not left this process. A member that reads has WINDOW at most."""
