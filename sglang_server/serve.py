@@ -127,7 +127,7 @@ def keep_stores_here() -> None:
 
     os.environ[LOCAL_VARIABLE] = "1"
 
-    class LocalStore(dist.TCPStore):
+    class LocalStore(dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
         def __init__(self, host_name: str, port: int, *words: Any, **named: Any) -> None:
             given = {**dict(zip(STORE_WORDS, words, strict=False)), **named}
             if given.get("is_master") and given.get("master_listen_fd") is None:
