@@ -125,7 +125,7 @@ def record_from_json(
         if b"null" in line:
             line = _line_without_nulls(line)
         fields = _decoder.decode(line)
-        _json.decode(text.decode())
+        _json.decode(text.decode(errors="replace"))  # columns that nobody reads may hold anything
     except msgspec.ValidationError as error:
         raise RowError(f"{where()}: {error}; got {_excerpt(line)}") from error
     except RowError as error:

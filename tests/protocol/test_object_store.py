@@ -107,7 +107,7 @@ def test_a_bucket_that_is_missing_is_named(server: Server, monkeypatch: pytest.M
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(StoreError, match=r"pip install 'stillhouse\[s3\]'"):
+    with pytest.raises(StoreError, match=r"pip install -e '\.\[s3\]'"):
         Store("s3://bucket")
 
 

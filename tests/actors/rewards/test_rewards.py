@@ -108,7 +108,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.
         return None
 
     monkeypatch.setattr("importlib.util.find_spec", nothing)
-    with pytest.raises(ValueError, match=r"'math': it needs the package math-verify: pip install 'stillhouse\[math-"):
+    with pytest.raises(ValueError, match=r"'math': it needs the package math-verify: pip install -e '\.\[math-"):
         make_reward("math", limit_s=4.25)  # not made before: made ones are kept
 
 

@@ -88,7 +88,7 @@ def test_ranks_join_without_the_runs_folder_only_in_a_run_with_a_store(tmp_path:
 def test_a_store_that_this_host_cannot_use_is_named_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     run = target(store="s3://bucket/big", weights={"transport": "folder"})
-    with pytest.raises(ConfigError, match=r"store: s3://bucket/big: .*pip install 'stillhouse\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"store: s3://bucket/big: .*pip install -e '\.\[s3\]'"):
         joining(run, "--actors=1")
     assert joining(run, "--teachers=1").roles == ("teacher",), "teachers need none"
 

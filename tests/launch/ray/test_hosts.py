@@ -22,6 +22,7 @@ from launch.errors import ConfigError, LaunchError
 from launch.ray.autoscale import Decision
 from launch.ray.host import JoiningHost
 from launch.ray.hosts import RayHosts
+from launch.ray.room import GIB, Node
 from launch.ray.run import on_ray
 from launch.ray.scale import main as scale
 from launch.ray.wanted import Wanted, read_wanted, write_wanted
@@ -300,7 +301,7 @@ def no_spec(_name: str) -> None:
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("importlib.util.find_spec", no_spec)
-    with pytest.raises(LaunchError, match=r"stillhouse\[ray\]"), on_ray(CONFIG, None):
+    with pytest.raises(LaunchError, match=r"-e '\.\[ray\]'"), on_ray(CONFIG, None):
         pass
 
 
@@ -312,6 +313,9 @@ def test_ray_is_imported_only_when_it_is_chosen() -> None:
 def test_nothing_to_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Connected(FakeCluster):
         ours, address = True, "127.0.0.1"
+
+        def nodes(self) -> list[Node]:
+            return [Node("alone", 1, 0, GIB, here=True)]
 
     monkeypatch.setattr("launch.ray.cluster.RayCluster.connect", Connected)
     with pytest.raises(ConfigError, match=r"cluster\.actors\.each"), on_ray(RunConfig(), None):

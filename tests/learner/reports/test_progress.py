@@ -10,6 +10,7 @@ import pytest
 
 from learner.reports.alarms import LENGTH
 from learner.reports.progress import AccountFile, Progress
+from protocol import atomic_file
 from protocol.messages import WeightVersion
 from recording.append_file import Unwritten
 
@@ -91,14 +92,13 @@ def test_no_account_to_carry_over_is_nothing_to_tell(tmp_path: Path, caplog: pyt
 def test_an_account_that_cannot_be_written_is_counted_and_leaves_the_former_one(
     former: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, data: bytes) -> int:
-        path.touch()
+    def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     unwritten = Unwritten()
     file = AccountFile(former, unwritten)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        patch.setattr(atomic_file, "sync", full)
         assert not file.write(account(first=0.5, steps=50))
     assert read(former)["steps"] == 45 and [p.name for p in former.iterdir()] == ["learner.json"]
     assert unwritten.rows_total == 1

@@ -138,9 +138,7 @@ def test_names_are_checked_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) 
         check_tracker("wandbb")
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("learner.reports.trackers.registry.find_spec", dict[str, object]().get)
-    with pytest.raises(
-        ConfigError, match=r"learner\.trackers: wandb needs wandb, .* pip install 'stillhouse\[wandb\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"learner\.trackers: wandb needs wandb, .* pip install -e '\.\[wandb\]'"):
         preflight.check(build(RunConfig, {"learner": {"trackers": ["wandb"]}}))
 
 

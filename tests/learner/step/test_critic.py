@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from learner.batch import BatchError, TrainItem
 from learner.config import LearnerConfig, LoraConfig
+from learner.objectives import advantages
 from learner.objectives.options import TokenAdvantage, ValueConfig
 from learner.step.critic import CriticStateError, ValueCritic
 from learner.step.finite_step import finite_step
@@ -305,6 +306,13 @@ def test_part_of_a_rollout_is_refused_by_name(tiny_student: Student, make_item: 
 # ------------------------------------------------------------------------------------------- not finite
 
 
+@pytest.fixture
+def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a reward beyond all limits had passed them."""
+    monkeypatch.setattr(advantages, "MAX_REWARD", float("inf"))
+
+
+@pytest.mark.usefixtures("any_reward")
 def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_step(
     tiny_student: Student, make_item: Make
 ) -> None:
@@ -322,6 +330,7 @@ def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_st
     assert outcome.figures.as_dict()["value_return_mean"] < 2.0
 
 
+@pytest.mark.usefixtures("any_reward")
 def test_a_gradient_of_the_value_head_that_is_not_finite_is_not_applied(tiny_student: Student, make_item: Make) -> None:
     """Its loss and the student's gradient are: its norm alone overflows."""
     items = [make_item(name, [0, 1, 1], reward=reward, seed=3) for name, reward in (("a", 1.0), ("b", 1.5e19))]

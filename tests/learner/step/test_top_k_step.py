@@ -89,7 +89,8 @@ def with_sets(train_item: TrainItem, *, k: int = VOCAB, cut: int | None = None) 
     return train_items([item], frames)[0]
 
 
-def items_with_sets(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
+def items_with_sets(make_item: Make, *, k: int = VOCAB, forked: bool = False) -> list[TrainItem]:
+    """`forked`: one of them branches."""
     made = [
         make_item("a", [0, 0, 1, 1, 1], vocab=VOCAB, task_id=7, reward=1.0),
         make_item("b", [0, 1, 1, 0, 0, 1, 0], teachers=("math", "style"), vocab=VOCAB, task_id=7, reward=0.0),
@@ -97,9 +98,10 @@ def items_with_sets(make_item: Make, *, k: int = VOCAB) -> list[TrainItem]:
         make_item("d", [0] * 6 + [1] * 9, teachers=("style",), vocab=VOCAB, task_id=9, reward=0.5),
         make_item("e", [0, 1, 1], teachers=(), vocab=VOCAB, task_id=9, reward=-1.0),
     ]
-    forked = make_item("f", [0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1], vocab=VOCAB, task_id=9, reward=0.25)
-    branches = (Branch(4, 2), Branch(7, 4), Branch(9, 0))
-    made.append(replace(forked, item=msgspec.structs.replace(forked.item, branches=branches)))
+    if forked:
+        item = make_item("f", [0, 1, 1, 1, 0, 1, 1, 1, 1, 0, 1], vocab=VOCAB, task_id=9, reward=0.25)
+        branches = (Branch(4, 2), Branch(7, 4), Branch(9, 0))
+        made.append(replace(item, item=msgspec.structs.replace(item.item, branches=branches)))
     return [with_sets(train_item, k=k, cut=3) for train_item in made]
 
 
@@ -190,7 +192,10 @@ def test_gradient_equals_the_slow_reference(
     tiny_student: Student, make_item: Make, k: int, fields: dict[str, Any]
 ) -> None:
     """Payloads of 16 bits: what is left is their rounding (see tests/builtin/test_topk_payloads.py for fewer)."""
-    items, config = items_with_sets(make_item, k=k), _config(**fields, pack_tokens=16, logprob_chunk_tokens=5)
+    items, config = (
+        items_with_sets(make_item, k=k, forked=True),
+        _config(**fields, pack_tokens=16, logprob_chunk_tokens=5),
+    )
     trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10, vocab_tokens=VOCAB)
     got = step_gradients(trainer, items)
     expected, divergence = _slow(tiny_student("eager", torch.float64), items, config, k=k)
