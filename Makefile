@@ -104,7 +104,7 @@ test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but serve
 test-slow: $(INSTALLED)  ## what CI runs beside make test: servers, whole runs, short campaigns; SGLang's need make sglang-cpu
 	$(PYTEST) --no-loadscope-reorder -m "slow and not release" $(ARGS)
 
-test-release: $(INSTALLED)  ## what only a release needs: long campaigns, further cases (tests/release.py), half an hour and more
+test-release: $(INSTALLED)  ## all other slow tests: long campaigns, Ray, Slurm, further cases; about an hour
 	$(PYTEST) --no-loadscope-reorder -m release $(ARGS)
 
 test-all: agents trackers ray openenv verifiers test test-slow test-release  ## every test, once; over an hour on two cores

@@ -94,7 +94,7 @@ class _Place(NamedTuple):
 
     file: Path
     start: int
-    """Of the file's numbers."""
+    """Position of its first byte among the file's numbers."""
     entry: _Entry
 
     def equals(self, other: _Place) -> bool:

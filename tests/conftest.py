@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from tests.patience import SLOWNESS
-from tests.release import RELEASE
+from tests.release import SHORT
 
 # Tests start some thousand processes of Python. Without byte code, each would compile the sources again: containers
 # often set this variable.
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
         if in_slow_folder or path in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
-        if item.nodeid.removeprefix("tests/").startswith(RELEASE):
+        if item.get_closest_marker("slow") and not item.nodeid.removeprefix("tests/").startswith(SHORT):
             item.add_marker(pytest.mark.release)
         if item.get_closest_marker("timeout") is None:
             limit_s = SLOW_TEST_S if item.get_closest_marker("slow") else TEST_S

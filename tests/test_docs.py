@@ -15,7 +15,7 @@ from launch.config.help import USAGE
 from launch.doctor.command import split_own
 from launch.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.metrics_page import unexplained
-from tests.release import RELEASE
+from tests.release import SHORT
 
 ROOT = Path(__file__).parent.parent
 TYPED = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "agents").glob("*.md")))
@@ -64,10 +64,10 @@ def test_the_tour_names_private_functions_that_are_in_the_files_it_names() -> No
     assert checked >= 10, "the tour's functions were not found"
 
 
-def test_the_tests_that_hold_the_promises_and_those_for_a_release_are_there() -> None:
+def test_the_tests_that_hold_the_promises_and_those_of_ci_are_there() -> None:
     page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     named = [found.removeprefix("tests/") for found in re.findall(r"`(tests/[\w/.:]+)`", page)]
-    for name in (*named, *RELEASE):
+    for name in (*named, *SHORT):
         path, _, function = name.partition("::")
         files = [file for file in (ROOT / "tests").glob(f"{path}*") if file.is_dir() or file.suffix == ".py"]
         assert files, f"tests/{path} is not there"

@@ -21,7 +21,7 @@ class Server(NamedTuple):
     """A server that an environment needs."""
 
     key: str
-    """Of the configuration."""
+    """Where the configuration names it."""
     address: str
     start: str
     """How to start it."""
@@ -50,10 +50,10 @@ def _servers(config: RunConfig) -> Iterator[Server]:
     for name, environment in config.environments.items():
         key, options = f"actor.environments.{name}.options", environment.options
         try:
-            told: object = getattr(find_environment(environment.name), "server", None)
+            declared: object = getattr(find_environment(environment.name), "server", None)
         except UnknownEnvironment:
             continue
-        match told:
+        match declared:
             case (str(option), str(start)) if isinstance(options.get(option), str) and options[option]:
                 yield Server(f"{key}.{option}", options[option], f"start it before the run: {start}")
             case _:

@@ -73,7 +73,7 @@ class History:
         return sum(self.first) / len(self.first) if self.first else math.nan
 
     def mean(self, n: int) -> float:
-        """Of the newest `n` steps, or of as many as there are; NaN without any."""
+        """Mean of the newest `n` steps, or of as many as there are; NaN without any."""
         newest = [self.past[-1 - i][1] for i in range(min(n, len(self.past)))]
         return sum(newest) / len(newest) if newest else math.nan
 

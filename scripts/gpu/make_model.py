@@ -58,7 +58,7 @@ with torch.device(device):
 model.save_pretrained(out)
 for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
     shutil.copy(donor / name, out / name)
-config = json.loads((out / "config.json").read_text())
+config = json.loads((out / "config.json").read_text(encoding="utf-8"))
 config["dtype"] = "bfloat16"
-(out / "config.json").write_text(json.dumps(config, indent=1))
+(out / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 print(out, sum(p.numel() for p in model.parameters()) / 1e9, "billion")

@@ -63,7 +63,7 @@ def test_faults_lose_nothing_and_leave_nothing(tmp_path: Path, case: Case) -> No
         seed=case.seed,
         kinds=tuple(kind for kind in KINDS if kind not in UNUSUAL),
         surely=case.surely,
-        steps=36,
+        steps=36 + 12 * (case.shards - 1),  # each shard has its own faults to come back from
         max_staleness=case.bound,
         gap_s=(0.2, 1.0),
         end_timeout_s=RUN_PATIENCE_S,

@@ -135,7 +135,7 @@ def test_a_server_that_is_not_there_fails_the_rollout(talk: Talk) -> None:
         ({"url": "http://a", "action": {"message": "text"}}, r"action: .* expected \{text\} in it"),
         ({"url": "http://a", "answer_pattern": "x"}, "0 groups"),
         ({"url": "http://a", "field": []}, "no option 'field'; did you mean 'fields'"),
-        ({}, "missing a required .*argument: 'url'"),
+        ({}, "url: got '', expected the server's address"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(options: dict[str, object], complaint: str) -> None:

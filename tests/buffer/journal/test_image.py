@@ -26,9 +26,9 @@ from tests.buffer.shadow import ShadowedState, new_book, no_blobs, restored
 from tests.patience import PATIENCE_S
 from tests.sim.buffer import sim as buffer_sim
 
-WITHOUT_EFFECT = {"addresses", "errors", "server", "settings"}
-"""Modules of which the state uses no more than classes: errors and `FromPeer`; and what the configuration uses, which
-the journal compares by itself."""
+WITHOUT_EFFECT = {"addresses", "atomic_file", "errors", "server", "settings"}
+"""Modules of which the state uses no more than classes: errors and `FromPeer`; how files are opened; and what the
+configuration uses, which the journal compares by itself."""
 
 
 @pytest.mark.parametrize("seed", [6, 8, 9])

@@ -18,11 +18,10 @@ from launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
 from launch.config.files import write_config
 from launch.config.run import LaunchConfig, RunConfig
 from launch.config.tree import build
-from launch.errors import ConfigError, LaunchError
+from launch.errors import LaunchError
 from launch.ray.autoscale import Decision
 from launch.ray.host import JoiningHost
 from launch.ray.hosts import RayHosts
-from launch.ray.room import GIB, Node
 from launch.ray.run import on_ray
 from launch.ray.scale import main as scale
 from launch.ray.wanted import Wanted, read_wanted, write_wanted
@@ -308,18 +307,6 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_ray_is_imported_only_when_it_is_chosen() -> None:
     code = "import launch.run, launch.ray.run, sys; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-def test_nothing_to_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Connected(FakeCluster):
-        ours, address = True, "127.0.0.1"
-
-        def nodes(self) -> list[Node]:
-            return [Node("alone", 1, 0, GIB, here=True)]
-
-    monkeypatch.setattr("launch.ray.cluster.RayCluster.connect", Connected)
-    with pytest.raises(ConfigError, match=r"cluster\.actors\.each"), on_ray(RunConfig(), None):
-        pass
 
 
 KILLED = """
