@@ -157,12 +157,19 @@ def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in figures.items()}
 
 
+def with_frames(items: Sequence[BatchItem], arrays: Sequence[Array]) -> Iterator[tuple[BatchItem, Sequence[Array]]]:
+    """Each item of a batch with its token ids, behaviour log-probs, train mask and teacher log-probs, as they came
+    (`protocol.messages.BatchItem`); `learner.batch.train_items`, which needs torch, has checked them."""
+    at = 0
+    for item in items:
+        yield item, arrays[at : at + 4]
+        at += 5 if item.top_k else 4
+
+
 def _repetition(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
     """Share of runs of REPEATED_TOKENS trained tokens that their rollout had before, over all rollouts of the batch."""
-    runs = repeated = at = 0
-    for item in items:
-        ids_T, _, trained_T, _ = arrays[at : at + 4]
-        at += 5 if item.top_k else 4
+    runs = repeated = 0
+    for _, (ids_T, _, trained_T, _) in with_frames(items, arrays):
         ids = ids_T[trained_T.astype(bool)].astype(np.uint64)
         n = len(ids) - REPEATED_TOKENS + 1
         if n < 1:
@@ -179,10 +186,7 @@ def _ending(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, fl
     """Mean of mu - q, over a token's teachers, at the last token of the rollouts that the student ended itself. It is
     what tells answers that got short because the teacher's are from those of a student that gives up early."""
     gaps: list[float] = []
-    at = 0
-    for item in items:
-        _, mu_T, trained_T, q_PT = arrays[at : at + 4]
-        at += 5 if item.top_k else 4
+    for item, (_, mu_T, trained_T, q_PT) in with_frames(items, arrays):
         trained = np.flatnonzero(trained_T)
         if item.final and item.finish_reason == "stop" and item.teachers and len(trained):
             last = trained[-1]
@@ -195,10 +199,8 @@ def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, 
     policy that sampled them (`train/reverse_kl` is that of the current policy)."""
     tokens: defaultdict[str, int] = defaultdict(int)
     sums: defaultdict[str, float] = defaultdict(float)
-    trained_total = at = 0
-    for item in items:
-        _, mu_T, trained_T, q_PT = arrays[at : at + 4]
-        at += 5 if item.top_k else 4
+    trained_total = 0
+    for item, (_, mu_T, trained_T, q_PT) in with_frames(items, arrays):
         trained = trained_T.astype(bool)
         n = int(trained.sum())
         trained_total += n

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from learner.reports.figures import with_frames
 from protocol.codec import Array
 from protocol.messages import BatchItem
 from protocol.printable import printable
@@ -50,10 +51,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 def sample_of(step: int, items: Sequence[BatchItem], arrays: Sequence[Array], decode: Decode) -> Sample | None:
     """The first rollout of the batch that ended in it; None without one. `items`, `arrays`: see
     `protocol.messages.Batch`."""
-    at = 0
-    for item in items:
-        ids_T, mu_T, trained_T, q_PT = arrays[at : at + 4]
-        at += 5 if item.top_k else 4
+    for item, (ids_T, mu_T, trained_T, q_PT) in with_frames(items, arrays):
         trained = np.flatnonzero(trained_T)
         if not item.final or not item.spans or not len(trained):
             continue
