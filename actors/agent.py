@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from actors.envs.base import TextTokenizer, TurnEnd
-from engines.base import Float32s, Int32s
+from stillhouse.actors.envs.base import TextTokenizer, TurnEnd
+from stillhouse.engines.base import Float32s, Int32s
 
 if TYPE_CHECKING:
-    from actors.running_episode import AgentEpisode
+    from stillhouse.actors.running_episode import AgentEpisode
 
 
 class EpisodeOver(Exception):

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from engines.config import EngineConfig, WorkerSettings
-from engines.registry import EngineOptions, check_engine
-from engines.sglang.config import SGLangConfig
-from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from stillhouse.engines.config import EngineConfig, WorkerSettings
+from stillhouse.engines.registry import EngineOptions, check_engine
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 replace = msgspec.structs.replace
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from actors.env_thread import EnvCall, EnvironmentTimeout, EnvThread, Outcome
+from stillhouse.actors.env_thread import EnvCall, EnvironmentTimeout, EnvThread, Outcome
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S: Final = 5.0

@@ -22,12 +22,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
-from actors.episode_process import BEAT_S, STOOD_STILL
-from actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
-from actors.episodes import EpisodeEnded, EpisodeStart, News
-from actors.failures import Failure
-from actors.running_episode import Ask, GiveUp, Response
-from protocol.printable import in_one_line
+from stillhouse.actors.episode_process import BEAT_S, STOOD_STILL
+from stillhouse.actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, News
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import Ask, GiveUp, Response
+from stillhouse.protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
 READY_TIMEOUT_S: Final = 120.0
@@ -66,7 +66,7 @@ class _Process:
         self.started_s = self.heard_s = time.monotonic()
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-m", "actors.episode_process", str(theirs.fileno())]
+            argv = [sys.executable, "-m", "stillhouse.actors.episode_process", str(theirs.fileno())]
             self._popen = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._link = Link(ours)
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()

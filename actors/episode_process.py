@@ -18,12 +18,12 @@ from collections import deque
 from contextlib import suppress
 from typing import Final, cast
 
-from actors.env_runner import CLOSE_TIMEOUT_S, TooManyStuck
-from actors.envs.base import TextTokenizer
-from actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
-from actors.episodes import EpisodeStart, EpisodeThreads
-from models.files import model_file
-from models.tokenizer_file import FileTokenizer
+from stillhouse.actors.env_runner import CLOSE_TIMEOUT_S, TooManyStuck
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
+from stillhouse.actors.episodes import EpisodeStart, EpisodeThreads
+from stillhouse.models.files import model_file
+from stillhouse.models.tokenizer_file import FileTokenizer
 
 log = logging.getLogger(__name__)
 BEAT_S: Final = 1.0
@@ -119,13 +119,13 @@ class EpisodeHost:
 def _tokenizer(student: str) -> FileTokenizer:
     if model_file(student, "tokenizer.json") is not None:
         return FileTokenizer(student)
-    from models.tokenizer import load_tokenizer
+    from stillhouse.models.tokenizer import load_tokenizer
 
     return load_tokenizer(student)  # type: ignore[return-value] - has the same methods
 
 
 def main(descriptor: int) -> int:
-    """Entry of the process: `python -m actors.episode_process DESCRIPTOR`."""
+    """Entry of the process: `python -m stillhouse.actors.episode_process DESCRIPTOR`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the actor says when to end
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(processName)s %(name)s: %(message)s")
     with socket.socket(fileno=descriptor) as end:

@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from actors.config import EnvConfig
-from actors.episodes import EpisodeEnded, EpisodeStart, News
-from actors.failures import Failure
-from actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, News
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 
 _LENGTH: Final = struct.Struct("<I")
 

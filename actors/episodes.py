@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from actors.agent import EpisodeOver
-from actors.config import EnvConfig
-from actors.env_runner import EnvRunner
-from actors.env_thread import EnvironmentTimeout
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Episode
-from actors.envs.registry import load_environments
-from actors.failures import Failure, of_environment
-from actors.running_episode import AgentEpisode, Ask, EpisodeEnd, GiveUp, Response, Session, play_agent
-from engines.base import Int32s
-from protocol.printable import in_one_line
+from stillhouse.actors.agent import EpisodeOver
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.env_runner import EnvRunner
+from stillhouse.actors.env_thread import EnvironmentTimeout
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.episode import Episode
+from stillhouse.actors.envs.registry import load_environments
+from stillhouse.actors.failures import Failure, of_environment
+from stillhouse.actors.running_episode import AgentEpisode, Ask, EpisodeEnd, GiveUp, Response, Session, play_agent
+from stillhouse.engines.base import Int32s
+from stillhouse.protocol.printable import in_one_line
 
 if TYPE_CHECKING:
-    from actors.endpoint.server import EndpointServer
+    from stillhouse.actors.endpoint.server import EndpointServer
 
 
 class EpisodeStart(NamedTuple):
@@ -202,7 +202,7 @@ class EpisodeThreads:
     def _new_session(self, episode: AgentEpisode) -> Session:
         """Called on an episode's thread."""
         # Most episodes need no HTTP server, whose library takes a while to import.
-        from actors.endpoint.server import EndpointServer
+        from stillhouse.actors.endpoint.server import EndpointServer
 
         with self._guard:
             if self._endpoint is None:

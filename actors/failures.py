@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from protocol.messages import FailureReason
-from protocol.printable import in_one_line
+from stillhouse.protocol.messages import FailureReason
+from stillhouse.protocol.printable import in_one_line
 
 
 class Failure(NamedTuple):

@@ -19,16 +19,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from actors.config import ActorConfig, EnvConfig
-from actors.episodes import EpisodeEnded, Episodes, EpisodeStart
-from actors.failures import Brake, Failure, of_environment
-from actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
-from actors.trajectory.graph import GraphCounts, Origin
-from actors.trajectory.rollout import CutSegment, NoRoom, Rollout
-from engines.base import GenerationDelta, GenerationEngine, Int32s
-from protocol.messages import Message, RolloutFailed, Ticket
-from protocol.printable import in_one_line
-from tracing import events
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.episodes import EpisodeEnded, Episodes, EpisodeStart
+from stillhouse.actors.failures import Brake, Failure, of_environment
+from stillhouse.actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
+from stillhouse.actors.trajectory.graph import GraphCounts, Origin
+from stillhouse.actors.trajectory.rollout import CutSegment, NoRoom, Rollout
+from stillhouse.engines.base import GenerationDelta, GenerationEngine, Int32s
+from stillhouse.protocol.messages import Message, RolloutFailed, Ticket
+from stillhouse.protocol.printable import in_one_line
+from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from actors.agent import Context, Endpoint, EpisodeOver, Generation
-from actors.env_thread import CURRENT_CALL, EnvCall
-from actors.envs.base import EnvTask, TextTokenizer, TurnEnd
-from actors.envs.episode import EnvironmentFault, FinishReason
-from engines.base import Float32s, Int32s
+from stillhouse.actors.agent import Context, Endpoint, EpisodeOver, Generation
+from stillhouse.actors.env_thread import CURRENT_CALL, EnvCall
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer, TurnEnd
+from stillhouse.actors.envs.episode import EnvironmentFault, FinishReason
+from stillhouse.engines.base import Float32s, Int32s
 
 log = logging.getLogger(__name__)
 

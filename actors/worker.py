@@ -23,20 +23,20 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, Protocol
 
-from actors.config import ActorConfig
-from actors.envs.base import TextTokenizer
-from actors.episode_pool import EpisodePool
-from actors.episode_wire import Setup
-from actors.episodes import Episodes, EpisodeThreads
-from actors.rollouts_running import RunningRollouts
-from engines.base import EngineLost, EngineMismatch, GenerationEngine
-from engines.provider import StudentModel, StudentSource
-from engines.registry import find_engine
-from protocol.client import Client, worker_client
-from protocol.codec import Received
-from protocol.context import ExitCode, RoleContext
-from protocol.keys import run_client_keys
-from protocol.messages import (
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.episode_pool import EpisodePool
+from stillhouse.actors.episode_wire import Setup
+from stillhouse.actors.episodes import Episodes, EpisodeThreads
+from stillhouse.actors.rollouts_running import RunningRollouts
+from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine
+from stillhouse.engines.provider import StudentModel, StudentSource
+from stillhouse.engines.registry import find_engine
+from stillhouse.protocol.client import Client, worker_client
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.keys import run_client_keys
+from stillhouse.protocol.messages import (
     CancelRollout,
     SegmentAck,
     SegmentsWanted,
@@ -46,9 +46,9 @@ from protocol.messages import (
     WeightPlan,
     WeightVersion,
 )
-from tracing import events
-from weights.config import WeightsConfig
-from weights.receiver import WeightReceiver, WeightReceiverFailed
+from stillhouse.tracing import events
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
 

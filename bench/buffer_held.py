@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer.config import BufferConfig
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.messages import Role, WeightVersion
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Role, WeightVersion
 
 SEGMENTS = 8
 TOKENS = 16

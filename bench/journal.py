@@ -33,13 +33,13 @@ import psutil
 
 from bench.journal_images import image, written
 from bench.journal_sqlite import SqliteStore
-from buffer.config import BufferConfig, Sync
-from buffer.journal.freezer import Frozen
-from buffer.journal.image import release_hash
-from buffer.journal.imaging import write_image
-from buffer.journal.recovery import Beginning, start
-from buffer.journal.store import Store
-from protocol.messages import WeightVersion
+from stillhouse.buffer.config import BufferConfig, Sync
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.image import release_hash
+from stillhouse.buffer.journal.imaging import write_image
+from stillhouse.buffer.journal.recovery import Beginning, start
+from stillhouse.buffer.journal.store import Store
+from stillhouse.protocol.messages import WeightVersion
 from tests.sim.synthetic_run import RUN, VOCAB, BufferProcess, Shape, SyntheticRun
 
 CONFIG = BufferConfig(heartbeat_s=0.5, peer_timeout_s=30.0, max_staleness=4, batch_rollouts=32)

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer.config import BufferConfig
-from buffer.core import Core, Joined, Turn, encode_turn
-from buffer.journal.image import make_checked_image, make_image
-from buffer.journal.imaging import Outcome, write_image
-from buffer.journal.journal import Journal
-from buffer.state import BufferState
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.handshake import Doorkeeper
-from protocol.messages import WeightVersion
-from protocol.server import FromPeer
-from protocol.session import SessionBook
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Core, Joined, Turn, encode_turn
+from stillhouse.buffer.journal.image import make_checked_image, make_image
+from stillhouse.buffer.journal.imaging import Outcome, write_image
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.handshake import Doorkeeper
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.session import SessionBook
 from tests.sim.synthetic_run import RUN, VOCAB
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from buffer.config import Sync
-from buffer.journal.database import StoreCorrupt, StoreUnwritable
+from stillhouse.buffer.config import Sync
+from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
 
 PART_BYTES: Final = 64 << 20
 """SQLite's rows end at 1 GB."""

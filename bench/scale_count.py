@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Batch, Ledger
+from stillhouse.protocol.messages import Batch, Ledger
 
 Array = npt.NDArray[Any]
 

@@ -25,10 +25,10 @@ from bench.scale_count import Figures, ShardFigures, TokenCount, ledger_faults
 from bench.scale_peers import Actor, Array, Learner, Teacher
 from bench.scale_processes import END_S, RUN, START_S, VOCABULARY, Processes, Shards, Shared, cpu_s, heard, idle_s
 from bench.scale_settings import Scenario
-from protocol import messages as m
-from protocol.messages import Message, WeightVersion
-from protocol.shards.client import client_of_all
-from protocol.shards.division import all_addresses, shard_address
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Message, WeightVersion
+from stillhouse.protocol.shards.client import client_of_all
+from stillhouse.protocol.shards.division import all_addresses, shard_address
 
 POLL_S: Final = 0.005
 PEERS_PER_HOST: Final = 96

@@ -23,10 +23,10 @@ import numpy.typing as npt
 
 from bench.scale_count import TokenCount
 from bench.scale_settings import Scenario
-from engines.config import ScorerSettings
-from protocol import messages as m
-from protocol.messages import Message, WeightVersion
-from teachers.config import CREDIT_BATCHES
+from stillhouse.engines.config import ScorerSettings
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Message, WeightVersion
+from stillhouse.teachers.config import CREDIT_BATCHES
 
 Array: TypeAlias = npt.NDArray[Any]
 Send: TypeAlias = Callable[[Message, Sequence[Array]], None]

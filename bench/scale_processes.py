@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-import buffer.server
+import stillhouse.buffer.server
 from bench.scale_settings import Scenario
-from buffer.server import BufferAddress, shard_folder
-from protocol.messages import Snapshot
-from protocol.shards.division import shard_address
+from stillhouse.buffer.server import BufferAddress, shard_folder
+from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.shards.division import shard_address
 
 RUN: Final = "scale"
 VOCABULARY: Final = "ab" * 32
@@ -69,7 +69,7 @@ def heard(connection: Connection, timeout_s: float, what: str) -> Any:
 def serve(scenario: Scenario, run_dir: str, shard: int, bind: str | None, report: Connection) -> None:
     """The process of one shard."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    code = buffer.server.main(
+    code = stillhouse.buffer.server.main(
         config=scenario.buffer_config(),
         run_id=RUN,
         run_dir=Path(run_dir),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from buffer.config import BufferConfig, Release
+from stillhouse.buffer.config import BufferConfig, Release
 
 UTILISATION: Final = 0.4
 """Share of a GPU's peak that matrix products of training and scoring reach here."""

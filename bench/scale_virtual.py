@@ -13,10 +13,10 @@ from typing import Final
 from bench.scale_count import Figures, ledger_faults
 from bench.scale_peers import Actor, Array, Learner, Teacher
 from bench.scale_settings import Scenario
-from buffer.state import BufferState, Outgoing
-from protocol.codec import Received
-from protocol.messages import Ledger, Message, Role, WeightVersion
-from protocol.shards.merger import Merger
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import Ledger, Message, Role, WeightVersion
+from stillhouse.protocol.shards.merger import Merger
 
 WIRE_S: Final = 0.002
 """From the buffer to a peer. What a peer sends arrives at once."""

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from buffer.config import BufferConfig
-from protocol.shards.snapshots import whole_snapshot
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.protocol.shards.snapshots import whole_snapshot
 from tests.sim.synthetic_run import Shape, SyntheticRun, start_all
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from buffer.peers import Outgoing
-from protocol.messages import SegmentAck, SegmentsAck
+from stillhouse.buffer.peers import Outgoing
+from stillhouse.protocol.messages import SegmentAck, SegmentsAck
 
 
 def acknowledged_together(outgoing: Iterable[Outgoing]) -> list[Outgoing]:

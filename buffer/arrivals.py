@@ -13,19 +13,27 @@ from typing import Final, Literal
 
 import msgspec
 
-from buffer.config import BufferConfig
-from buffer.evals import EvalDesk
-from buffer.groups import GroupFilter
-from buffer.ledger import EQUAL_REWARDS, TRUNCATED, UNSCORABLE, RejectReason
-from buffer.lifecycle import Lifecycle
-from buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
-from buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
-from buffer.scoring import Answer, ScoreDesk, ScoreStatus
-from buffer.tickets import TicketDesk
-from buffer.tokens import Array
-from buffer.validation import SegmentChecker
-from protocol.messages import CancelRollout, RolloutFailed, RolloutFailedAck, ScoreFailed, Scores, ScoresAck, SegmentAck
-from protocol.messages import Segment as SegmentMessage
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.evals import EvalDesk
+from stillhouse.buffer.groups import GroupFilter
+from stillhouse.buffer.ledger import EQUAL_REWARDS, TRUNCATED, UNSCORABLE, RejectReason
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
+from stillhouse.buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
+from stillhouse.buffer.scoring import Answer, ScoreDesk, ScoreStatus
+from stillhouse.buffer.tickets import TicketDesk
+from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.validation import SegmentChecker
+from stillhouse.protocol.messages import (
+    CancelRollout,
+    RolloutFailed,
+    RolloutFailedAck,
+    ScoreFailed,
+    Scores,
+    ScoresAck,
+    SegmentAck,
+)
+from stillhouse.protocol.messages import Segment as SegmentMessage
 
 log = logging.getLogger(__name__)
 LOGGED: Final = 5

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from buffer.rollouts import Rollout
-from buffer.tokens import Array
-from protocol.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_ITEMS, MAX_MESSAGE_BYTES
+from stillhouse.buffer.rollouts import Rollout
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_ITEMS, MAX_MESSAGE_BYTES
 
 BATCH_BYTES: Final = MAX_MESSAGE_BYTES - MAX_HEADER_BYTES
 """Room for all arrays of a batch."""

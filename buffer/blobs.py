@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from protocol.codec import Array
-from protocol.messages import Message, Scores, TasksOffered
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.messages import Message, Scores, TasksOffered
 
 BLOB_BYTES: Final = 512
 """Smaller arrays are not worth a record of their own: the record of their segment is as large."""

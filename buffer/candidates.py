@@ -15,8 +15,8 @@ from collections.abc import Callable, Generator
 from heapq import heapify, heappop, heappush, merge
 from typing import Final, NamedTuple, TypeAlias
 
-from buffer.rollouts import Slot
-from protocol.messages import WeightVersion
+from stillhouse.buffer.rollouts import Slot
+from stillhouse.protocol.messages import WeightVersion
 
 Key: TypeAlias = str | tuple[WeightVersion, ...]
 WHOLE: Final = "whole"

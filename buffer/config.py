@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from protocol.addresses import is_local
-from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from stillhouse.protocol.addresses import is_local
+from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 Sync: TypeAlias = Literal["process", "disk"]
 Release: TypeAlias = Literal["rollout", "segment", "deadline"]

@@ -15,16 +15,16 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from buffer.acks import acknowledged_together
-from buffer.blobs import Load, numbered
-from buffer.peers import DRAINING
-from buffer.state import BufferState, Outgoing
-from protocol.codec import Received, decode, encode
-from protocol.flow import UNNUMBERED
-from protocol.handshake import PeerId
-from protocol.messages import Batch, Heartbeat, Hello, Role, Snapshot
-from protocol.server import FromPeer
-from protocol.session import SessionBook
+from stillhouse.buffer.acks import acknowledged_together
+from stillhouse.buffer.blobs import Load, numbered
+from stillhouse.buffer.peers import DRAINING
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol.codec import Received, decode, encode
+from stillhouse.protocol.flow import UNNUMBERED
+from stillhouse.protocol.handshake import PeerId
+from stillhouse.protocol.messages import Batch, Heartbeat, Hello, Role, Snapshot
+from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.session import SessionBook
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):

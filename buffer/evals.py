@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from buffer.batch_size import Room, Size, fits_alone, size_of
-from buffer.items import make_item
-from buffer.ledger import TOO_LARGE
-from buffer.lifecycle import Lifecycle
-from buffer.peers import Outbox, Peer
-from buffer.rollouts import Rollout
-from buffer.tokens import Array
-from protocol.messages import BatchItem, EvalResult, EvalWanted
+from stillhouse.buffer.batch_size import Room, Size, fits_alone, size_of
+from stillhouse.buffer.items import make_item
+from stillhouse.buffer.ledger import TOO_LARGE
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.peers import Outbox, Peer
+from stillhouse.buffer.rollouts import Rollout
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.messages import BatchItem, EvalResult, EvalWanted
 
 KEPT_EVALUATIONS = 64
 """Number of evaluations to keep, in case the learner asks again, of those whose results are all confirmed. They hold

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from buffer.arrivals import Arrivals
-from buffer.config import BufferConfig
-from buffer.ledger import LEARNER_RESTART
-from buffer.lifecycle import Lifecycle
-from buffer.rollouts import Slot, TaskRecord
-from buffer.versions import VersionTable
-from protocol.messages import LearnerStarted, OpenTask, WeightVersion
+from stillhouse.buffer.arrivals import Arrivals
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.ledger import LEARNER_RESTART
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.rollouts import Slot, TaskRecord
+from stillhouse.buffer.versions import VersionTable
+from stillhouse.protocol.messages import LearnerStarted, OpenTask, WeightVersion
 
 
 def go_back(

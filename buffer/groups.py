@@ -10,8 +10,8 @@ reward counts for nothing.
 
 from __future__ import annotations
 
-from buffer.config import BufferConfig
-from buffer.rollouts import Rollout, TaskRecord
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.rollouts import Rollout, TaskRecord
 
 
 class GroupFilter:

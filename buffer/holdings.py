@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from buffer.ledger import Held, KindHeld
-from buffer.rollouts import Rollout, Segment, SegmentState
-from protocol.messages import TaskKind
+from stillhouse.buffer.ledger import Held, KindHeld
+from stillhouse.buffer.rollouts import Rollout, Segment, SegmentState
+from stillhouse.protocol.messages import TaskKind
 
 
 class Place(enum.IntEnum):

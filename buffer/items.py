@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from buffer.rollouts import Rollout, Segment
-from buffer.tokens import Array
-from protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
+from stillhouse.buffer.rollouts import Rollout, Segment
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
 
 
 class Piece(NamedTuple):

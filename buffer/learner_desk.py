@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from buffer.arrivals import Arrivals
-from buffer.blobs import number_of
-from buffer.config import BufferConfig
-from buffer.evals import EvalDesk
-from buffer.go_back import go_back
-from buffer.groups import GroupFilter
-from buffer.items import LeasedBatch
-from buffer.ledger import RejectReason
-from buffer.lifecycle import Lifecycle
-from buffer.peers import Outbox, Peer
-from buffer.release import BatchDesk
-from buffer.tickets import TicketDesk
-from buffer.tokens import Array
-from buffer.validation import task_fault
-from protocol import messages as m
-from protocol.messages import TaskKind, WeightVersion
+from stillhouse.buffer.arrivals import Arrivals
+from stillhouse.buffer.blobs import number_of
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.evals import EvalDesk
+from stillhouse.buffer.go_back import go_back
+from stillhouse.buffer.groups import GroupFilter
+from stillhouse.buffer.items import LeasedBatch
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.peers import Outbox, Peer
+from stillhouse.buffer.release import BatchDesk
+from stillhouse.buffer.tickets import TicketDesk
+from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.validation import task_fault
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import TaskKind, WeightVersion
 
 
 class LearnerDesk:

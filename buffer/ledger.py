@@ -20,7 +20,7 @@ import enum
 import re
 from typing import Final, NamedTuple
 
-from protocol.messages import Ledger, LedgerCounts, RolloutFailed, RolloutFailures, TaskKind
+from stillhouse.protocol.messages import Ledger, LedgerCounts, RolloutFailed, RolloutFailures, TaskKind
 
 
 class RejectReason(enum.StrEnum):

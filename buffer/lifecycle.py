@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from buffer.blobs import KeptBytes, number_of
-from buffer.config import BufferConfig
-from buffer.history import EndedRollouts
-from buffer.holdings import HeldCounts, Holdings, recounted
-from buffer.ledger import CONTEXT, RUN_ENDED, STALE, LedgerBook
-from buffer.pacing import Pacing
-from buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
-from buffer.task_book import TaskBook
-from buffer.tokens import Array
-from buffer.versions import VersionTable
-from protocol.branches import path_to
-from protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
-from protocol.messages import Segment as SegmentMessage
+from stillhouse.buffer.blobs import KeptBytes, number_of
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.history import EndedRollouts
+from stillhouse.buffer.holdings import HeldCounts, Holdings, recounted
+from stillhouse.buffer.ledger import CONTEXT, RUN_ENDED, STALE, LedgerBook
+from stillhouse.buffer.pacing import Pacing
+from stillhouse.buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
+from stillhouse.buffer.task_book import TaskBook
+from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.versions import VersionTable
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
+from stillhouse.protocol.messages import Segment as SegmentMessage
 
 
 class Lifecycle:

@@ -17,20 +17,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
-from buffer.journal.freezer import no_garbage_collection
-from buffer.journal.image import make_checked_image
-from buffer.journal.imaging import Outcome
-from buffer.journal.journal import RETRY_S, Journal
-from buffer.journal.recovery import CoreClock, Started
-from buffer.peers import Outgoing
-from protocol.flow import ack_keys
-from protocol.messages import Batch, Message, Refused, ScoresAck, Segment, SegmentAck, Shutdown, Snapshot, TasksOffered
-from protocol.printable import in_one_line
-from protocol.ratelimit import RateLimitedLog
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sigterm import SigtermCount
-from tracing import events as trace
+from stillhouse.buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
+from stillhouse.buffer.journal.freezer import no_garbage_collection
+from stillhouse.buffer.journal.image import make_checked_image
+from stillhouse.buffer.journal.imaging import Outcome
+from stillhouse.buffer.journal.journal import RETRY_S, Journal
+from stillhouse.buffer.journal.recovery import CoreClock, Started
+from stillhouse.buffer.peers import Outgoing
+from stillhouse.protocol.flow import ack_keys
+from stillhouse.protocol.messages import (
+    Batch,
+    Message,
+    Refused,
+    ScoresAck,
+    Segment,
+    SegmentAck,
+    Shutdown,
+    Snapshot,
+    TasksOffered,
+)
+from stillhouse.protocol.printable import in_one_line
+from stillhouse.protocol.ratelimit import RateLimitedLog
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.sigterm import SigtermCount
+from stillhouse.tracing import events as trace
 
 TICK_S: Final = 0.05
 """Time between two checks for overdue leases, overdue tickets and idle release."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from protocol.messages import WeightVersion
+from stillhouse.protocol.messages import WeightVersion
 
 LEAST_BOUND: Final = 2
 """Bounds from which on fewer rollouts may be out than the bound allows. Below, tokens become stale however few there

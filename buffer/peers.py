@@ -12,10 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
-from buffer.breaker import Breaker
-from buffer.rollouts import Rollout, ScoreJob
-from buffer.tokens import Array
-from protocol.messages import ForgottenPeers, Message, PeerView, Role, ScoreCredit, TicketCredit, WeightVersion
+from stillhouse.buffer.breaker import Breaker
+from stillhouse.buffer.rollouts import Rollout, ScoreJob
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.messages import (
+    ForgottenPeers,
+    Message,
+    PeerView,
+    Role,
+    ScoreCredit,
+    TicketCredit,
+    WeightVersion,
+)
 
 DRAINING: Final = "draining"
 """The one number of a heartbeat that decides anything here: a teacher that leaves gets no more work."""

@@ -18,11 +18,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final, Literal, TypeAlias
 
-from buffer.breaker import Breaker
-from buffer.config import BufferConfig
-from buffer.peers import Lease, TeacherPeer
-from buffer.rollouts import ScoreJob
-from buffer.rooms import Rooms
+from stillhouse.buffer.breaker import Breaker
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.peers import Lease, TeacherPeer
+from stillhouse.buffer.rollouts import ScoreJob
+from stillhouse.buffer.rooms import Rooms
 
 WINDOW: Final = 256
 """Leases of a pool that count as recent."""

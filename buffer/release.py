@@ -24,17 +24,17 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import closing
 from math import inf
 
-from buffer.batch_size import Room, Size, fits_alone, size_of
-from buffer.candidates import PREFIX, WHOLE, Candidates, Key, Offer
-from buffer.config import BufferConfig
-from buffer.departure import Departure
-from buffer.history import Runs
-from buffer.items import LeasedBatch, Piece, make_item
-from buffer.ledger import NON_FINITE, STALE, TOO_LARGE
-from buffer.lifecycle import Lifecycle
-from buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
-from buffer.tokens import Array
-from protocol.messages import BatchItem, Settled, WeightVersion
+from stillhouse.buffer.batch_size import Room, Size, fits_alone, size_of
+from stillhouse.buffer.candidates import PREFIX, WHOLE, Candidates, Key, Offer
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.departure import Departure
+from stillhouse.buffer.history import Runs
+from stillhouse.buffer.items import LeasedBatch, Piece, make_item
+from stillhouse.buffer.ledger import NON_FINITE, STALE, TOO_LARGE
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.messages import BatchItem, Settled, WeightVersion
 
 _ROUNDING = 1e-9
 """Tolerance, as the weights of a rollout's pieces add up to 1 except for rounding."""

@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from buffer.blobs import Kept
-from buffer.config import ATTEMPTS_PER_EPOCH
-from buffer.tokens import Array, Int32s, TokenStore
-from protocol.branches import path_to
-from protocol.messages import (
+from stillhouse.buffer.blobs import Kept
+from stillhouse.buffer.config import ATTEMPTS_PER_EPOCH
+from stillhouse.buffer.tokens import Array, Int32s, TokenStore
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import (
     Branch,
     Dropped,
     ScoreItem,
@@ -36,7 +36,7 @@ from protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from protocol.messages import Segment as SegmentMessage
+from stillhouse.protocol.messages import Segment as SegmentMessage
 
 
 class Fate(NamedTuple):

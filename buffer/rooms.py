@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from buffer.peers import TeacherPeer
+from stillhouse.buffer.peers import TeacherPeer
 
 MAX_OUTDATED: Final = 64
 """Entries of the heap that may be out of date in any case."""

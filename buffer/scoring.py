@@ -23,19 +23,19 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from buffer.batch_size import in_messages
-from buffer.blobs import KeptBytes, number_of
-from buffer.breaker import Breaker
-from buffer.config import BufferConfig
-from buffer.history import Runs
-from buffer.holdings import Holdings
-from buffer.ledger import LedgerBook, RejectReason
-from buffer.peers import Lease, Outbox, TeacherPeer
-from buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
-from buffer.rollouts import Rollout, ScoreJob, Segment
-from buffer.tokens import Array
-from buffer.validation import score_refusal, top_k_refusal
-from protocol.messages import Scores, ScoreWork
+from stillhouse.buffer.batch_size import in_messages
+from stillhouse.buffer.blobs import KeptBytes, number_of
+from stillhouse.buffer.breaker import Breaker
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.history import Runs
+from stillhouse.buffer.holdings import Holdings
+from stillhouse.buffer.ledger import LedgerBook, RejectReason
+from stillhouse.buffer.peers import Lease, Outbox, TeacherPeer
+from stillhouse.buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
+from stillhouse.buffer.rollouts import Rollout, ScoreJob, Segment
+from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.validation import score_refusal, top_k_refusal
+from stillhouse.protocol.messages import Scores, ScoreWork
 
 MAX_ANSWER_RUNS = 65_536
 """Limit on runs of leases with equal answers, which are kept so that repeated Scores get the same answer."""

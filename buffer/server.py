@@ -28,18 +28,18 @@ from typing import Final
 
 import msgspec
 
-from buffer.config import BufferConfig
-from buffer.journal.image import release_hash
-from buffer.journal.recovery import Beginning, Started, start
-from buffer.loop import BufferLoop
-from protocol.addresses import lasting_ports
-from protocol.atomic_file import write_atomic
-from protocol.context import ExitCode
-from protocol.errors import AddressUnusable
-from protocol.keys import KEYS, load_server_keys
-from protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
-from protocol.server import Server
-from protocol.sigterm import SigtermCount
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.journal.image import release_hash
+from stillhouse.buffer.journal.recovery import Beginning, Started, start
+from stillhouse.buffer.loop import BufferLoop
+from stillhouse.protocol.addresses import lasting_ports
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.context import ExitCode
+from stillhouse.protocol.errors import AddressUnusable
+from stillhouse.protocol.keys import KEYS, load_server_keys
+from stillhouse.protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.sigterm import SigtermCount
 
 JOURNAL: Final = "journal"
 """Name of the journal's folder in the folder of the process."""

@@ -16,23 +16,23 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from buffer.arrivals import Arrivals
-from buffer.blobs import numbered
-from buffer.config import BufferConfig
-from buffer.evals import EvalDesk
-from buffer.groups import GroupFilter
-from buffer.holdings import Place, Progress
-from buffer.learner_desk import LearnerDesk
-from buffer.ledger import RUN_ENDED, RejectReason
-from buffer.lifecycle import Lifecycle
-from buffer.peers import ActorPeer, Outbox, Outgoing, Peer, PeerTable, TeacherPeer
-from buffer.release import BatchDesk
-from buffer.scoring import Answer, ScoreDesk
-from buffer.tickets import TicketDesk
-from buffer.tokens import Array
-from protocol import messages as m
-from protocol.flow import SENDERS
-from protocol.messages import Message, Role, WeightVersion
+from stillhouse.buffer.arrivals import Arrivals
+from stillhouse.buffer.blobs import numbered
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.evals import EvalDesk
+from stillhouse.buffer.groups import GroupFilter
+from stillhouse.buffer.holdings import Place, Progress
+from stillhouse.buffer.learner_desk import LearnerDesk
+from stillhouse.buffer.ledger import RUN_ENDED, RejectReason
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.peers import ActorPeer, Outbox, Outgoing, Peer, PeerTable, TeacherPeer
+from stillhouse.buffer.release import BatchDesk
+from stillhouse.buffer.scoring import Answer, ScoreDesk
+from stillhouse.buffer.tickets import TicketDesk
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.flow import SENDERS
+from stillhouse.protocol.messages import Message, Role, WeightVersion
 
 __all__ = ["BufferState", "Outgoing"]
 

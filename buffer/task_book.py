@@ -7,11 +7,11 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from buffer.history import Runs
-from buffer.ledger import LEARNER_RESTART
-from buffer.rollouts import Fate, Slot, TaskRecord
-from buffer.tokens import Int32s
-from protocol.messages import OpenTask, Settled, Task, TaskKind, WeightVersion
+from stillhouse.buffer.history import Runs
+from stillhouse.buffer.ledger import LEARNER_RESTART
+from stillhouse.buffer.rollouts import Fate, Slot, TaskRecord
+from stillhouse.buffer.tokens import Int32s
+from stillhouse.protocol.messages import OpenTask, Settled, Task, TaskKind, WeightVersion
 
 TaskKey: TypeAlias = tuple[TaskKind, int]
 

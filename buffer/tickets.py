@@ -7,13 +7,13 @@ from typing import Final
 
 import msgspec
 
-from buffer.batch_size import in_messages
-from buffer.config import BufferConfig
-from buffer.lifecycle import Lifecycle
-from buffer.peers import ActorPeer, Outbox
-from buffer.rollouts import Rollout, make_ticket
-from buffer.tokens import Array
-from protocol.messages import SegmentsWanted, Ticket, Tickets
+from stillhouse.buffer.batch_size import in_messages
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.lifecycle import Lifecycle
+from stillhouse.buffer.peers import ActorPeer, Outbox
+from stillhouse.buffer.rollouts import Rollout, make_ticket
+from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.messages import SegmentsWanted, Ticket, Tickets
 
 ASKED_PER_S: Final = 4000
 """Rollouts per second of which actors may be asked to send what they hold. Each may be a segment more to take in."""

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from buffer.blobs import Kept
+from stillhouse.buffer.blobs import Kept
 
 Array: TypeAlias = npt.NDArray[Any]
 Int32s: TypeAlias = npt.NDArray[np.int32]

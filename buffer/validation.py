@@ -11,18 +11,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from buffer.config import BufferConfig
-from buffer.ledger import RejectReason
-from buffer.rollouts import Rollout, Segment
-from buffer.tokens import Array
-from buffer.versions import VersionTable
-from protocol import hidden_codec
-from protocol.errors import MalformedMessage
-from protocol.messages import MAX_ROW_BYTES, Task
-from protocol.messages import Segment as SegmentMessage
-from protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
-from protocol.top_ids import check_top_ids
-from protocol.topk_layout import HEADER_BYTES, check_payload
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.buffer.rollouts import Rollout, Segment
+from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.versions import VersionTable
+from stillhouse.protocol import hidden_codec
+from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.messages import MAX_ROW_BYTES, Task
+from stillhouse.protocol.messages import Segment as SegmentMessage
+from stillhouse.protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
+from stillhouse.protocol.top_ids import check_top_ids
+from stillhouse.protocol.topk_layout import HEADER_BYTES, check_payload
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may exceed 0 by this much (rounding of a near-certain token). A larger number is not a log-prob."""

@@ -12,8 +12,8 @@ The distance of two versions is the way down the one branch and up the other: (0
 
 from __future__ import annotations
 
-from buffer.ledger import RejectReason
-from protocol.messages import WeightVersion
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.protocol.messages import WeightVersion
 
 
 class VersionTable:

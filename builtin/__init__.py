@@ -1,4 +1,4 @@
-"""Paths of the built-in task's problems, teacher and student, which ship in the package. `python -m builtin.build`
+"""Paths of the built-in task's problems, teacher and student, which ship in the package. `stillhouse builtin build`
 rebuilds them. Imports no torch.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m builtin.build` rebuilds builtin/data: problem files, teacher and student (a few CPU minutes).
+"""`stillhouse builtin build` rebuilds builtin/data: problem files, teacher and student (a few CPU minutes).
 
 With one thread and fixed seeds, the same machine gives the same files.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from builtin import (
+from stillhouse.builtin import (
     CALCULATOR_EVAL_JSONL,
     CALCULATOR_TRAIN_JSONL,
     DATA_DIR,
@@ -24,10 +25,10 @@ from builtin import (
     TEACHER_DIR,
     TRAIN_JSONL,
 )
-from builtin.addition import Chain, Problem, chains, distinct, problems, write_problems
-from builtin.measure import Accuracy, accuracy, measure
-from builtin.sft import HeldOut, Recipe, example_stream, new_model, train
-from builtin.tokenizer import build_tokenizer
+from stillhouse.builtin.addition import Chain, Problem, chains, distinct, problems, write_problems
+from stillhouse.builtin.measure import Accuracy, accuracy, measure
+from stillhouse.builtin.sft import HeldOut, Recipe, example_stream, new_model, train
+from stillhouse.builtin.tokenizer import build_tokenizer
 
 TEACHER = Recipe(hidden=160, mlp=480, steps=1_600, learning_rate=1.5e-3, seed=1, init_std=0.06, label_smoothing=0.001)
 STUDENT = Recipe(hidden=64, mlp=192, steps=1_500, learning_rate=1.5e-3, seed=2, init_std=0.08)
@@ -111,10 +112,10 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         file.chmod(0o644)  # safetensors files are readable by their owner only; users of the package must read them
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="stillhouse builtin build", description=__doc__)
     parser.add_argument("--only", choices=["teacher", "student"], help="do not rebuild the other model")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     console = Console()
@@ -138,7 +139,3 @@ def main() -> None:
             measured[label] = measure(model, tokenizer)
     for label, result in measured.items():
         console.print(f"{label}: {result}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Measures the accuracy of models by plain batched sampling with `model.generate`, without our engines.
 
-`python -m builtin.measure [folder ...]` measures the shipped models, or those in the given folders, on the evaluation
+`stillhouse builtin measure [folder ...]` measures the shipped models, or those in the given folders, on the evaluation
 problems.
 """
 
@@ -14,10 +14,19 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.envs.calculator import ExpressionError, evaluate
-from builtin import CALCULATOR_EVAL_JSONL, EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
-from builtin.addition import CALC_CLOSE, CALC_OPEN, RESULT_CLOSE, RESULT_OPEN, Chain, Problem, is_correct, read_problems
-from builtin.tokenizer import END_OF_TURN, PAD, prompt_token_ids
+from stillhouse.actors.envs.calculator import ExpressionError, evaluate
+from stillhouse.builtin import CALCULATOR_EVAL_JSONL, EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
+from stillhouse.builtin.addition import (
+    CALC_CLOSE,
+    CALC_OPEN,
+    RESULT_CLOSE,
+    RESULT_OPEN,
+    Chain,
+    Problem,
+    is_correct,
+    read_problems,
+)
+from stillhouse.builtin.tokenizer import END_OF_TURN, PAD, prompt_token_ids
 
 MAX_NEW_TOKENS = 96
 
@@ -119,17 +128,13 @@ def _generate(
     return [[t for t in row if t != pad_id] for row in out[:, longest:].tolist()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="stillhouse builtin measure", description=__doc__)
     parser.add_argument("folders", nargs="*", default=[TEACHER_DIR, STUDENT_DIR])
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for folder in args.folders:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         print(f"{os.fspath(folder)}: {measure(model, tokenizer, seed=args.seed)}")
-
-
-if __name__ == "__main__":
-    main()

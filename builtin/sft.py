@@ -14,8 +14,8 @@ from typing import cast
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from builtin.addition import Chain, Operator, Problem, calculator_solution, chains, problems, solution
-from builtin.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, prompt_token_ids
+from stillhouse.builtin.addition import Chain, Operator, Problem, calculator_solution, chains, problems, solution
+from stillhouse.builtin.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, prompt_token_ids
 
 IGNORED = -100  # label of a token without loss
 

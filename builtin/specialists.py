@@ -1,4 +1,4 @@
-"""`python -m builtin.specialists FOLDER` makes the files of a run with two specialist teachers, in addition to
+"""`stillhouse builtin specialists FOLDER` makes the files of a run with two specialist teachers, in addition to
 builtin/data:
 
     multiplier/   a teacher trained on products only, as the built-in teacher was trained on sums only
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -19,11 +20,11 @@ from typing import cast
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from builtin import STUDENT_DIR
-from builtin.addition import Operator, Problem, distinct, problems, write_problems
-from builtin.build import save
-from builtin.measure import accuracy
-from builtin.sft import HeldOut, Recipe, example_stream, new_model, train
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.builtin.addition import Operator, Problem, distinct, problems, write_problems
+from stillhouse.builtin.build import save
+from stillhouse.builtin.measure import accuracy
+from stillhouse.builtin.sft import HeldOut, Recipe, example_stream, new_model, train
 
 MULTIPLIER = Recipe(
     hidden=128,
@@ -106,13 +107,11 @@ def _make_model(
     save(model.eval(), tokenizer, folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="stillhouse builtin specialists", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
-    make(parser.parse_args().folder)
-
-
-if __name__ == "__main__":
-    main()
+    make(parser.parse_args(arguments).folder)

@@ -13,7 +13,7 @@ from typing import cast
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from builtin.addition import STYLES, TOOL_TAGS, Operator, calculator_solution, chains, problems, solution
+from stillhouse.builtin.addition import STYLES, TOOL_TAGS, Operator, calculator_solution, chains, problems, solution
 
 VOCAB_SIZE = 320
 END_OF_TURN = "<|im_end|>"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 import numpy as np
 import numpy.typing as npt
 
-from protocol.hidden_codec import Bits
-from protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
+from stillhouse.protocol.hidden_codec import Bits
+from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from engines.base import UpdateMode
-from models.description import DtypeName, LoadDtype
-from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from stillhouse.engines.base import UpdateMode
+from stillhouse.models.description import DtypeName, LoadDtype
+from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 

@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlia
 
 import msgspec
 
-from engines.base import GenerationEngine, ScoringEngine
-from engines.config import ScorerSettings, ServerConfig, WorkerSettings
-from protocol.atomic_file import write_atomic
-from protocol.context import RoleContext
-from protocol.settings import Settings
-from weights.config import WeightsConfig
-from weights.roster import Members
-from weights.sink import WeightSink
+from stillhouse.engines.base import GenerationEngine, ScoringEngine
+from stillhouse.engines.config import ScorerSettings, ServerConfig, WorkerSettings
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.settings import Settings
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.roster import Members
+from stillhouse.weights.sink import WeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from models.tokenizer_file import FileTokenizer
+    from stillhouse.models.tokenizer_file import FileTokenizer
 
 API_KEY_VARIABLE: Final = "STILLHOUSE_SERVER_KEY"
 """Environment variable in which workers find the key of servers that the launcher has started."""

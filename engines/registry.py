@@ -13,14 +13,14 @@ import functools
 from collections.abc import Mapping
 from typing import Final
 
-from engines.provider import EngineProvider, EngineRole
-from protocol.plugins import installed, load
-from protocol.settings import Members, Settings
+from stillhouse.engines.provider import EngineProvider, EngineRole
+from stillhouse.protocol.plugins import installed, load
+from stillhouse.protocol.settings import Members, Settings
 
 ENTRY_POINT_GROUP: Final = "stillhouse.engines"
 BUILT_IN: Final = {
-    "torch": "engines.torch.provider:PROVIDER",
-    "sglang": "engines.sglang.provider:PROVIDER",
+    "torch": "stillhouse.engines.torch.provider:PROVIDER",
+    "sglang": "stillhouse.engines.sglang.provider:PROVIDER",
 }
 AUTO: Final = "auto"
 """The launcher chooses: the first of `AUTO_ORDER` that fits, else EMBEDDED (launch.checks.placement)."""
@@ -84,7 +84,7 @@ def find_engine(name: str) -> EngineProvider:
     if not isinstance(provider, EngineProvider):
         raise UnknownEngine(
             f"engine {name!r}: {path!r} is a {type(provider).__name__}, expected an instance of a subclass of "
-            "engines.provider.EngineProvider"
+            "stillhouse.engines.provider.EngineProvider"
         )
     return provider
 

@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
-from buffer.server import BufferAddress
-from protocol.errors import LinkError, ProtocolError
-from protocol.keys import ClientKeys
-from protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
-from protocol.shards.client import client_of_all
+from stillhouse.buffer.server import BufferAddress
+from stillhouse.protocol.errors import LinkError, ProtocolError
+from stillhouse.protocol.keys import ClientKeys
+from stillhouse.protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
+from stillhouse.protocol.shards.client import client_of_all
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANEW_S: Final = 0.5

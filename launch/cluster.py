@@ -18,12 +18,6 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    *("protocol", "models", "weights", "engines", "recording", "actors", "teachers", "buffer", "learner", "launch"),
-    *("replay", "builtin", "sglang_server", "tracing"),
-)
-WITH_CODE = ("builtin", "launch", "sglang_server")
-"""Those of PACKAGES whose __init__.py is not empty."""
 COMMANDS = {
     "join": "launch.join.command",
     "export": "launch.join.export",
@@ -35,15 +29,20 @@ COMMANDS = {
     "try": "launch.try_environment",
     "doctor": "launch.doctor.command",
     "completion": "launch.completion",
+    "write": "launch.write",
+    "replay": "replay.command",
+    "export-model": "learner.export",
+    "builtin": "builtin.command",
+    "sglang-server": "sglang_server.command",
 }
-"""First word -> module with its `main`; without such a word a run is started."""
+"""First word -> module with its `main`, in the package stillhouse; without such a word a run is started."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 NEEDED = ("msgspec", "numpy", "psutil", "rich", "torch", "transformers", "yaml", "zmq")
 
 
 def use_repository() -> None:
-    """For a script, Python puts its folder, launch/, first on the path; put the repository there instead."""
-    sys.path[:] = [str(ROOT), *(entry for entry in sys.path if Path(entry).resolve() not in (ROOT / "launch", ROOT))]
+    """For a script, Python puts its folder, launch/, first on the path; put the one with `stillhouse` there instead."""
+    sys.path[:] = [str(ROOT / "src"), *(entry for entry in sys.path if Path(entry).resolve() != ROOT / "launch")]
 
 
 def use_environment() -> None:
@@ -60,27 +59,6 @@ def use_environment() -> None:
     sys.exit(f"stillhouse: {sys.executable} {lacking}. Run `make venv` in {ROOT} once, then try again.")
 
 
-def expect_own_packages() -> None:
-    """Our packages have common names. Exit with an error if another package of the same name would be imported."""
-    for name in PACKAGES:
-        found = importlib.util.find_spec(name)
-        places = list(found.submodule_search_locations or ()) if found is not None else []
-        file = Path(found.origin).resolve() if found is not None and found.origin else None
-        own = ROOT / name / "__init__.py"
-        if file == own and (own.stat().st_size == 0 or name in WITH_CODE):
-            continue
-        got = file or ", ".join(places) or "nothing"
-        from importlib.metadata import packages_distributions  # imported late: it is slow
-
-        owners = [owner for owner in packages_distributions().get(name, []) if owner != "stillhouse"]
-        foreign = f", of the distribution {', '.join(owners)}" if owners else ""
-        sys.exit(
-            f"stillhouse: `import {name}` finds {got}{foreign}, expected {own}. Another package of that name is in the "
-            "way: uninstall it and install stillhouse again, or use a separate virtual environment (and an empty "
-            "PYTHONPATH)."
-        )
-
-
 def spare_loopback() -> None:
     """Let no program that this process starts, nor a library in it, ask a proxy of the environment (`http_proxy`) for
     what is on this machine: servers, agents and their endpoints."""
@@ -93,13 +71,12 @@ def main() -> int:
     """Entry of the console script `stillhouse`, and of this script."""
     try:
         spare_loopback()
-        expect_own_packages()
-        from launch.terminal import sure_output  # now that `launch` is known to be ours
+        from stillhouse.launch.terminal import sure_output  # imported late: use_environment comes first
 
         module = COMMANDS.get(sys.argv[1] if len(sys.argv) > 1 else "")
         words = sys.argv[2:] if module else sys.argv[1:] or ["--help"]
         with sure_output():
-            return import_module(module or "launch.run").main(words)
+            return import_module(f"stillhouse.{module or 'launch.run'}").main(words)
     except KeyboardInterrupt:  # during imports; later the commands handle it
         print("stillhouse: stopped before anything was started", file=sys.stderr)
         return 130

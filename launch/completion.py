@@ -1,4 +1,4 @@
-"""`cluster.py completion SHELL`: prints a script that completes the keys of `stillhouse`, and values that are choices.
+"""`stillhouse completion SHELL`: prints a script that completes the keys of `stillhouse`, and values that are choices.
 
     source <(stillhouse completion bash)        in ~/.bashrc; zsh alike
     stillhouse completion fish | source         in ~/.config/fish/config.fish
@@ -13,11 +13,11 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
-from launch.cluster import COMMANDS
-from launch.config.command_line import OWN_FLAGS, SWITCHES
-from launch.config.keys import keys_of, sections_of
-from launch.config.run import SHORT_FLAGS, RunConfig
-from launch.errors import WRONG_CONFIG_EXIT_CODE
+from stillhouse.launch.cluster import COMMANDS
+from stillhouse.launch.config.command_line import OWN_FLAGS, SWITCHES
+from stillhouse.launch.config.keys import keys_of, sections_of
+from stillhouse.launch.config.run import SHORT_FLAGS, RunConfig
+from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE
 
 SHELLS: Final = ("bash", "zsh", "fish")
 

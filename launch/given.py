@@ -1,6 +1,6 @@
 """Writes text that is there, prompts with responses, as a recording on which a student can be trained off-policy:
 
-    python -m launch.write FILE --from ROWS --student DIR      (any key of launch/cluster.py)
+    stillhouse write FILE --from ROWS --student DIR      (any key of a run)
 
 Nothing is sampled. With `teacher.top_k` the teacher scores the responses first, in this process, so that divergences
 between distributions can be trained. Without, only cross-entropy (seq_kd) can: the text counts as its own teacher, with
@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from launch.checks.model_files import find_model
-from launch.checks.preflight import replace
-from launch.checks.prompt_files import absolute_prompts
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from learner.prompts.records import DataError
-from protocol.atomic_file import not_a_link
-from protocol.messages import BatchItem, TopKPiece, VersionSpan, WeightVersion
-from recording.format import FORMAT, RecordHeader, Rollout, config_digest, encode_batch, encode_header
-from recording.writer import record_path
+from stillhouse.launch.checks.model_files import find_model
+from stillhouse.launch.checks.preflight import replace
+from stillhouse.launch.checks.prompt_files import absolute_prompts
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.messages import BatchItem, TopKPiece, VersionSpan, WeightVersion
+from stillhouse.recording.format import FORMAT, RecordHeader, Rollout, config_digest, encode_batch, encode_header
+from stillhouse.recording.writer import record_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from learner.prompts.answers import Line
+    from stillhouse.learner.prompts.answers import Line
 
 SAY_EVERY_S: Final = 10.0
 """Time between two lines about the progress."""
@@ -54,8 +54,8 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     """Write the rows at `rows` (any path of prompts), in their order or shuffled by the seed. Returns the exit code.
     Raises ConfigError."""
     # Imported here because they import torch, which mistakes of the command line need not wait for.
-    from learner.prompts.data import open_prompts
-    from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
+    from stillhouse.learner.prompts.data import open_prompts
+    from stillhouse.models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
 
     path = record_path(Path(file).expanduser())
     if path.exists() and path.stat().st_size:
@@ -120,9 +120,9 @@ def _lines(
     source: Any, order: Sequence[int], tokenizer: Any, config: RunConfig, stops: Sequence[int], dropped: Counter[str]
 ) -> Iterator[tuple[str, str, Line]]:
     """Id, tag and tokens of each sequence. What is left out is counted; the first of each kind is shown."""
-    from learner.prompts.answers import answer_lines
-    from learner.prompts.records import RowError
-    from models.tokenizer import TokenizerError
+    from stillhouse.learner.prompts.answers import answer_lines
+    from stillhouse.learner.prompts.records import RowError
+    from stillhouse.models.tokenizer import TokenizerError
 
     tasks = config.learner.tasks
 
@@ -194,10 +194,10 @@ def _rollout(rollout_id: str, tag: str, line: Line, scores: Scores) -> Rollout:
 def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[Scores]]:
     if not config.teacher.top_k:
         return lambda lines: [Scores(np.zeros(len(line.token_ids), np.float32)) for line in lines]
-    from engines.base import ScoreRequest
-    from engines.torch.scorer import TorchScorer
-    from protocol.handshake import vocab_tokens
-    from teachers.top_k import TopKSets
+    from stillhouse.engines.base import ScoreRequest
+    from stillhouse.engines.torch.scorer import TorchScorer
+    from stillhouse.protocol.handshake import vocab_tokens
+    from stillhouse.teachers.top_k import TopKSets
 
     scorer = TorchScorer.load(config.models.teacher, config.teacher)
     sets = TopKSets.of(config.teacher, vocab_tokens(tokenizer.get_vocab()), scorer.vocab_size)

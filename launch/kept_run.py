@@ -1,4 +1,6 @@
-"""A run that ends in order when the process that started it is gone:  python -m launch.kept_run FD [flags of a run]
+"""A run that ends in order when the process that started it is gone:
+
+    python -m stillhouse.launch.kept_run FD [flags of a run]
 
 FD is the reading end of a pipe. When its writing end is closed, by intent or because the other process was killed, this
 launcher gets SIGTERM: the learner finishes its step and writes a checkpoint.
@@ -10,8 +12,6 @@ import os
 import signal
 import sys
 import threading
-
-from launch.cluster import expect_own_packages
 
 
 def stop_at_end_of(lifeline_fd: int) -> None:
@@ -28,8 +28,7 @@ def stop_at_end_of(lifeline_fd: int) -> None:
 def main() -> int:
     """Entry of the process."""
     stop_at_end_of(int(sys.argv[1]))
-    expect_own_packages()
-    from launch.run import main as run
+    from stillhouse.launch.run import main as run
 
     return run(sys.argv[2:])
 

@@ -14,18 +14,18 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from actors.envs.base import TextTokenizer
-from actors.episodes import EpisodeThreads
-from actors.rollouts_running import RunningRollouts
-from buffer.rollouts import ticket_seed
-from engines.base import Int32s
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from launch.config.run import RunConfig
-from models.loading import load_causal_lm
-from models.packed import context_window
-from models.tokenizer import stop_token_ids
-from protocol.messages import Message, RolloutFailed, Segment, Task, Ticket, WeightVersion
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.episodes import EpisodeThreads
+from stillhouse.actors.rollouts_running import RunningRollouts
+from stillhouse.buffer.rollouts import ticket_seed
+from stillhouse.engines.base import Int32s
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.packed import context_window
+from stillhouse.models.tokenizer import stop_token_ids
+from stillhouse.protocol.messages import Message, RolloutFailed, Segment, Task, Ticket, WeightVersion
 
 EPISODES_WAIT_S: Final = 0.05
 """Longest single wait for the episodes while the engine is idle."""

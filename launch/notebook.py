@@ -1,6 +1,6 @@
 """Runs from a notebook or a script: start, watch, stop, evaluate, and open what was recorded.
 
-    from launch import Run
+    from stillhouse import Run
 
     run = Run(steps=20, student="builtin", record=True).start()
     for row in run.watch():
@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, cast
 import msgspec
 import psutil
 
-from launch.config.run import ALIASES
-from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError
-from launch.runfolder import RUNS, RunState, choose_path, read_record
+from stillhouse.launch.config.run import ALIASES
+from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError
+from stillhouse.launch.processes.local import python_path
+from stillhouse.launch.runfolder import RUNS, RunState, choose_path, read_record
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from launch.report.summary import Summary
+    from stillhouse.launch.report.summary import Summary
 
-ROOT: Final = Path(__file__).resolve().parent.parent
 RECORD_FILE: Final = "batches.record"
 LOOK_S: Final = 0.2
 """Time between two looks at the run folder."""
@@ -109,14 +109,14 @@ class Run:
         reading_fd, self._lifeline_fd = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launch.kept_run", str(reading_fd), *self._arguments],
+                [sys.executable, "-P", "-m", "stillhouse.launch.kept_run", str(reading_fd), *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output_fd,
                 stderr=subprocess.STDOUT,
                 pass_fds=(reading_fd,),
                 # An interrupted cell sends SIGINT to all processes of the kernel's group.
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.getenv("PYTHONPATH"))))},
+                env={**os.environ, "PYTHONPATH": python_path()},
             )
         finally:
             os.close(reading_fd)
@@ -206,7 +206,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl on the branch of weights that was kept, over all launches of the run."""
-        from learner.reports.metrics import read_metrics  # imports torch
+        from stillhouse.learner.reports.metrics import read_metrics  # imports torch
 
         return read_metrics(self.path) if self._metrics_file.exists() else []
 
@@ -223,14 +223,14 @@ class Run:
         `settings` and `keys` change the run's configuration, for example
         `{"learner.tasks.eval_prompts": "hard.jsonl"}`. Returns figures by the names of docs/metrics.md, without
         `eval/`. Raises LaunchError without a checkpoint, RunFailed with what went wrong."""
-        from launch.report.checkpoint_accuracy import evaluate_checkpoint
+        from stillhouse.launch.report.checkpoint_accuracy import evaluate_checkpoint
 
         return evaluate_checkpoint(self.path, checkpoint, flags_of({**(settings or {}), **keys}))
 
     def rollouts(self) -> Dataset:
         """The recorded rollouts as a table of `datasets`, also while the run goes on (docs/notebook.md lists the
         columns). Raises LaunchError if the run is not recorded (`record=True`), RecordError if nothing is yet."""
-        from launch.rollout_table import rollout_table
+        from stillhouse.launch.rollout_table import rollout_table
 
         return rollout_table(self.path)
 
@@ -245,7 +245,7 @@ class Run:
         return record is not None and record.launcher_pid == pid
 
     def _summary(self) -> Summary | None:
-        from launch.report.summary import Summary
+        from stillhouse.launch.report.summary import Summary
 
         file = self.path / "summary.json"
         return msgspec.json.decode(file.read_bytes(), type=Summary) if file.is_file() else None

@@ -14,16 +14,24 @@ from pathlib import Path
 
 import msgspec
 
-from launch.config.files import read_config
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from learner.checkpoints.files import CHECKPOINTS, TRAINER, VALUE_HEAD, Found, NoneUsable, go_on_from, set_aside
-from learner.checkpoints.stored import go_on_from_store
-from learner.objectives.options import TokenAdvantage
-from learner.prompts.config import n_held_out
-from learner.prompts.data import open_prompts
-from learner.prompts.records import DataError
-from protocol.object_store import StoreError
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.learner.checkpoints.files import (
+    CHECKPOINTS,
+    TRAINER,
+    VALUE_HEAD,
+    Found,
+    NoneUsable,
+    go_on_from,
+    set_aside,
+)
+from stillhouse.learner.checkpoints.stored import go_on_from_store
+from stillhouse.learner.objectives.options import TokenAdvantage
+from stillhouse.learner.prompts.config import n_held_out
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.protocol.object_store import StoreError
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):

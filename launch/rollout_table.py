@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from launch.config.tree import get
-from launch.errors import ConfigError, LaunchError
-from launch.view.command import find_record
-from launch.view.rollouts import Read, find_rollouts, read
-from launch.view.vocabulary import Decoder, open_decoder
-from models.files import TokenizerError
-from recording.reader import Recording
+from stillhouse.launch.config.tree import get
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.view.command import find_record
+from stillhouse.launch.view.rollouts import Read, find_rollouts, read
+from stillhouse.launch.view.vocabulary import Decoder, open_decoder
+from stillhouse.models.files import TokenizerError
+from stillhouse.recording.reader import Recording
 
 if TYPE_CHECKING:
     from datasets import Dataset

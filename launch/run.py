@@ -17,38 +17,38 @@ from typing import Final
 
 import psutil
 
-from launch.checks import preflight
-from launch.checks.environment_servers import check_environment_servers, silent_servers
-from launch.checks.memory import TIGHT
-from launch.checks.preflight import Checked, check_recorded
-from launch.config.command_line import CommandLine, parse_arguments, resolve_config
-from launch.config.files import write_config
-from launch.config.help import help_text
-from launch.config.run import RunConfig
-from launch.errors import LaunchError, interrupted, refuse
-from launch.machine.machine import pretended_machine
-from launch.processes.local import LocalProcesses
-from launch.processes.slots import worker_name
-from launch.render.apply import apply, check_apply
-from launch.render.submit import check_submission, submit
-from launch.report.figures import plural
-from launch.report.prometheus import PublishedStatus
-from launch.report.status import make_status
-from launch.report.summary import add_teachers, write_summary
-from launch.report.summary_table import print_summary
-from launch.report.teacher_accuracy import longest_s, measured_teachers
-from launch.resume import check_resumed, describe_resumed, set_damaged_aside
-from launch.runfolder import RunFolder, choose_path, unwritable
-from launch.store_guard import StoreGuard, held_store
-from launch.stored_run import bring_run, check_store, put_end, put_run
-from launch.terminal import lasting_output
-from launch.topology import beside_the_learner, workers_text
-from launch.trace.command import print_trace
-from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
-from launch.workers.roles import entries_of
-from launch.workers.supervisor import Supervisor
-from learner.checkpoints.files import NOTHING_FOUND, Found
-from learner.config import RUN_FOLDER
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.environment_servers import check_environment_servers, silent_servers
+from stillhouse.launch.checks.memory import TIGHT
+from stillhouse.launch.checks.preflight import Checked, check_recorded
+from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.help import help_text
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError, interrupted, refuse
+from stillhouse.launch.machine.machine import pretended_machine
+from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.processes.slots import worker_name
+from stillhouse.launch.render.apply import apply, check_apply
+from stillhouse.launch.render.submit import check_submission, submit
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.report.prometheus import PublishedStatus
+from stillhouse.launch.report.status import make_status
+from stillhouse.launch.report.summary import add_teachers, write_summary
+from stillhouse.launch.report.summary_table import print_summary
+from stillhouse.launch.report.teacher_accuracy import longest_s, measured_teachers
+from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
+from stillhouse.launch.runfolder import RunFolder, choose_path, unwritable
+from stillhouse.launch.store_guard import StoreGuard, held_store
+from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
+from stillhouse.launch.terminal import lasting_output
+from stillhouse.launch.topology import beside_the_learner, workers_text
+from stillhouse.launch.trace.command import print_trace
+from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
+from stillhouse.launch.workers.roles import entries_of
+from stillhouse.launch.workers.supervisor import Supervisor
+from stillhouse.learner.checkpoints.files import NOTHING_FOUND, Found
+from stillhouse.learner.config import RUN_FOLDER
 
 SCHEDULERS: Final = {"slurm": (submit, check_submission), "k8s": (apply, check_apply)}
 """Backends to which a whole run is given: what does that, and what checks it."""
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
 
 
 def _on_ray(line: CommandLine, config: RunConfig, stack: ExitStack) -> tuple[RunConfig, MakeBackend]:
-    from launch.ray.run import check_on_ray, on_ray  # the package ray is an extra
+    from stillhouse.launch.ray.run import check_on_ray, on_ray  # the package ray is an extra
 
     former = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else None
     if line.check:
@@ -109,7 +109,9 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
         for silent in () if line.gpus else silent_servers(checked.config):
             print(f"stillhouse: warning: {silent}; a start would be refused", file=sys.stderr)
         found = _found(line, checked.config)
-        from launch.checks.check_command import check_run  # imports torch, which the launcher itself does without
+        from stillhouse.launch.checks.check_command import (
+            check_run,  # imports torch, which the launcher itself does without
+        )
 
         print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
         print(*check_run(checked.config, devices=not line.gpus), sep="\n")

@@ -13,7 +13,7 @@ runs/<name>/   config.yaml    the resolved configuration; another run can be sta
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
                servers/       <worker>.json: what its inference server can do
                trace/         events of each process, with --trace (tracing.events)
-               joined/        a folder for each `cluster.py join RUN` on a machine that sees this folder
+               joined/        a folder for each `stillhouse join RUN` on a machine that sees this folder
                checkpoints/, tensorboard/, trackers/ and other files belong to the learner
 runs/latest    -> the most recently started run
 """
@@ -35,12 +35,12 @@ from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 
-from buffer.server import JOURNAL, SHARDS
-from engines.provider import SERVERS
-from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
-from launch.workers.start_role import WorkFolder
-from protocol.atomic_file import not_a_link, write_atomic
-from protocol.keys import KEYS, make_keys
+from stillhouse.buffer.server import JOURNAL, SHARDS
+from stillhouse.engines.provider import SERVERS
+from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol.atomic_file import not_a_link, write_atomic
+from stillhouse.protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 """stopped: ended by the user or the system (Ctrl-C, SIGTERM), or by an alarm (learner.stop_on_alarm)."""

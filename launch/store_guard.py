@@ -16,11 +16,11 @@ from pathlib import Path
 
 import psutil
 
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.runfolder import is_locked
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import BEAT_S, SILENT_S, Displaced, Owner, StoreOwner, read_held, take
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.runfolder import is_locked
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import BEAT_S, SILENT_S, Displaced, Owner, StoreOwner, read_held, take
 
 log = logging.getLogger(__name__)
 

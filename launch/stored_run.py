@@ -18,19 +18,19 @@ from typing import Final
 
 import msgspec
 
-from engines.provider import EngineRole
-from launch.config.command_line import CommandLine
-from launch.config.files import read_plain
-from launch.config.run import RunConfig
-from launch.config.tree import get
-from launch.errors import ConfigError, unwritten
-from launch.ray.wanted import HOSTS_FILE
-from launch.runfolder import RUNS, RunFolder, RunRecord, unwritable
-from launch.topology import GroupName, HostGroup
-from learner.checkpoints.files import CHECKPOINTS
-from protocol.atomic_file import write_atomic
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import OWNER, StoreOwner, expect_unused, read_owner
+from stillhouse.engines.provider import EngineRole
+from stillhouse.launch.config.command_line import CommandLine
+from stillhouse.launch.config.files import read_plain
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import get
+from stillhouse.launch.errors import ConfigError, unwritten
+from stillhouse.launch.ray.wanted import HOSTS_FILE
+from stillhouse.launch.runfolder import RUNS, RunFolder, RunRecord, unwritable
+from stillhouse.launch.topology import GroupName, HostGroup
+from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import OWNER, StoreOwner, expect_unused, read_owner
 
 CONFIG: Final = "config.yaml"
 RECORD: Final = "run.json"

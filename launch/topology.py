@@ -11,13 +11,13 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from launch.config.cluster import HostConfig
-from launch.config.pools import needs_no_teacher
-from launch.config.run import RunConfig
-from launch.config.shards import too_few_workers
-from launch.errors import ConfigError
-from launch.report.figures import plural
-from protocol.addresses import is_local
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.config.pools import needs_no_teacher
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.shards import too_few_workers
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.report.figures import plural
+from stillhouse.protocol.addresses import is_local
 
 GroupName: TypeAlias = Literal["run", "ranks", "actors", "teachers"]
 LONGEST_POOL: Final = 30
@@ -46,7 +46,7 @@ class HostGroup(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The flags of `cluster.py join`, up to the number of these workers."""
+        """The flags of `stillhouse join`, up to the number of these workers."""
         pool = f"--pool {self.pool} " if self.pool else ""
         return "--learner-ranks" if self.name == "ranks" else f"{pool}--{self.name}"
 
@@ -163,7 +163,7 @@ def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bo
         if config.cluster.teachers.most:
             yield (
                 f"cluster.teachers.most: got {config.cluster.teachers.most}, expected 0 with pools: what a run waits "
-                "for is known of all teachers together, and not of each pool; use `cluster.py scale RUN --pool NAME`"
+                "for is known of all teachers together, and not of each pool; use `stillhouse scale RUN --pool NAME`"
             )
         for pool in config.pools:
             if not POOL_NAME.fullmatch(pool):

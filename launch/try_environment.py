@@ -1,6 +1,6 @@
 """Runs a few episodes of an environment without a run, and prints them turn by turn:
 
-    python launch/cluster.py try ENV --n 4 --model DIR          (any key of launch/cluster.py)
+    stillhouse try ENV --n 4 --model DIR          (any key of a run)
 
 The embedded engine writes on the CPU, with the tasks, seeds, limits and machinery of an actor. No teacher scores.
 """
@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from launch.checks import preflight
-from launch.checks.environment_servers import check_environment_servers
-from launch.config.command_line import CommandLine, resolve_config, split_words
-from launch.config.keys import find_key
-from launch.config.run import RunConfig
-from launch.errors import ConfigError, LaunchError, interrupted, refuse
-from protocol.messages import RolloutFailed, Segment, Ticket, WeightVersion
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.environment_servers import check_environment_servers
+from stillhouse.launch.config.command_line import CommandLine, resolve_config, split_words
+from stillhouse.launch.config.keys import find_key
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
+from stillhouse.protocol.messages import RolloutFailed, Segment, Ticket, WeightVersion
 
 if TYPE_CHECKING:
-    from actors.envs.base import TextTokenizer
-    from launch.local_actor import LocalActor
+    from stillhouse.actors.envs.base import TextTokenizer
+    from stillhouse.launch.local_actor import LocalActor
 
 USAGE: Final = """\
-usage: cluster.py try [ENV] [--n N] [--model DIR] [--config FILE] [--KEY VALUE ...]
+usage: stillhouse try [ENV] [--n N] [--model DIR] [--config FILE] [--KEY VALUE ...]
 
 Runs N episodes (default 2) of the environment ENV (default: learner.tasks.env), with the first N tasks of the run that
 this configuration describes, and prints every turn: who wrote it, how many tokens it has, which of them would be
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
 def try_episodes(config: RunConfig, n: int) -> int:
     """Run and print `n` episodes; returns 1 if one failed. Raises TimeoutError after `learner.stall_timeout_s`."""
     # Imported here because they import torch, which usage and mistakes need not wait for.
-    from launch.local_actor import LocalActor, local_ticket
-    from learner.prompts.tasks import TaskStream, load_prompts
-    from models.tokenizer import load_tokenizer
+    from stillhouse.launch.local_actor import LocalActor, local_ticket
+    from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+    from stillhouse.models.tokenizer import load_tokenizer
 
     tasks = config.learner.tasks
     tokenizer = load_tokenizer(config.models.student)

@@ -1,12 +1,12 @@
 """Lets the teacher write and score rollouts on which a student can be trained off-policy:
 
-    python -m launch.write FILE --teacher DIR --steps 50      (any key of launch/cluster.py)
+    stillhouse write FILE --teacher DIR --steps 50      (any key of a run)
 
 This is a run whose student is the teacher's checkpoint and is never trained; the batches that reach the learner are
 recorded in FILE: `steps` times `buffer.batch_rollouts` rollouts. With `learner.tasks.privileged` the teacher reads that
 text when it writes, and the recording has the prompts without it (`learner.written`).
 
-    python -m launch.write FILE --from ROWS --student DIR
+    stillhouse write FILE --from ROWS --student DIR
 
 records text that is there instead: prompts with responses, for SFT, or for distillation with `teacher.top_k`
 (`launch.given`).
@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from launch import run
-from launch.checks.model_files import find_model
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.given import write_given
+from stillhouse.launch import run
+from stillhouse.launch.checks.model_files import find_model
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
+from stillhouse.launch.given import write_given
 
 RECIPE: Final = (
     "--learner.eval_every=0",
@@ -35,11 +35,11 @@ RECIPE: Final = (
 """Defaults that the user can override: whole rollouts, one per prompt, and rare weight updates, as weights never
 change."""
 USAGE: Final = f"""\
-usage: python -m launch.write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
-       python -m launch.write FILE --from ROWS [--student DIR] [--teacher DIR --teacher.top_k K] [--KEY VALUE ...]
+usage: stillhouse write FILE [--teacher DIR] [--steps N] [--KEY VALUE ...]
+       stillhouse write FILE --from ROWS [--student DIR] [--teacher DIR --teacher.top_k K] [--KEY VALUE ...]
 
 The teacher writes and scores rollouts, which are recorded in FILE, for --learner.offline.file of a run and for
-python -m replay. The keys are those of launch/cluster.py. Defaults here: {" ".join(RECIPE)}
+stillhouse replay. The keys are those of a run. Defaults here: {" ".join(RECIPE)}
 
 With --from, the text is there already: ROWS are prompts with `response`, or `messages` with the assistant's turns
 (docs/prompts.md). Nothing is sampled; with --teacher.top_k the teacher scores the responses.
@@ -77,7 +77,3 @@ def _given(words: Sequence[str]) -> tuple[str | None, list[str]]:
         if not rows:
             raise ConfigError("--from: expected a path of rows with answers, as for learner.tasks.prompts")
     return rows, others
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

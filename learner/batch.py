@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from learner.payloads import Rows, TopRows, join_rows
-from models.divided import Group, Part, Places
-from models.packed_layout import balanced_packs
-from protocol.branches import path_to
-from protocol.messages import BatchItem
+from stillhouse.learner.payloads import Rows, TopRows, join_rows
+from stillhouse.models.divided import Group, Part, Places
+from stillhouse.models.packed_layout import balanced_packs
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import BatchItem
 
 FRAMES_PER_ITEM = 4
 """Frames of an item; one with top-k pieces has one more."""

@@ -8,9 +8,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from learner.objectives.config import ObjectiveConfig, OfflineConfig
-from learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
-from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
+from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
+from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
 RUN_FOLDER: Final = "{run}"
 """Beginning of a path in the run's own folder, which has its name only when the run starts."""
@@ -105,7 +105,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     each needs one of its own."""
     hosts: PositiveInt = 1
     """Machines over which the ranks are divided equally. The run starts its own share; each of the others joins with
-    `cluster.py join RUN --learner-ranks K`, K = ranks / hosts. The ranks meet at `weights.host`."""
+    `stillhouse join RUN --learner-ranks K`, K = ranks / hosts. The ranks meet at `weights.host`."""
     replicas: PositiveInt = 1
     """Copies of the student that the ranks hold: each parameter is divided over ranks / replicas of them. More copies
     need more memory, and ranks of different copies exchange nothing but gradients."""
@@ -124,9 +124,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     offline: OfflineConfig = msgspec.field(default_factory=OfflineConfig)
     """Rollouts that the teacher wrote, mixed into the batches."""
     frozen: bool = False
-    """Train nothing: the weights stay as they are, and the run only records rollouts (python -m launch.write)."""
+    """Train nothing: the weights stay as they are, and the run only records rollouts (stillhouse write)."""
     record: str = ""
-    """File to which every trained batch is appended, for python -m replay and view. A folder: batches.record in it.
+    """File to which every trained batch is appended, for stillhouse replay and view. A folder: batches.record in it.
     {run}: the run's own folder. Empty: no recording."""
     record_max_bytes: NonNegativeInt = 0
     """Maximum size of the recording, bytes; later batches are counted but not recorded. 0: unlimited."""

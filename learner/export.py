@@ -1,7 +1,7 @@
 """Exports a run's student for use without this project.
 
-    python -m learner.export CHECKPOINT OUT [--base STUDENT]      of a run with adapters: a step_... folder
-    python -m learner.export s3://bucket/run OUT                  the newest checkpoint of a run's store, of any run
+    stillhouse export-model CHECKPOINT OUT [--base STUDENT]      of a run with adapters: a step_... folder
+    stillhouse export-model s3://bucket/run OUT                  the newest checkpoint of a run's store, of any run
 
     OUT/merged/     the student with its adapters added in: a Hugging Face folder like any other
     OUT/adapter/    the adapters alone, in peft's format: PeftModel.from_pretrained(student, "OUT/adapter")
@@ -27,13 +27,13 @@ from typing import Final, NamedTuple
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError, verify
-from learner.checkpoints.stored import StoredCheckpoints
-from learner.config import LoraConfig
-from learner.step.lora import BASE, Adapters, BaseModel
-from models.loading import load_causal_lm, save_hf
-from models.tokenizer import load_tokenizer
-from protocol.object_store import Store, StoreError
+from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError, verify
+from stillhouse.learner.checkpoints.stored import StoredCheckpoints
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.step.lora import BASE, Adapters, BaseModel
+from stillhouse.models.loading import load_causal_lm, save_hf
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.object_store import Store, StoreError
 
 LOOKS: Final = 5
 """How often a store is looked at for a checkpoint that stays there until it is copied: the run deletes older ones."""
@@ -100,7 +100,7 @@ def _newest_in(store: Store, folder: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m learner.export", description="Export a run's student.")
+    parser = argparse.ArgumentParser(prog="stillhouse export-model", description="Export a run's student.")
     parser.add_argument(
         "checkpoint", help="a step_... folder of a run with learner.lora.rank above 0, or the URL of any run's `store`"
     )
@@ -120,7 +120,3 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         print(f"merged   {exported.merged}\nadapter  {exported.adapter}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
-from learner.batch import TrainItem, train_items
-from learner.inbox import Delivered, Inbox, StopRequest, describe_queues
-from learner.reports.wait_clock import WaitCause, WaitClock
-from protocol.errors import LinkError
-from protocol.messages import Batch, BatchWanted, Message, SnapshotWanted, WeightVersion
-from protocol.shards.client import AnyClient
-from tracing import events
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.inbox import Delivered, Inbox, StopRequest, describe_queues
+from stillhouse.learner.reports.wait_clock import WaitCause, WaitClock
+from stillhouse.protocol.errors import LinkError
+from stillhouse.protocol.messages import Batch, BatchWanted, Message, SnapshotWanted, WeightVersion
+from stillhouse.protocol.shards.client import AnyClient
+from stillhouse.tracing import events
 
 PUMP_S: Final = 0.1
 """Longest single wait for the buffer. The cause of a longer wait is noticed with this delay."""

@@ -21,11 +21,11 @@ from typing import Any, Final, Literal, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from learner.batch import FRAMES_PER_ITEM
-from learner.turns import pieces_of
-from protocol.messages import Batch, BatchItem
-from protocol.plugins import load
-from protocol.printable import in_one_line
+from stillhouse.learner.batch import FRAMES_PER_ITEM
+from stillhouse.learner.turns import pieces_of
+from stillhouse.protocol.messages import Batch, BatchItem
+from stillhouse.protocol.plugins import load
+from stillhouse.protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]

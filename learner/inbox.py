@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
-from protocol.shards.client import AnyClient
-from protocol.sigterm import SigtermCount
+from stillhouse.protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
+from stillhouse.protocol.shards.client import AnyClient
+from stillhouse.protocol.sigterm import SigtermCount
 
 log = logging.getLogger(__name__)
 

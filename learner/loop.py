@@ -23,30 +23,30 @@ from typing import Final
 
 import msgspec
 
-from learner.batch import TrainItem
-from learner.checkpoints.writer import CheckpointWriter
-from learner.config import LearnerConfig
-from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import EvaluationResult
-from learner.evaluation.figures import describe
-from learner.feed import PUMP_S, BatchFeed, LearnerStalled, Ready
-from learner.group_rewards import GroupRewards, GroupRewardsFailed
-from learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
-from learner.offline import OfflineMixer
-from learner.prompts.sample_book import Account, Trained
-from learner.prompts.tasks import TaskStream, in_messages
-from learner.reports.alarms import LENGTH, PER_ANSWER, describe_alarm
-from learner.reports.figures import RolloutFigures, WorkerFigures, staleness
-from learner.reports.metrics import MetricsWriter
-from learner.reports.progress import weight_figures
-from learner.reports.sample import Decode, sample_of
-from learner.reports.wait_clock import WaitClock
-from learner.step.ema import StudentEma
-from learner.step.finite_step import Outcome, finite_step
-from learner.step.train_step import Trainer
-from models.logprobs import lm_head
-from protocol.errors import LinkError
-from protocol.messages import (
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.checkpoints.writer import CheckpointWriter
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.desk import EvalDesk
+from stillhouse.learner.evaluation.evaluation import EvaluationResult
+from stillhouse.learner.evaluation.figures import describe
+from stillhouse.learner.feed import PUMP_S, BatchFeed, LearnerStalled, Ready
+from stillhouse.learner.group_rewards import GroupRewards, GroupRewardsFailed
+from stillhouse.learner.inbox import Delivered, Inbox, RunStopped, StopAsked, StopRequest
+from stillhouse.learner.offline import OfflineMixer
+from stillhouse.learner.prompts.sample_book import Account, Trained
+from stillhouse.learner.prompts.tasks import TaskStream, in_messages
+from stillhouse.learner.reports.alarms import LENGTH, PER_ANSWER, describe_alarm
+from stillhouse.learner.reports.figures import RolloutFigures, WorkerFigures, staleness
+from stillhouse.learner.reports.metrics import MetricsWriter
+from stillhouse.learner.reports.progress import weight_figures
+from stillhouse.learner.reports.sample import Decode, sample_of
+from stillhouse.learner.reports.wait_clock import WaitClock
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.learner.step.finite_step import Outcome, finite_step
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.logprobs import lm_head
+from stillhouse.protocol.errors import LinkError
+from stillhouse.protocol.messages import (
     Batch,
     BatchTrained,
     LearnerStarted,
@@ -55,10 +55,10 @@ from protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
-from protocol.shards.client import AnyClient
-from recording.writer import BatchRecorder
-from tracing import events
-from weights.publisher import Publisher
+from stillhouse.protocol.shards.client import AnyClient
+from stillhouse.recording.writer import BatchRecorder
+from stillhouse.tracing import events
+from stillhouse.weights.publisher import Publisher
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from learner.batch import TrainItem, train_items
-from learner.objectives.config import OfflineConfig, check_given
-from recording.format import RecordError, Rollout
-from recording.reader import Recording
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.objectives.config import OfflineConfig, check_given
+from stillhouse.recording.format import RecordError, Rollout
+from stillhouse.recording.reader import Recording
 
 STATE_FORMAT: Final = 1
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class OfflineMixer:
         if header.writer == "student":
             raise RecordError(
                 f"{recording.path} was written by the student of the run {header.run!r}; expected one that the teacher "
-                "wrote (python -m launch.write) for learner.offline.file"
+                "wrote (stillhouse write) for learner.offline.file"
             )
         try:
             check_given(header.writer, str(recording.path), config.objective)

@@ -12,11 +12,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import MalformedMessage
-from protocol.hidden_codec import Bits, check_hidden, decode_hidden, head_of_states, is_hidden
-from protocol.messages import BatchItem
-from protocol.topk_codec import TopK, decode_joined
-from protocol.topk_layout import n_positions
+from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.hidden_codec import Bits, check_hidden, decode_hidden, head_of_states, is_hidden
+from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.topk_codec import TopK, decode_joined
+from stillhouse.protocol.topk_layout import n_positions
 
 
 class PayloadError(ValueError):

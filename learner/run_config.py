@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from engines.config import WorkerSettings
-from learner.config import LearnerConfig
-from learner.objectives.config import ObjectiveConfig
-from protocol.messages import TopIdsWanted
-from weights.config import WeightsConfig
+from stillhouse.engines.config import WorkerSettings
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.protocol.messages import TopIdsWanted
+from stillhouse.weights.config import WeightsConfig
 
 
 class Models(Protocol):

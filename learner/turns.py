@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.branches import path_to
-from protocol.messages import Branch, TurnReward
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import Branch, TurnReward
 
 if TYPE_CHECKING:
-    from learner.batch import TrainItem  # loads torch
+    from stillhouse.learner.batch import TrainItem  # loads torch
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]

@@ -14,39 +14,39 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from engines.registry import find_engine
-from learner.checkpoints.checkpoint import load_checkpoint, restore_rng
-from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
-from learner.checkpoints.staging import stage_checkpoint
-from learner.checkpoints.stored import EXPORT, OwnedCheckpoints
-from learner.checkpoints.writer import CheckpointWriter, Write
-from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
-from learner.evaluation.sets import render_eval_sets
-from learner.group_rewards import GroupRewards
-from learner.inbox import RunStopped, StopAsked, StopRequest
-from learner.loop import LearnerLoop
-from learner.offline import OfflineMixer, open_mixer
-from learner.prompts.records import DataError
-from learner.prompts.tasks import TaskStream, load_prompts
-from learner.ranks.group import Ranks
-from learner.ranks.messages import Beginning
-from learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch, read_metrics
-from learner.reports.progress import RESTORED, AccountFile, Progress
-from learner.reports.settings import all_settings, compared_settings
-from learner.reports.trackers.feed import Trackers
-from learner.run_config import LearnerRunConfig
-from learner.step.critic import CriticStateError
-from learner.step.ema import StudentEma
-from learner.step.make_trainer import make_trainer
-from learner.step.teacher_heads import teacher_heads
-from learner.step.train_step import Trainer
-from learner.written import WrittenStream
-from models.tokenizer import load_tokenizer, token_map_fingerprint
-from protocol.context import ExitCode, RoleContext
-from protocol.handshake import vocab_tokens
-from protocol.keys import run_server_keys
-from protocol.messages import (
+from stillhouse.engines.registry import find_engine
+from stillhouse.learner.checkpoints.checkpoint import load_checkpoint, restore_rng
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from stillhouse.learner.checkpoints.staging import stage_checkpoint
+from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
+from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
+from stillhouse.learner.evaluation.desk import EvalDesk
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.sets import render_eval_sets
+from stillhouse.learner.group_rewards import GroupRewards
+from stillhouse.learner.inbox import RunStopped, StopAsked, StopRequest
+from stillhouse.learner.loop import LearnerLoop
+from stillhouse.learner.offline import OfflineMixer, open_mixer
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.ranks.messages import Beginning
+from stillhouse.learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch, read_metrics
+from stillhouse.learner.reports.progress import RESTORED, AccountFile, Progress
+from stillhouse.learner.reports.settings import all_settings, compared_settings
+from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.run_config import LearnerRunConfig
+from stillhouse.learner.step.critic import CriticStateError
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.learner.step.make_trainer import make_trainer
+from stillhouse.learner.step.teacher_heads import teacher_heads
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.learner.written import WrittenStream
+from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.keys import run_server_keys
+from stillhouse.protocol.messages import (
     PostWeightPlan,
     Snapshot,
     TeacherWeights,
@@ -55,16 +55,16 @@ from protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
-from protocol.object_store import Store
-from protocol.shards.client import AnyClient, learner_client
-from protocol.store_owner import StoreOwner
-from recording.format import FORMAT, RecordError, RecordHeader, config_digest
-from recording.writer import BatchRecorder
-from weights.checkpoint_names import NamesError, checkpoint_pieces
-from weights.config import sent_dtype
-from weights.publisher import Publisher
-from weights.roster import Members
-from weights.server_checks import LearnerCanary
+from stillhouse.protocol.object_store import Store
+from stillhouse.protocol.shards.client import AnyClient, learner_client
+from stillhouse.protocol.store_owner import StoreOwner
+from stillhouse.recording.format import FORMAT, RecordError, RecordHeader, config_digest
+from stillhouse.recording.writer import BatchRecorder
+from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
+from stillhouse.weights.config import sent_dtype
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.roster import Members
+from stillhouse.weights.server_checks import LearnerCanary
 
 log = logging.getLogger(__name__)
 
@@ -319,7 +319,7 @@ def _export(
     stored: OwnedCheckpoints | None,
 ) -> None:
     """Write what the run leaves. If the store cannot take it, that is counted as a failed checkpoint."""
-    from learner.export import export, from_checkpoint  # load peft
+    from stillhouse.learner.export import export, from_checkpoint  # load peft
 
     trainer, out = start.trainer, ctx.run_dir / EXPORT
     assert trainer.adapters is not None and progress.checkpoint is not None

@@ -4,7 +4,7 @@ after the prompt that the student will read.
     sampled and scored    <|user|>Answer in five words. What is glass?<|assistant|>    Glass is ...
     recorded              <|user|>What is glass?<|assistant|>                          Glass is ...
 
-In a run of `python -m launch.write` the student is the teacher's checkpoint. Its tasks get the teachers' prompt in
+In a run of `stillhouse write` the student is the teacher's checkpoint. Its tasks get the teachers' prompt in
 place of their own here, and the recording gets the student's back. The log-probs stay those of the teacher after its
 own prompt, as in a run where it only scores. Whoever trains on the recording computes the student's anew.
 """
@@ -17,12 +17,12 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from engines.base import Int32s
-from learner.prompts.rendering import NONE
-from learner.prompts.sample_book import Account, Trained
-from learner.prompts.tasks import TaskOffer, TaskStream
-from protocol.messages import BatchItem, Settled
-from recording.format import Array, Rollout
+from stillhouse.engines.base import Int32s
+from stillhouse.learner.prompts.rendering import NONE
+from stillhouse.learner.prompts.sample_book import Account, Trained
+from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream
+from stillhouse.protocol.messages import BatchItem, Settled
+from stillhouse.recording.format import Array, Rollout
 
 
 class WrittenStream(TaskStream):

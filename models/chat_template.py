@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from models.files import TokenizerError, first_line, model_file
+from stillhouse.models.files import TokenizerError, first_line, model_file
 
 Templates: TypeAlias = str | dict[str, str] | None
 """A chat template, several by name, or none."""

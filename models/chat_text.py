@@ -19,8 +19,8 @@ from typing import Any, Final, Protocol, cast
 
 from tokenizers import Tokenizer
 
-from models.chat_template import Templates, literal_text, template_for
-from models.files import TokenizerError, first_line
+from stillhouse.models.chat_template import Templates, literal_text, template_for
+from stillhouse.models.files import TokenizerError, first_line
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Stand around a control token that is text. Unicode keeps these characters free for such uses."""

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.attention import attend_last, computed_in
-from models.transfer import upload
+from stillhouse.models.attention import attend_last, computed_in
+from stillhouse.models.transfer import upload
 
 
 class Group(NamedTuple):

@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.description import DtypeName
-from models.loading import ModelError, load_causal_lm, load_config, resolve_path
-from models.logprobs import LmHead, lm_head
+from stillhouse.models.description import DtypeName
+from stillhouse.models.loading import ModelError, load_causal_lm, load_config, resolve_path
+from stillhouse.models.logprobs import LmHead, lm_head
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

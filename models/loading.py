@@ -22,12 +22,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from models import packed
-from models.description import DtypeName
-from models.logprobs import lm_head
-from models.safetensors_header import head_beside_embedding
-from models.transfer import whole
-from protocol.atomic_file import usual_permissions
+from stillhouse.models import packed
+from stillhouse.models.description import DtypeName
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.safetensors_header import head_beside_embedding
+from stillhouse.models.transfer import whole
+from stillhouse.protocol.atomic_file import usual_permissions
 
 Attention: TypeAlias = Literal["sdpa", "packed", "decode"]
 Dtype: TypeAlias = DtypeName | Literal["float64"]

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from models.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
+from stillhouse.models.logprobs import DEFAULT_CHUNK_TOKENS, LmHead
 
 ChunkLoss: TypeAlias = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 """(logits [C, V] at temperature 1, their slice of T) -> (loss per position [C], its derivative by the logits [C, V]).

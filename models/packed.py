@@ -28,14 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models.attention import attend
-from models.divided import DividedLayout, attend_divided
-from models.logprobs import lm_head
-from models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
-from models.past import Around, Cells, Past, Piece
-from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
-from models.rotary import depends_on_neighbours, moving_rope, turn_each_alone
-from models.transfer import upload
+from stillhouse.models.attention import attend
+from stillhouse.models.divided import DividedLayout, attend_divided
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
+from stillhouse.models.past import Around, Cells, Past, Piece
+from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+from stillhouse.models.rotary import depends_on_neighbours, moving_rope, turn_each_alone
+from stillhouse.models.transfer import upload
 
 IMPLEMENTATION = "stillhouse_packed"
 
@@ -214,7 +214,7 @@ def packed_attention(
     returns [1, T, N, D]. `sliding_window`, `softcap` and `s_aux` (sinks) mean what they mean in transformers."""
     if packed_layout is None:
         raise PackingError(
-            "a model loaded with attention='packed' was called directly; use models.packed.packed_hidden, or load it "
+            "a model loaded with attention='packed' was called directly; use packed_hidden, or load it "
             "with attention='sdpa' (a plain call would let all sequences of a row see one another)"
         )
     if attention_mask is not None or dropout or rest.get("position_bias") is not None or query.shape[0] != 1:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from models.past import Around, Cells, Past
-from models.transfer import upload
+from stillhouse.models.past import Around, Cells, Past
+from stillhouse.models.transfer import upload
 
 _BUCKET_SLACK = 0.8
 """A bucket takes sequences down to this share of its longest, so that at most a fifth of its rows is padding..."""

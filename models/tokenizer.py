@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from models.chat_template import expect_read
-from models.chat_text import ChatTokenizer, conversation_text, prompt_ids, text_ids
-from models.files import TokenizerError, first_line, model_source, stop_ids
-from protocol.handshake import vocab_fingerprint
+from stillhouse.models.chat_template import expect_read
+from stillhouse.models.chat_text import ChatTokenizer, conversation_text, prompt_ids, text_ids
+from stillhouse.models.files import TokenizerError, first_line, model_source, stop_ids
+from stillhouse.protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised unchanged."""

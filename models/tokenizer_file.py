@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer
 
-from models.chat_template import Templates, read_templates, render, template_for
-from models.files import TokenizerError, model_file, stop_ids
-from protocol.handshake import vocab_fingerprint
+from stillhouse.models.chat_template import Templates, read_templates, render, template_for
+from stillhouse.models.files import TokenizerError, model_file, stop_ids
+from stillhouse.protocol.handshake import vocab_fingerprint
 
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA: Final = ("extra_special_tokens", "additional_special_tokens")

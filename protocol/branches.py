@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from protocol.messages import Branch
+from stillhouse.protocol.messages import Branch
 
 
 def path_to(branches: Sequence[Branch], end: int) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from protocol.codec import Frame
+from stillhouse.protocol.codec import Frame
 
 SMALL_BYTES: Final = 1 << 14
 """The largest message that is bundled. A larger one gains less by fewer frames than it loses by two more copies."""

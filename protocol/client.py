@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
-from protocol.context import RoleContext
-from protocol.errors import LocalProtocolError, NotConnected, SendTimeout
-from protocol.flow import UNTRACKED, ack_keys
-from protocol.keys import ClientKeys, run_client_keys
-from protocol.link import Link
-from protocol.messages import Hello, Message, WeightVersion, Welcome
-from protocol.outbox import LinkState, Outbox
+from stillhouse.protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.errors import LocalProtocolError, NotConnected, SendTimeout
+from stillhouse.protocol.flow import UNTRACKED, ack_keys
+from stillhouse.protocol.keys import ClientKeys, run_client_keys
+from stillhouse.protocol.link import Link
+from stillhouse.protocol.messages import Hello, Message, WeightVersion, Welcome
+from stillhouse.protocol.outbox import LinkState, Outbox
 
 MAX_UNCONFIRMED_BYTES = 256 << 20
 """Default bound on unconfirmed bytes: about 28 million tokens of segments, which is minutes of one actor's work."""

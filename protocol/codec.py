@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol import messages as m
-from protocol.errors import EncodeError, MalformedMessage, MessageTooLarge
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.errors import EncodeError, MalformedMessage, MessageTooLarge
 
 Array: TypeAlias = npt.NDArray[Any]
 Frame: TypeAlias = bytes | memoryview

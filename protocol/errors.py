@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from protocol.messages import RefusalCode, Refused
+from stillhouse.protocol.messages import RefusalCode, Refused
 
 
 class ProtocolError(Exception):

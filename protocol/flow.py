@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, TypeAlias, get_args
 
-from protocol import messages as m
-from protocol.messages import Role
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Role
 
 AckKey: TypeAlias = tuple[Hashable, ...]
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from protocol.messages import PROTOCOL_VERSION, Hello, Refused, Role
+from stillhouse.protocol.messages import PROTOCOL_VERSION, Hello, Refused, Role
 
 REMEMBERED_INCARNATIONS: Final = 16
 """Incarnations remembered per peer: the newest, and former ones, which must not come back."""

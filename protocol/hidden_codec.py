@@ -20,7 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
 

@@ -37,8 +37,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from protocol.errors import KeysUnusable
-from protocol.messages import Role
+from stillhouse.protocol.errors import KeysUnusable
+from stillhouse.protocol.messages import Role
 
 Owner: TypeAlias = Literal["server", "joiner"] | Role | str
 """See the module's table; any other str is the name of one of the run's own workers."""

@@ -23,9 +23,9 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from protocol.bundle import bundled
-from protocol.codec import Received, decode, encode
-from protocol.errors import (
+from stillhouse.protocol.bundle import bundled
+from stillhouse.protocol.codec import Received, decode, encode
+from stillhouse.protocol.errors import (
     ConnectTimeout,
     DamagedMessage,
     HandshakeRefused,
@@ -35,9 +35,9 @@ from protocol.errors import (
     RemoteProtocolError,
     UnexpectedMessage,
 )
-from protocol.flow import UNNUMBERED, acked_keys, concerns_caller
-from protocol.keys import ClientKeys, encrypt_client
-from protocol.messages import (
+from stillhouse.protocol.flow import UNNUMBERED, acked_keys, concerns_caller
+from stillhouse.protocol.keys import ClientKeys, encrypt_client
+from stillhouse.protocol.messages import (
     Goodbye,
     Heartbeat,
     HeartbeatReply,
@@ -46,9 +46,9 @@ from protocol.messages import (
     Shutdown,
     Welcome,
 )
-from protocol.monitor import DoorReport
-from protocol.outbox import LinkState
-from protocol.sockets import new_socket, receive_frames, send_frames
+from stillhouse.protocol.monitor import DoorReport
+from stillhouse.protocol.outbox import LinkState
+from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 
 FIRST_GREETING_S = 1.0
 """Wait for the answer to the first Hello before trying again on a new socket; doubles with every attempt."""

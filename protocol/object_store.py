@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from protocol.atomic_file import not_a_link, sync, write_atomic
+from stillhouse.protocol.atomic_file import not_a_link, sync, write_atomic
 
 CONNECT_TIMEOUT_S: Final = 10
 READ_TIMEOUT_S: Final = 30

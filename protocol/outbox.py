@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES
-from protocol.codec import MAX_MESSAGE_BYTES, Frame, Received
-from protocol.flow import AckKey
-from protocol.messages import WeightVersion, Welcome
+from stillhouse.protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES
+from stillhouse.protocol.codec import MAX_MESSAGE_BYTES, Frame, Received
+from stillhouse.protocol.flow import AckKey
+from stillhouse.protocol.messages import WeightVersion, Welcome
 
 MAX_RESEND_FACTOR = 8
 """The wait before each resend of a message doubles, up to this factor, so that a slow buffer is not flooded."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol.control_groups import groups_with
+from stillhouse.protocol.control_groups import groups_with
 
 
 def _by_affinity() -> float:

@@ -27,12 +27,19 @@ from typing import Any, Final, Literal, TypeAlias
 
 import zmq
 
-from protocol.codec import Frame
-from protocol.errors import AddressUnusable
-from protocol.keys import Gatekeeper, Owner, ServerKeys, encrypt_server, owner_of
-from protocol.monitor import HANDSHAKE_EVENTS, Monitor, bytes_received, tcp_socket
-from protocol.ratelimit import RateLimitedLog
-from protocol.sockets import CHECKSUM_BYTES, NO_WAIT_MORE, FromRouter, new_socket, receive_from_router, send_frames
+from stillhouse.protocol.codec import Frame
+from stillhouse.protocol.errors import AddressUnusable
+from stillhouse.protocol.keys import Gatekeeper, Owner, ServerKeys, encrypt_server, owner_of
+from stillhouse.protocol.monitor import HANDSHAKE_EVENTS, Monitor, bytes_received, tcp_socket
+from stillhouse.protocol.ratelimit import RateLimitedLog
+from stillhouse.protocol.sockets import (
+    CHECKSUM_BYTES,
+    NO_WAIT_MORE,
+    FromRouter,
+    new_socket,
+    receive_from_router,
+    send_frames,
+)
 
 WAITING_MESSAGES: Final = 256
 """Messages queued per connection before ZeroMQ stops reading it; TCP then blocks the sender, which bounds memory."""

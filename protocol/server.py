@@ -23,13 +23,13 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 import zmq
 
-from protocol.bundle import unbundled
-from protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
-from protocol.errors import RemoteProtocolError
-from protocol.flow import SENDERS, UNNUMBERED
-from protocol.handshake import Doorkeeper, PeerId, ahead_of_journal, wrong_version
-from protocol.keys import ServerKeys, speaks_for
-from protocol.messages import (
+from stillhouse.protocol.bundle import unbundled
+from stillhouse.protocol.codec import MAX_TO_BUFFER_BYTES, Array, Frame, Received, claimed_version, decode, encode
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.flow import SENDERS, UNNUMBERED
+from stillhouse.protocol.handshake import Doorkeeper, PeerId, ahead_of_journal, wrong_version
+from stillhouse.protocol.keys import ServerKeys, speaks_for
+from stillhouse.protocol.messages import (
     PROTOCOL_VERSION,
     Goodbye,
     Heartbeat,
@@ -40,11 +40,11 @@ from protocol.messages import (
     WeightVersion,
     Welcome,
 )
-from protocol.printable import in_one_line, printable_texts
-from protocol.ratelimit import OncePerInterval, RateLimitedLog
-from protocol.router import Router, address_of
-from protocol.session import Session, SessionBook
-from protocol.sockets import FromRouter
+from stillhouse.protocol.printable import in_one_line, printable_texts
+from stillhouse.protocol.ratelimit import OncePerInterval, RateLimitedLog
+from stillhouse.protocol.router import Router, address_of
+from stillhouse.protocol.session import Session, SessionBook
+from stillhouse.protocol.sockets import FromRouter
 
 POLL_MESSAGES = 256
 POLL_BUDGET_S = 0.02

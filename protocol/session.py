@@ -14,9 +14,9 @@ from collections import deque
 
 import msgspec
 
-from protocol.codec import Frame
-from protocol.handshake import Doorkeeper, PeerId
-from protocol.messages import Hello
+from stillhouse.protocol.codec import Frame
+from stillhouse.protocol.handshake import Doorkeeper, PeerId
+from stillhouse.protocol.messages import Hello
 
 
 class Session:

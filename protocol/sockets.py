@@ -16,8 +16,8 @@ from typing import Final, NamedTuple
 import zmq
 from xxhash import xxh3_64
 
-from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, Frame
-from protocol.errors import DamagedMessage
+from stillhouse.protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, Frame
+from stillhouse.protocol.errors import DamagedMessage
 
 CHECKSUM_BYTES: Final = 8
 SMALL_FRAME_BYTES = 8192

@@ -24,8 +24,8 @@ from typing import Final
 
 import msgspec
 
-from protocol.atomic_file import write_atomic
-from protocol.object_store import Store, StoreError
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.object_store import Store, StoreError
 
 OWNER: Final = "owner.json"
 BEAT_S: Final = 5.0

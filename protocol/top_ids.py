@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import n_bytes, pack_words, unpack_words
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_layout import MAX_TOKENS_KEPT
+from stillhouse.protocol.bit_words import n_bytes, pack_words, unpack_words
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
 _HEADER: Final = struct.Struct("<2sBBI")
 HEADER_BYTES: Final = _HEADER.size

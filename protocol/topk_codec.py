@@ -30,9 +30,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import Words
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_layout import MAX_TOKENS_KEPT, Block, Shape, read_blocks, write_parts
+from stillhouse.protocol.bit_words import Words
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT, Block, Shape, read_blocks, write_parts
 
 LOG_TAIL_FLOOR: Final = math.log(1e-7)
 """Smallest tail sent: 1 - sum of float32 probabilities is too imprecise for smaller ones."""

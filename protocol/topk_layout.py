@@ -23,8 +23,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.bit_words import Packed, Words, n_bytes, pack_words, unpack_words
-from protocol.errors import MalformedMessage
+from stillhouse.protocol.bit_words import Packed, Words, n_bytes, pack_words, unpack_words
+from stillhouse.protocol.errors import MalformedMessage
 
 MAX_TOKENS_KEPT: Final = 4096
 """Most tokens at one position."""

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import MAX_MESSAGE_BYTES
-from protocol.messages import BatchItem, Settled, WeightVersion
+from stillhouse.protocol.codec import MAX_MESSAGE_BYTES
+from stillhouse.protocol.messages import BatchItem, Settled, WeightVersion
 
 FORMAT: Final = 1
 MAGIC: Final = b"stillhouse batches\n"
@@ -52,7 +52,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     vocab_fingerprint: str
     """Fingerprint of the vocabulary, without which token ids mean nothing."""
     writer: Writer
-    """`teacher`: written by the teachers' checkpoint, which was never trained (`python -m launch.write`). `data`: text
+    """`teacher`: written by the teachers' checkpoint, which was never trained (`stillhouse write`). `data`: text
     that was there (`launch.given`); who sampled it is not known, so its behaviour log-probs are 0."""
     config_digest: str
     config: dict[str, Any]

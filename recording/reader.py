@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 import msgspec
 
-from recording.format import (
+from stillhouse.recording.format import (
     BatchRecord,
     Branches,
     ItemRecord,
@@ -23,7 +23,7 @@ from recording.format import (
     decode_frames,
     scan,
 )
-from recording.writer import record_path
+from stillhouse.recording.writer import record_path
 
 
 class Kept(NamedTuple):

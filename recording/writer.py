@@ -15,11 +15,11 @@ from typing import Final
 
 import msgspec
 
-from protocol.atomic_file import not_a_link
-from protocol.codec import frame_specs
-from protocol.messages import Batch, Settled, WeightVersion
-from recording.append_file import AppendFile, Unwritten
-from recording.format import (
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.codec import frame_specs
+from stillhouse.protocol.messages import Batch, Settled, WeightVersion
+from stillhouse.recording.append_file import AppendFile, Unwritten
+from stillhouse.recording.format import (
     MAGIC,
     Array,
     Found,

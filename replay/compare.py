@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replay.training import ReplayBatch
+from stillhouse.replay.training import ReplayBatch
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 import msgspec
 import numpy as np
 
-from launch.config.files import read_config
-from launch.config.keys import keys_of
-from launch.config.run import RunConfig
-from launch.config.tree import get
-from launch.errors import ConfigError
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import DIVERGENCE
-from protocol.atomic_file import write_atomic
-from recording.reader import Recording
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.keys import keys_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import get
+from stillhouse.launch.errors import ConfigError
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.registry import DIVERGENCE
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.recording.reader import Recording
 
 Order: TypeAlias = Literal["recorded", "shuffled"]
 ORDERS: Final[tuple[Order, ...]] = get_args(Order)
@@ -62,7 +62,7 @@ def read_plan(folder: Path) -> ReplayPlan:
     if not file.is_file():
         raise ConfigError(
             f"--resume: {folder} holds no replay (no {PLAN_FILE} in it); expected the folder of one (--run-dir DIR). "
-            "To resume a run, use launch/cluster.py --resume"
+            "To resume a run, use stillhouse --resume"
         )
     try:
         return msgspec.json.decode(file.read_bytes(), type=ReplayPlan)

@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from launch.checks.threads import threads_alone
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.report.local_evaluation import LocalEvaluator
-from launch.runfolder import RunFolder
-from learner.checkpoints.checkpoint import (
+from stillhouse.launch.checks.threads import threads_alone
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.report.local_evaluation import LocalEvaluator
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.learner.checkpoints.checkpoint import (
     LearnerState,
     RngState,
     capture_rng,
@@ -35,27 +35,27 @@ from learner.checkpoints.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, newest, set_aside
-from learner.config import LearnerConfig
-from learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
-from learner.evaluation.figures import describe
-from learner.evaluation.sets import render_eval_sets
-from learner.prompts.tasks import load_prompts
-from learner.reports.metrics import MetricsWriter, newest_epoch
-from learner.reports.settings import all_settings, compared_settings
-from learner.reports.step_metrics import StepMetrics
-from learner.reports.trackers.feed import Trackers
-from learner.step.make_trainer import make_trainer
-from learner.step.teacher_heads import teacher_heads
-from learner.step.train_step import Trainer
-from models.tokenizer import load_tokenizer, token_map_fingerprint
-from protocol.atomic_file import write_atomic
-from protocol.handshake import vocab_tokens
-from protocol.messages import WeightVersion
-from recording.reader import Recording
-from replay.compare import compare
-from replay.plan import ReplayPlan, turns, with_divergence
-from replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, newest, set_aside
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.figures import describe
+from stillhouse.learner.evaluation.sets import render_eval_sets
+from stillhouse.learner.prompts.tasks import load_prompts
+from stillhouse.learner.reports.metrics import MetricsWriter, newest_epoch
+from stillhouse.learner.reports.settings import all_settings, compared_settings
+from stillhouse.learner.reports.step_metrics import StepMetrics
+from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.step.make_trainer import make_trainer
+from stillhouse.learner.step.teacher_heads import teacher_heads
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.recording.reader import Recording
+from stillhouse.replay.compare import compare
+from stillhouse.replay.plan import ReplayPlan, turns, with_divergence
+from stillhouse.replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
 
 log = logging.getLogger(__name__)
 

@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from learner.batch import TrainItem, train_items
-from learner.config import LearnerConfig
-from learner.evaluation.evaluation import EvaluationResult
-from learner.offline import offline_item
-from learner.reports.metrics import MetricsWriter
-from learner.reports.step_metrics import StepMetrics
-from learner.reports.wait_clock import WaitClock
-from learner.step.finite_step import finite_step
-from learner.step.train_step import Trainer
-from recording.reader import Kept, Recording
-from replay.plan import Turn
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.evaluation import EvaluationResult
+from stillhouse.learner.offline import offline_item
+from stillhouse.learner.reports.metrics import MetricsWriter
+from stillhouse.learner.reports.step_metrics import StepMetrics
+from stillhouse.learner.reports.wait_clock import WaitClock
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.recording.reader import Kept, Recording
+from stillhouse.replay.plan import Turn
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from engines.config import ScorerSettings, ServerConfig
-from engines.registry import EngineOptions, check_engine
-from engines.sglang.config import ServerLinkConfig
-from models.description import LoadDtype
-from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
-from protocol.topk_codec import REST_BITS, SMALL_VOCABULARY
-from protocol.topk_layout import MAX_TOKENS_KEPT
+from stillhouse.engines.config import ScorerSettings, ServerConfig
+from stillhouse.engines.registry import EngineOptions, check_engine
+from stillhouse.engines.sglang.config import ServerLinkConfig
+from stillhouse.models.description import LoadDtype
+from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
+from stillhouse.protocol.topk_codec import REST_BITS, SMALL_VOCABULARY
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
 FLUSH_TIMEOUT_S: Final = 5.0
 """Longest wait of a leaving teacher for the acknowledgement of its last scores."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.base import Float32s, Int32s, ScoreRequest
-from protocol.codec import Array
-from protocol.messages import ScoreItem
-from protocol.top_ids import TopIds
+from stillhouse.engines.base import Float32s, Int32s, ScoreRequest
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.messages import ScoreItem
+from stillhouse.protocol.top_ids import TopIds
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engines.base import EngineMismatch, GivesHiddenStates, ScoreRequest, ScoreResult, ScoringEngine
-from protocol.hidden_codec import encode_hidden
+from stillhouse.engines.base import EngineMismatch, GivesHiddenStates, ScoreRequest, ScoreResult, ScoringEngine
+from stillhouse.protocol.hidden_codec import encode_hidden
 
 
 @dataclass(frozen=True)

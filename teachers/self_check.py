@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from engines.base import ScoreRequest, ScoringEngine
+from stillhouse.engines.base import ScoreRequest, ScoringEngine
 
 SEED: Final = 20_26
 LENGTHS: Final = (64, 17, 40, 5)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.top_ids import TopIds, decode_top_ids
-from protocol.topk_codec import encode_given, encode_top_k
-from teachers.config import TeacherConfig
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.top_ids import TopIds, decode_top_ids
+from stillhouse.protocol.topk_codec import encode_given, encode_top_k
+from stillhouse.teachers.config import TeacherConfig
 
 
 @dataclass(frozen=True)

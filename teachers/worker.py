@@ -26,7 +26,7 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from engines.base import (
+from stillhouse.engines.base import (
     EngineLost,
     EngineMismatch,
     ReportsFigures,
@@ -35,12 +35,12 @@ from engines.base import (
     ScoringEngine,
     TakesSnapshots,
 )
-from engines.provider import ScorerSource, TeacherModel
-from engines.registry import find_engine
-from protocol.client import Client, worker_client
-from protocol.context import ExitCode, RoleContext
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.messages import (
+from stillhouse.engines.provider import ScorerSource, TeacherModel
+from stillhouse.engines.registry import find_engine
+from stillhouse.protocol.client import Client, worker_client
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.messages import (
     ScoreCredit,
     ScoreFailed,
     ScoreItem,
@@ -52,14 +52,14 @@ from protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
-from teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
-from teachers.held import Held, Scored
-from teachers.hidden import HiddenStates, giving_hidden_states
-from teachers.leaving import on_sigterm
-from teachers.self_check import self_check
-from teachers.top_k import TopKSets
-from tracing import events
-from weights.sink import SnapshotRefused
+from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
+from stillhouse.teachers.held import Held, Scored
+from stillhouse.teachers.hidden import HiddenStates, giving_hidden_states
+from stillhouse.teachers.leaving import on_sigterm
+from stillhouse.teachers.self_check import self_check
+from stillhouse.teachers.top_k import TopKSets
+from stillhouse.tracing import events
+from stillhouse.weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 HERE: Final = Path(__file__).parent
+# Processes that tests start find engines, environments and transports of tests/ by name.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
 SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
 SLOW_FILES: Final = (
     *("actors/test_memory.py", "buffer/test_kill.py", "buffer/test_memory.py"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from engines.sglang.features import Features
+from stillhouse.engines.sglang.features import Features
 
 CAPABLE: Final = Features(
     version="0.5.23",

@@ -6,9 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-from learner.checkpoints.stored import OwnedCheckpoints
-from protocol.object_store import Store
-from protocol.store_owner import Owner, StoreOwner, take
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints
+from stillhouse.protocol.object_store import Store
+from stillhouse.protocol.store_owner import Owner, StoreOwner, take
 from tests.s3_server import Server, object_named, objects
 
 

@@ -16,9 +16,9 @@ from typing import Final
 
 import msgspec
 
-from launch.processes.backend import Event, Exited, ProcessBackend, Started, Vitals
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole, WorkFolder
+from stillhouse.launch.processes.backend import Event, Exited, ProcessBackend, Started, Vitals
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import StartRole, WorkFolder
 
 ROOT: Final = Path(__file__).parents[1]
 NAP_S: Final = 0.02
@@ -43,7 +43,7 @@ class SubprocessBackend(ProcessBackend):
 
     def start(self, start: StartRole, *, preloaded: bool) -> None:
         process = subprocess.Popen(
-            [*self._command, sys.executable, "-P", "-m", "launch.workers.roles", str(self._mount)],
+            [*self._command, sys.executable, "-P", "-m", "stillhouse.launch.workers.roles", str(self._mount)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

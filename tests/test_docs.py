@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.cluster import COMMANDS
-from launch.config.command_line import parse_arguments, split_words
-from launch.config.help import USAGE
-from launch.doctor.command import split_own
-from launch.try_environment import OWN_FLAGS as TRY_FLAGS
+from stillhouse.launch.cluster import COMMANDS
+from stillhouse.launch.config.command_line import parse_arguments, split_words
+from stillhouse.launch.config.help import USAGE
+from stillhouse.launch.doctor.command import split_own
+from stillhouse.launch.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.metrics_page import unexplained
 from tests.release import SHORT
 
@@ -77,7 +77,7 @@ def test_the_tests_that_hold_the_promises_and_those_of_ci_are_there() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_every_subcommand(command: str) -> None:
-    assert f"cluster.py {command} " in USAGE
+    assert f"stillhouse {command} " in USAGE
 
 
 def test_a_figure_that_the_page_of_metrics_does_not_explain_is_noticed() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.addresses import free_port
-from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, server_environment
+from stillhouse.protocol.addresses import free_port
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, server_environment
 from tests.patience import RUN_PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

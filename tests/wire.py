@@ -14,12 +14,12 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import msgspec
 import numpy as np
 
-import buffer.server
-from buffer.config import BufferConfig
-from buffer.server import BufferAddress
-from protocol import messages as m
-from protocol.client import Client
-from protocol.server import Event, FromPeer, PeerUp, Server
+import stillhouse.buffer.server
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.server import BufferAddress
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.server import Event, FromPeer, PeerUp, Server
 from tests.patience import PATIENCE_S, Limit
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -146,7 +146,9 @@ def real_buffer(config: BufferConfig, run_dir: Path) -> Generator[tuple[str, Fut
     """The buffer's whole process in a thread: its address, and its exit code to come. It ends when the run does, and
     everybody has left; or when the test fails."""
     with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(buffer.server.main, config=config, run_id=RUN, run_dir=run_dir, vocab_fingerprint=VOCAB)
+        ended = pool.submit(
+            stillhouse.buffer.server.main, config=config, run_id=RUN, run_dir=run_dir, vocab_fingerprint=VOCAB
+        )
         address = _address(run_dir, ended)
         try:
             yield address, ended

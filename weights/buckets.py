@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
-from weights.manifest import Bucket, Manifest, TensorSpec, whole_tensor_buckets
+from stillhouse.weights.manifest import Bucket, Manifest, TensorSpec, whole_tensor_buckets
 
 ALIGN_BYTES = 64
 """Alignment of tensors and unit of bucket sizes. Enough for any dtype, and for vector loads."""

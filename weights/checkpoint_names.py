@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from weights.manifest import Piece, Pieces
-from weights.staged_weights import Merged, Weight
+from stillhouse.weights.manifest import Piece, Pieces
+from stillhouse.weights.staged_weights import Merged, Weight
 
 _NAMES_IN_ERROR: Final = 4
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from protocol.addresses import is_local
-from protocol.plugins import installed
-from protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, Settings
+from stillhouse.protocol.addresses import is_local
+from stillhouse.protocol.plugins import installed
+from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, Port, PositiveFloat, Settings
 
 SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 Adapters: TypeAlias = Literal["auto", "on", "off"]
@@ -21,9 +21,9 @@ Staging: TypeAlias = Literal["auto", "device", "host"]
 DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
-    "collective": "weights.transports.servers:collective",
-    "wire": "weights.transports.wire:WireTransport",
-    "folder": "weights.transports.folder:FolderTransport",
+    "collective": "stillhouse.weights.transports.servers:collective",
+    "wire": "stillhouse.weights.transports.wire:WireTransport",
+    "folder": "stillhouse.weights.transports.folder:FolderTransport",
 }
 """Transports by name; each value is a callable that makes one from a weights.transport.Setup."""
 ENTRY_POINTS: Final = "stillhouse.weights"

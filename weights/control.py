@@ -27,16 +27,16 @@ from typing import Final, NamedTuple, Self, cast
 import msgspec
 import zmq
 
-from protocol.codec import Frame
-from protocol.errors import DamagedMessage
-from protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
-from protocol.messages import WeightPlan
-from protocol.monitor import Reconnects
-from protocol.printable import in_one_line, printable_texts
-from protocol.ratelimit import RateLimitedLog
-from protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
-from protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
-from weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Piece, Ready, Want
+from stillhouse.protocol.codec import Frame
+from stillhouse.protocol.errors import DamagedMessage
+from stillhouse.protocol.keys import ClientKeys, ServerKeys, encrypt_client, speaks_for
+from stillhouse.protocol.messages import WeightPlan
+from stillhouse.protocol.monitor import Reconnects
+from stillhouse.protocol.printable import in_one_line, printable_texts
+from stillhouse.protocol.ratelimit import RateLimitedLog
+from stillhouse.protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
+from stillhouse.protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
+from stillhouse.weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Piece, Ready, Want
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from protocol.messages import WeightsRef, WeightVersion
-from weights.checks import Canary
-from weights.manifest import Manifest
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.checks import Canary
+from stillhouse.weights.manifest import Manifest
 
 AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights", "delta_refused"]
 

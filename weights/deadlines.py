@@ -24,9 +24,9 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Final, Literal, TypeAlias, TypeVar
 
-from weights.config import WeightsConfig
-from weights.control_messages import Check
-from weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
 T = TypeVar("T")
 LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weights.config import DELTA_MIN_BYTES, DeltaUse
-from weights.manifest import Manifest
-from weights.staged_weights import Former, Staged
+from stillhouse.weights.config import DELTA_MIN_BYTES, DeltaUse
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.staged_weights import Former, Staged
 
 FullReason: TypeAlias = Literal["off", "unable", "small", "first", "measured", "overwritten", "refused"]
 """Why a version was sent whole. off: by `weights.delta`; unable: SGLang servers, files, and other transports that know

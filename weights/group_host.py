@@ -22,18 +22,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar, runtime_checkable
 
-from protocol.messages import WeightPlan, WeightsRef
-from weights.buckets import BucketLayout, Content
-from weights.control import ControlHost
-from weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
-from weights.deadlines import Limits, kind_of
-from weights.delta import Deltas, DeltaSent
-from weights.group_operations import BackendName
-from weights.manifest import Manifest
-from weights.roster import Seat
-from weights.sink import GroupBroken, GroupInterrupted
-from weights.staged_weights import Former, Staged
-from weights.transport import DropReason, Result, Setup
+from stillhouse.protocol.messages import WeightPlan, WeightsRef
+from stillhouse.weights.buckets import BucketLayout, Content
+from stillhouse.weights.control import ControlHost
+from stillhouse.weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
+from stillhouse.weights.deadlines import Limits, kind_of
+from stillhouse.weights.delta import Deltas, DeltaSent
+from stillhouse.weights.group_operations import BackendName
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted
+from stillhouse.weights.staged_weights import Former, Staged
+from stillhouse.weights.transport import DropReason, Result, Setup
 
 log = logging.getLogger(__name__)
 

@@ -34,10 +34,10 @@ from torch.distributed import PrefixStore as _PrefixStore  # pyright: ignore[rep
 from torch.distributed import Store as _AnyStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from weights.buckets import BucketLayout, Content
-from weights.config import own_nccl_host
-from weights.deadlines import in_thread, wait_patiently
-from weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.weights.buckets import BucketLayout, Content
+from stillhouse.weights.config import own_nccl_host
+from stillhouse.weights.deadlines import in_thread, wait_patiently
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
 log = logging.getLogger(__name__)
 

@@ -30,17 +30,17 @@ from typing import Final, Literal, Self, TypeAlias
 import msgspec
 import torch
 
-from protocol.keys import ServerKeys
-from protocol.messages import Membership, WeightPlan, WeightVersion
-from protocol.object_store import Store
-from tracing import events
-from weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
-from weights.group_operations import choose_backend
-from weights.roster import EMBEDDED, Members, Roster, Seat
-from weights.server_checks import LearnerCanary, VersionChecks
-from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import Staged, StagedWeights, Staging, Weight, WeightStreams, streams_of
-from weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
+from stillhouse.protocol.keys import ServerKeys
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.tracing import events
+from stillhouse.weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
+from stillhouse.weights.group_operations import choose_backend
+from stillhouse.weights.roster import EMBEDDED, Members, Roster, Seat
+from stillhouse.weights.server_checks import LearnerCanary, VersionChecks
+from stillhouse.weights.snapshot import SnapshotKeeper
+from stillhouse.weights.staged_weights import Staged, StagedWeights, Staging, Weight, WeightStreams, streams_of
+from stillhouse.weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
 
 log = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from protocol.keys import ClientKeys
-from protocol.messages import WeightPlan, WeightVersion
-from tracing import events
-from weights.control import ControlMember, Waker, member_keys
-from weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
-from weights.sink import (
+from stillhouse.protocol.keys import ClientKeys
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.tracing import events
+from stillhouse.weights.control import ControlMember, Waker, member_keys
+from stillhouse.weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
+from stillhouse.weights.sink import (
     DeltaRefused,
     GroupBroken,
     GroupInterrupted,
@@ -37,7 +37,7 @@ from weights.sink import (
     WeightSink,
     WeightsRefused,
 )
-from weights.wire import WireMember
+from stillhouse.weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 

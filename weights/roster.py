@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from weights.config import SentDtype, WeightsConfig
-from weights.manifest import Manifest, Piece, Pieces
+from stillhouse.weights.config import SentDtype, WeightsConfig
+from stillhouse.weights.manifest import Manifest, Piece, Pieces
 
 if TYPE_CHECKING:
-    from weights.buckets import BucketLayout
+    from stillhouse.weights.buckets import BucketLayout
 
 CheckBy: TypeAlias = Literal["reload", "canary", "off"]
 """The proof by which a server shows that it has the weights that were sent. reload: by its checksums after loading the
@@ -40,7 +40,7 @@ class Members:
     def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
         """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between
         buckets are made later, so only the places of the tensors matter."""
-        from weights.buckets import ALIGN_BYTES, Layout, PackedLayout  # here, because it imports torch
+        from stillhouse.weights.buckets import ALIGN_BYTES, Layout, PackedLayout  # here, because it imports torch
 
         if self.kind != "engines":
             return PackedLayout(manifest, bucket_bytes)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from models.logprobs import lm_head, token_scores
-from models.packed import packed_hidden
-from models.precision import products
-from weights.checks import Canary
-from weights.config import SentDtype, WeightsConfig
-from weights.control_messages import Check
-from weights.roster import CheckBy, Members
-from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import Staged
+from stillhouse.models.logprobs import lm_head, token_scores
+from stillhouse.models.packed import packed_hidden
+from stillhouse.models.precision import products
+from stillhouse.weights.checks import Canary
+from stillhouse.weights.config import SentDtype, WeightsConfig
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.roster import CheckBy, Members
+from stillhouse.weights.snapshot import SnapshotKeeper
+from stillhouse.weights.staged_weights import Staged
 
 TOKENS: Final = 32
 _STRIDE: Final = 7919

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from models.safetensors_header import Header, read_header
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from protocol.object_store import Store
-from weights.control_messages import Agreed, Round
+from stillhouse.models.safetensors_header import Header, read_header
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.control_messages import Agreed, Round
 
 if TYPE_CHECKING:
-    from weights.wire import WireMember
+    from stillhouse.weights.wire import WireMember
 
 Interrupted: TypeAlias = Callable[[], str | None]
 """Called about every 0.1 s during a wait; a reason ends the wait with GroupInterrupted."""

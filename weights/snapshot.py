@@ -26,14 +26,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from protocol.atomic_file import replacing, sync
-from protocol.messages import WeightsRef, WeightVersion
-from protocol.object_store import Store
-from weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
-from weights.manifest import Manifest
-from weights.sink import SnapshotRefused, snapshot_file
-from weights.snapshot_format import FILE_NAME, snapshot_head
-from weights.staged_weights import Staged
+from stillhouse.protocol.atomic_file import replacing, sync
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.sink import SnapshotRefused, snapshot_file
+from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
+from stillhouse.weights.staged_weights import Staged
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from protocol.messages import WeightVersion
-from weights.manifest import Manifest, whole_tensor_buckets
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.manifest import Manifest, whole_tensor_buckets
 
 FILE_NAME: Final = "model.safetensors"
 _DTYPES: Final = {

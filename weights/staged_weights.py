@@ -21,12 +21,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from models.transfer import whole
-from protocol.messages import WeightVersion
-from weights.buckets import BucketLayout, Content, WholeTensors, manifest_of
-from weights.config import CPU_BUCKET_BYTES, SentDtype
-from weights.manifest import Manifest, TensorSpec, in_pieces
-from weights.roster import EMBEDDED, Members
+from stillhouse.models.transfer import whole
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import BucketLayout, Content, WholeTensors, manifest_of
+from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
+from stillhouse.weights.manifest import Manifest, TensorSpec, in_pieces
+from stillhouse.weights.roster import EMBEDDED, Members
 
 log = logging.getLogger(__name__)
 

@@ -20,17 +20,17 @@ from typing import Literal, Protocol, TypeAlias, cast
 
 import torch
 
-from protocol.keys import ServerKeys
-from protocol.messages import WeightPlan, WeightVersion
-from protocol.plugins import load
-from weights.config import WeightsConfig, find_transport
-from weights.control_messages import Check
-from weights.deadlines import Limits
-from weights.delta import DeltaSent, FullReason
-from weights.group_operations import BackendName
-from weights.roster import EMBEDDED, Members, Seat
-from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import Staged
+from stillhouse.protocol.keys import ServerKeys
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.protocol.plugins import load
+from stillhouse.weights.config import WeightsConfig, find_transport
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.delta import DeltaSent, FullReason
+from stillhouse.weights.group_operations import BackendName
+from stillhouse.weights.roster import EMBEDDED, Members, Seat
+from stillhouse.weights.snapshot import SnapshotKeeper
+from stillhouse.weights.staged_weights import Staged
 
 DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
 """Why a member is left out. no_join: it did not take up the plan in time; no_ready: it joined but hung, or failed by

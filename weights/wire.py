@@ -19,12 +19,12 @@ from typing import Final
 import msgspec
 import zmq
 
-from protocol.errors import DamagedMessage
-from protocol.keys import ClientKeys, encrypt_client
-from protocol.monitor import Reconnects
-from protocol.sockets import new_socket, receive_frames, send_frames
-from weights.control_messages import Piece, Want
-from weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.protocol.errors import DamagedMessage
+from stillhouse.protocol.keys import ClientKeys, encrypt_client
+from stillhouse.protocol.monitor import Reconnects
+from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
+from stillhouse.weights.control_messages import Piece, Want
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
 
 PIECE_BYTES: Final = 1 << 20
 """Every piece of a version but the last."""

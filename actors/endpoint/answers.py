@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
-from actors.agent import Generation
-from actors.endpoint import MODEL
-from actors.endpoint.session import Answer
+from stillhouse.actors.agent import Generation
+from stillhouse.actors.endpoint import MODEL
+from stillhouse.actors.endpoint.session import Answer
 
 Body: TypeAlias = dict[str, Any]
 ShowLogprobs: TypeAlias = Callable[[Generation], Body]

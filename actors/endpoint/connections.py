@@ -11,8 +11,8 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from actors.endpoint.requests import Refusal
-from protocol.ratelimit import RateLimitedLog
+from stillhouse.actors.endpoint.requests import Refusal
+from stillhouse.protocol.ratelimit import RateLimitedLog
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS: Final = 4096

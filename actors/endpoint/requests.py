@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
-from models.messages import parsed_arguments
+from stillhouse.models.messages import parsed_arguments
 
 Code: TypeAlias = Literal[
     "invalid_json",

@@ -23,9 +23,9 @@ from typing import Any, Final, TypeAlias
 
 from aiohttp import web
 
-from actors.agent import Generation
-from actors.endpoint import KEY_IN_MODEL, MODEL, connections
-from actors.endpoint.answers import (
+from stillhouse.actors.agent import Generation
+from stillhouse.actors.endpoint import KEY_IN_MODEL, MODEL, connections
+from stillhouse.actors.endpoint.answers import (
     chat_body,
     chat_chunks,
     chat_logprobs,
@@ -33,7 +33,7 @@ from actors.endpoint.answers import (
     completion_chunks,
     generate_body,
 )
-from actors.endpoint.requests import (
+from stillhouse.actors.endpoint.requests import (
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -44,11 +44,11 @@ from actors.endpoint.requests import (
     model_of,
     session_closed,
 )
-from actors.endpoint.session import EpisodeSession, refusal_counts
-from actors.endpoint.streams import write_events
-from actors.endpoint.text_work import TextThreads, TextWork
-from actors.running_episode import AgentEpisode
-from protocol.ratelimit import OncePerInterval
+from stillhouse.actors.endpoint.session import EpisodeSession, refusal_counts
+from stillhouse.actors.endpoint.streams import write_events
+from stillhouse.actors.endpoint.text_work import TextThreads, TextWork
+from stillhouse.actors.running_episode import AgentEpisode
+from stillhouse.protocol.ratelimit import OncePerInterval
 
 log = logging.getLogger(__name__)
 MAX_BODY: Final = 16 << 20

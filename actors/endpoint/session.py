@@ -23,8 +23,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from actors.agent import Endpoint, EpisodeOver, Generation
-from actors.endpoint.requests import (
+from stillhouse.actors.agent import Endpoint, EpisodeOver, Generation
+from stillhouse.actors.endpoint.requests import (
     ChatRequest,
     Code,
     CompletionRequest,
@@ -37,14 +37,14 @@ from actors.endpoint.requests import (
     session_closed,
     stops,
 )
-from actors.endpoint.text_work import MAX_MESSAGES, TextWork
-from actors.envs.base import TextTokenizer
-from actors.envs.episode import EnvironmentFault
-from actors.running_episode import AgentEpisode
-from actors.tool_calls import parse_tool_calls, tool_dialect
-from engines.base import Int32s
-from protocol.printable import in_one_line
-from protocol.ratelimit import RateLimitedLog
+from stillhouse.actors.endpoint.text_work import MAX_MESSAGES, TextWork
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.episode import EnvironmentFault
+from stillhouse.actors.running_episode import AgentEpisode
+from stillhouse.actors.tool_calls import parse_tool_calls, tool_dialect
+from stillhouse.engines.base import Int32s
+from stillhouse.protocol.printable import in_one_line
+from stillhouse.protocol.ratelimit import RateLimitedLog
 
 log = logging.getLogger(__name__)
 MAX_LINES: Final = 1024

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from actors.endpoint.requests import Refusal, StreamOptions, session_closed
-from actors.endpoint.session import Answer, EpisodeSession, refusal_counts
+from stillhouse.actors.endpoint.requests import Refusal, StreamOptions, session_closed
+from stillhouse.actors.endpoint.session import Answer, EpisodeSession, refusal_counts
 
 BEAT_S: Final = 10.0
 """Interval at which a stream says that it is alive."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from actors.endpoint.requests import SMALL_BYTES, Refusal
+from stillhouse.actors.endpoint.requests import SMALL_BYTES, Refusal
 
 MAX_MESSAGES: Final = 8192
 """Messages of a request. Some templates look at all of them once for each."""

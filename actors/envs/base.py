@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
 
-from engines.base import Int32s
-from models.chat_template import expect_read, template_for
-from models.chat_text import conversation_text, ids_behind, piece_ids, plain_text, prompt_ids, text_ids
+from stillhouse.engines.base import Int32s
+from stillhouse.models.chat_template import expect_read, template_for
+from stillhouse.models.chat_text import conversation_text, ids_behind, piece_ids, plain_text, prompt_ids, text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from models.tokenizer_file import FileTokenizer
+    from stillhouse.models.tokenizer_file import FileTokenizer
 
 TurnEnd: TypeAlias = Literal["stop", "length"]
 

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
-from actors.agent import Context, Endpoint, options_checked_by
-from actors.endpoint import MODEL
-from actors.envs.base import EnvTask
-from actors.envs.episode import EnvironmentFault
-from protocol.plugins import load
+from stillhouse.actors.agent import Context, Endpoint, options_checked_by
+from stillhouse.actors.endpoint import MODEL
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.episode import EnvironmentFault
+from stillhouse.protocol.plugins import load
 
 KEPT_BYTES: Final = 64 * 1024
 """What is kept of a program's output: its end."""

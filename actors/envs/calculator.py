@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
 
 OPEN, CLOSE = "<calc>", "</calc>"
 _CALL = re.compile(re.escape(OPEN) + r"((?:(?!" + re.escape(OPEN) + r").)*?)" + re.escape(CLOSE) + r"\s*\Z", re.DOTALL)

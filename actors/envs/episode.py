@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 
-from actors.env_thread import CURRENT_CALL
-from actors.envs.base import (
+from stillhouse.actors.env_thread import CURRENT_CALL
+from stillhouse.actors.envs.base import (
     Action,
     Environment,
     EnvTask,
@@ -25,10 +25,10 @@ from actors.envs.base import (
     TurnEnd,
     no_tokens,
 )
-from engines.base import Int32s
+from stillhouse.engines.base import Int32s
 
 if TYPE_CHECKING:
-    from actors.agent import Context
+    from stillhouse.actors.agent import Context
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 

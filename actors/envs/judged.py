@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.rewards import Answered, Reward, make_reward
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.rewards import Answered, Reward, make_reward
 
 
 def reward_of(name: object, options: Mapping[str, Any] | None, answer_pattern: str | None) -> Reward:

@@ -14,28 +14,28 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from actors.config import EnvConfig
-from actors.envs.adapters.packages import MissingPackage
-from actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
-from actors.rewards.registry import reward_of_row
-from actors.row_options import declared_by, given_by_row
-from protocol.plugins import installed, load
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.adapters.packages import MissingPackage
+from stillhouse.actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
+from stillhouse.actors.rewards.registry import reward_of_row
+from stillhouse.actors.row_options import declared_by, given_by_row
+from stillhouse.protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
 BUILT_IN = {
-    "single_turn": "actors.envs.single_turn:SingleTurn",
-    "calculator": "actors.envs.calculator:Calculator",
-    "gymnasium": "actors.envs.adapters.gymnasium:Gymnasium",
-    "openenv": "actors.envs.adapters.openenv:openenv",
-    "openenv_session": "actors.envs.adapters.openenv_session:openenv_session",
-    "reasoning_gym": "actors.envs.adapters.reasoning_gym:ReasoningGym",
-    "skyrl_gym": "actors.envs.adapters.skyrl_gym:skyrl_gym",
-    "textarena": "actors.envs.adapters.textarena:textarena",
-    "mcp": "actors.envs.adapters.mcp:mcp",
-    "verifiers": "actors.envs.adapters.verifiers:verifiers",
-    "sandbox": "actors.envs.sandbox:sandbox",
-    "openai_agent": "actors.envs.black_box:openai_agent",
-    "command": "actors.envs.black_box:command",
+    "single_turn": "stillhouse.actors.envs.single_turn:SingleTurn",
+    "calculator": "stillhouse.actors.envs.calculator:Calculator",
+    "gymnasium": "stillhouse.actors.envs.adapters.gymnasium:Gymnasium",
+    "openenv": "stillhouse.actors.envs.adapters.openenv:openenv",
+    "openenv_session": "stillhouse.actors.envs.adapters.openenv_session:openenv_session",
+    "reasoning_gym": "stillhouse.actors.envs.adapters.reasoning_gym:ReasoningGym",
+    "skyrl_gym": "stillhouse.actors.envs.adapters.skyrl_gym:skyrl_gym",
+    "textarena": "stillhouse.actors.envs.adapters.textarena:textarena",
+    "mcp": "stillhouse.actors.envs.adapters.mcp:mcp",
+    "verifiers": "stillhouse.actors.envs.adapters.verifiers:verifiers",
+    "sandbox": "stillhouse.actors.envs.sandbox:sandbox",
+    "openai_agent": "stillhouse.actors.envs.black_box:openai_agent",
+    "command": "stillhouse.actors.envs.black_box:command",
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
-from actors.agent import Context, EpisodeOver, options_checked_by
-from actors.envs.base import EnvTask
-from actors.envs.judged import answered, reward_of
-from actors.envs.tool_loop import Notation, converse, read_notation
-from actors.rewards import Reward
-from actors.row_options import row_may_set
-from actors.sandbox.sandbox import Ran, Sandbox, make_sandbox
-from actors.tool_calls import ToolCall
+from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.judged import answered, reward_of
+from stillhouse.actors.envs.tool_loop import Notation, converse, read_notation
+from stillhouse.actors.rewards import Reward
+from stillhouse.actors.row_options import row_may_set
+from stillhouse.actors.sandbox.sandbox import Ran, Sandbox, make_sandbox
+from stillhouse.actors.tool_calls import ToolCall
 
 ToolName = Literal["python", "bash"]
 ARGUMENTS: Final[Mapping[ToolName, str]] = {"python": "code", "bash": "command"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.envs.judged import answered, reward_of
-from actors.rewards.answer import ANSWER_PATTERN, AnswerCheck, same_answer
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.envs.judged import answered, reward_of
+from stillhouse.actors.rewards.answer import ANSWER_PATTERN, AnswerCheck, same_answer
 
 __all__ = ["ANSWER_PATTERN", "AnswerCheck", "SingleTurn", "same_answer"]
 

@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from actors.agent import Context, EpisodeOver, Generation
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.rewards.pattern import BoundedPattern
-from actors.tool_calls import ToolCall, parse_tool_calls, tool_dialect
-from engines.base import Int32s
+from stillhouse.actors.agent import Context, EpisodeOver, Generation
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.rewards.pattern import BoundedPattern
+from stillhouse.actors.tool_calls import ToolCall, parse_tool_calls, tool_dialect
+from stillhouse.engines.base import Int32s
 
 NOTATION: Final = ("pattern", "tool", "argument", "stop", "result")
 SEARCH_S: Final = 1.0

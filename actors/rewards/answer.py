@@ -6,9 +6,9 @@ from __future__ import annotations
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
-from actors.rewards.pattern import BoundedPattern
-from actors.row_options import row_may_set
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.rewards.pattern import BoundedPattern
+from stillhouse.actors.row_options import row_may_set
 
 ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
 """Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""

@@ -8,10 +8,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
-from actors.rewards.checkers import CHECKERS, CheckerLost
-from actors.rewards.pattern import BoundedPattern, positive
-from actors.row_options import row_may_set
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost
+from stillhouse.actors.rewards.pattern import BoundedPattern, positive
+from stillhouse.actors.row_options import row_may_set
 
 WAIT_S: Final = 10.0
 """Longest time for a free process, and again for its answer: what is computed is limited by `limit_s`, this is for a

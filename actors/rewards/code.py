@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
-from actors.rewards.code_link import UNJUDGEABLE
-from actors.sandbox.sandbox import MAX_TEXT, Ran, Sandbox, make_sandbox
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.rewards.code_link import UNJUDGEABLE
+from stillhouse.actors.sandbox.sandbox import MAX_TEXT, Ran, Sandbox, make_sandbox
 
 _OPENS: Final = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _CLOSES: Final = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
 
 
 def custom_reward(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Reward:

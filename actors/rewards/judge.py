@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
-from actors.rewards.pattern import BoundedPattern, positive
-from actors.row_options import row_may_set
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.rewards.pattern import BoundedPattern, positive
+from stillhouse.actors.row_options import row_may_set
 
 PROMPT: Final = """Judge a response to a task.
 

@@ -9,8 +9,8 @@ import asyncio
 import importlib
 from typing import Any, Final
 
-from actors.rewards.base import Answered, Reward, Verdict, unscored
-from actors.row_options import row_may_set
+from stillhouse.actors.rewards.base import Answered, Reward, Verdict, unscored
+from stillhouse.actors.row_options import row_may_set
 
 _regex: Final[Any] = importlib.import_module("regex")
 

@@ -9,18 +9,18 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from actors.rewards.base import Reward
-from actors.rewards.custom import custom_reward
-from actors.row_options import RowRefused, declared_by, given_by_row, refuse_undeclared
-from protocol.plugins import load
+from stillhouse.actors.rewards.base import Reward
+from stillhouse.actors.rewards.custom import custom_reward
+from stillhouse.actors.row_options import RowRefused, declared_by, given_by_row, refuse_undeclared
+from stillhouse.protocol.plugins import load
 
 BUILT_IN: Final = {
-    "answer": "actors.rewards.answer:answer_reward",
-    "math": "actors.rewards.checked:math_reward",
-    "pattern": "actors.rewards.pattern:pattern_reward",
-    "json_schema": "actors.rewards.checked:json_schema_reward",
-    "code": "actors.rewards.code:code_reward",
-    "judge": "actors.rewards.judge:judge_reward",
+    "answer": "stillhouse.actors.rewards.answer:answer_reward",
+    "math": "stillhouse.actors.rewards.checked:math_reward",
+    "pattern": "stillhouse.actors.rewards.pattern:pattern_reward",
+    "json_schema": "stillhouse.actors.rewards.checked:json_schema_reward",
+    "code": "stillhouse.actors.rewards.code:code_reward",
+    "judge": "stillhouse.actors.rewards.judge:judge_reward",
 }
 ROWS_MAY_NAME: Final = frozenset({"answer", "math", "pattern", "json_schema"})
 """Rewards that a row may ask for where another one is configured: they run no program and ask no server."""

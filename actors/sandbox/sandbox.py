@@ -20,8 +20,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from actors.env_thread import CURRENT_CALL
-from actors.sandbox.isolation import (
+from stillhouse.actors.env_thread import CURRENT_CALL
+from stillhouse.actors.sandbox.isolation import (
     Isolation,
     Limits,
     Start,
@@ -30,7 +30,7 @@ from actors.sandbox.isolation import (
     checked_python,
     start_of,
 )
-from actors.sandbox.syscalls import seccomp_filter
+from stillhouse.actors.sandbox.syscalls import seccomp_filter
 
 log = logging.getLogger(__name__)
 START_S: Final = 30.0

@@ -16,10 +16,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from actors.tool_calls import in_json
-from actors.tool_calls.call import MAX_CALLS, Parsed, ToolCall
-from actors.tool_calls.in_xml import qwen_xml
-from actors.tool_calls.schemas import properties_of, write_by_schema, write_freely
+from stillhouse.actors.tool_calls import in_json
+from stillhouse.actors.tool_calls.call import MAX_CALLS, Parsed, ToolCall
+from stillhouse.actors.tool_calls.in_xml import qwen_xml
+from stillhouse.actors.tool_calls.schemas import properties_of, write_by_schema, write_freely
 
 __all__ = ["MAX_CALLS", "Parsed", "ToolCall", "ToolDialect", "parse_tool_calls", "render_tool_call", "tool_dialect"]
 

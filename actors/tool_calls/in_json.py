@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from actors.tool_calls.call import SPACE, Parsed, Taken, ToolCall, calls_of, value_at, whole_value
+from stillhouse.actors.tool_calls.call import SPACE, Parsed, Taken, ToolCall, calls_of, value_at, whole_value
 
 _TOOL_CALL: Final = re.compile(r"</?tool_call>")
 

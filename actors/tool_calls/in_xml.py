@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from actors.tool_calls.call import Parsed, Taken, ToolCall
-from actors.tool_calls.schemas import read_by_schema, read_freely
+from stillhouse.actors.tool_calls.call import Parsed, Taken, ToolCall
+from stillhouse.actors.tool_calls.schemas import read_by_schema, read_freely
 
 _TAG: Final = re.compile(
     r"<(?P<opens>function|parameter)=(?P<name>[^<>\s]+)>|</(?:function|parameter|tool_call)>|<tool_call>"

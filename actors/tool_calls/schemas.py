@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from actors.tool_calls.call import whole_value
+from stillhouse.actors.tool_calls.call import whole_value
 
 _MAX_DEPTH: Final = 8
 """Levels of anyOf and the like that are looked at."""

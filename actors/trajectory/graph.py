@@ -34,8 +34,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engines.base import Float32s, Int32s
-from protocol.messages import VersionSpan
+from stillhouse.engines.base import Float32s, Int32s
+from stillhouse.protocol.messages import VersionSpan
 
 
 class Origin(enum.StrEnum):

@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from actors.trajectory.graph import Call, Node, TokenGraph
-from actors.trajectory.segments import Cut, SegmentCutter
-from engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
-from protocol.messages import Segment, Ticket, TurnReward
-from protocol.top_ids import encode_top_ids
+from stillhouse.actors.trajectory.graph import Call, Node, TokenGraph
+from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
+from stillhouse.engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
+from stillhouse.protocol.messages import Segment, Ticket, TurnReward
+from stillhouse.protocol.top_ids import encode_top_ids
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from actors.trajectory.graph import Node, Step, TokenGraph
-from engines.base import Float32s, Int32s
-from protocol.messages import Dropped, VersionSpan
+from stillhouse.actors.trajectory.graph import Node, Step, TokenGraph
+from stillhouse.engines.base import Float32s, Int32s
+from stillhouse.protocol.messages import Dropped, VersionSpan
 
 _TAKEN: Final = np.zeros(0, np.int32)
 

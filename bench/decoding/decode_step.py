@@ -26,18 +26,18 @@ import numpy as np
 import torch
 
 from bench.decoding.generate import products_s, read_bytes_per_s, step_bytes
-from builtin import STUDENT_DIR
-from engines.base import GenerationRequest
-from engines.config import EngineConfig, UseKernels
-from engines.torch import engine
-from engines.torch.decoders import kernels_for
-from engines.torch.engine import TorchEngine
-from engines.torch.fused import RmsNorm
-from engines.torch.kernels import Kernels
-from engines.torch.kv_cache import SlotCache
-from engines.torch.products import Product
-from models.loading import load_causal_lm
-from protocol.messages import Sampling
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.config import EngineConfig, UseKernels
+from stillhouse.engines.torch import engine
+from stillhouse.engines.torch.decoders import kernels_for
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.fused import RmsNorm
+from stillhouse.engines.torch.kernels import Kernels
+from stillhouse.engines.torch.kv_cache import SlotCache
+from stillhouse.engines.torch.products import Product
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Sampling
 
 PROMPT_TOKENS = 18
 FIRST_STEPS = 4

@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 from transformers import AutoTokenizer
 
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Episode
-from actors.envs.registry import check_options, make_environment
-from builtin import STUDENT_DIR
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.episode import Episode
+from stillhouse.actors.envs.registry import check_options, make_environment
+from stillhouse.builtin import STUDENT_DIR
 
 MAX_TURNS: Final = 20
 CASES: Final[dict[str, tuple[str, dict[str, Any], tuple[str, ...]]]] = {

@@ -28,18 +28,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from builtin import STUDENT_DIR, TRAIN_JSONL
-from builtin.addition import read_problems
-from builtin.tokenizer import prompt_token_ids
-from engines.base import GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.decoders import kernels_for
-from engines.torch.engine import TorchEngine
-from engines.torch.kernels import Kernels
-from engines.torch.products import Product
-from models.loading import load_causal_lm
-from models.tokenizer import load_tokenizer, stop_token_ids
-from protocol.messages import Sampling
+from stillhouse.builtin import STUDENT_DIR, TRAIN_JSONL
+from stillhouse.builtin.addition import read_problems
+from stillhouse.builtin.tokenizer import prompt_token_ids
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.decoders import kernels_for
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.kernels import Kernels
+from stillhouse.engines.torch.products import Product
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.tokenizer import load_tokenizer, stop_token_ids
+from stillhouse.protocol.messages import Sampling
 
 READ_BYTES = 256 << 20
 READS = 5

@@ -23,19 +23,19 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from actors.agent import Context
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.episode_pool import EpisodePool
-from actors.episode_wire import Setup
-from actors.episodes import Episodes, EpisodeThreads
-from actors.rollouts_running import RunningRollouts
-from builtin import STUDENT_DIR
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from models.loading import load_causal_lm
-from models.tokenizer import load_tokenizer
-from protocol.messages import Message, RolloutFailed, Sampling, Ticket, WeightVersion
+from stillhouse.actors.agent import Context
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.episode_pool import EpisodePool
+from stillhouse.actors.episode_wire import Setup
+from stillhouse.actors.episodes import Episodes, EpisodeThreads
+from stillhouse.actors.rollouts_running import RunningRollouts
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.messages import Message, RolloutFailed, Sampling, Ticket, WeightVersion
 
 TURNS: Final = 4
 CONTEXT: Final = 1024

@@ -12,13 +12,13 @@ tests.sim.chaos.traps); relaunch and interrupt (SIGKILL of the launcher, or Ctrl
 disk (the run folder is full for a while, with --disk-mib); version. What may kill its target strikes only the roles
 that the launcher starts again, unless --roles says others. The same seed draws the same faults.
 
---hosts N: the workers are spread over N hosts (network namespaces, Linux, root), each with a `cluster.py join` that is
+--hosts N: the workers are spread over N hosts (network namespaces, Linux, root), each with a `stillhouse join` that is
 started again when it ends before the run, and with delay and loss on the links between them; --rank-hosts M: the first
 M have a rank of the learner each. All kinds strike workers of all hosts; relaunch and interrupt also strike joins;
 partition cuts a host off until shortly before or after a limit. One before and one after each limit come for sure.
 
 Judged at the end: exit code 0, ledger balanced in all units, no token over the bound and none trained twice as seen on
-the wire by the proxy, nothing found by the audit of the run's record (`cluster.py audit`), evaluation as that of a run
+the wire by the proxy, nothing found by the audit of the run's record (`stillhouse audit`), evaluation as that of a run
 without faults within noise (--no-reference leaves it out), and no process, descriptor or mount left. Exit code 1 if
 anything is wrong. --runs N makes N runs in sequence, without a reference. Each has its own
 seed, staleness bound, release policy and group size.
@@ -41,7 +41,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from bench.faults.chaos_audit import audit_runs
-from launch.workers.supervisor import RESTARTABLE
+from stillhouse.launch.workers.supervisor import RESTARTABLE
 from tests.sim.chaos.campaign import reference, run_campaign
 from tests.sim.chaos.faults import KINDS, UNUSUAL, Fault, Kind, partitions
 from tests.sim.chaos.limits import HOME

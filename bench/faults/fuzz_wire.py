@@ -37,14 +37,14 @@ instrumented: contextlib.AbstractContextManager[Any] = (
     contextlib.nullcontext() if atheris is None else atheris.instrument_imports(include=["protocol", "buffer"])
 )
 with instrumented:
-    from buffer.config import BufferConfig
-    from buffer.state import BufferState
-    from protocol import messages as m
-    from protocol.bundle import unbundled
-    from protocol.codec import decode, encode
-    from protocol.errors import RemoteProtocolError
-    from protocol.server import FromPeer, PeerDown, PeerUp, Server
-    from protocol.sockets import new_socket, receive_frames, send_frames
+    from stillhouse.buffer.config import BufferConfig
+    from stillhouse.buffer.state import BufferState
+    from stillhouse.protocol import messages as m
+    from stillhouse.protocol.bundle import unbundled
+    from stillhouse.protocol.codec import decode, encode
+    from stillhouse.protocol.errors import RemoteProtocolError
+    from stillhouse.protocol.server import FromPeer, PeerDown, PeerUp, Server
+    from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 
 Frames: TypeAlias = list[bytes]
 RUN, VOCAB = "fuzz", "ab" * 32

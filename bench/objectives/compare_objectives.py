@@ -138,7 +138,7 @@ def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
     file.unlink(missing_ok=True)
     written = ["--run-dir", str(writing), *common, "--learner.eval_every=0", rollouts, *row.prepare]
     return [
-        [sys.executable, "-m", "launch.write", str(file), *written],
+        [sys.executable, "-m", "stillhouse.launch.cluster", "write", str(file), *written],
         [sys.executable, "-m", "replay", str(file), *own],
     ]
 

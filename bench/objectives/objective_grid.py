@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from launch.config.run import RunConfig
+from stillhouse.launch.config.run import RunConfig
 
 BATCH_ROLLOUTS: Final = 64
 USUAL: Final = RunConfig()
@@ -38,7 +38,7 @@ class Row:
     name: str
     arguments: tuple[str, ...]
     prepare: tuple[str, ...] | None = None
-    """Words of `python -m launch.write`, run before, once per seed; the run is then a replay of what the teacher wrote:
+    """Words of `stillhouse write`, run before, once per seed; the run is then a replay of what the teacher wrote:
     as many rollouts in as many steps. None: a run of its own."""
     batch_rollouts: int = BATCH_ROLLOUTS
     steps_times: int = 1

@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from builtin import STUDENT_DIR, TEACHER_DIR
-from builtin.addition import Problem, read_problems
-from builtin.measure import accuracy
-from builtin.specialists import make
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.builtin.addition import Problem, read_problems
+from stillhouse.builtin.measure import accuracy
+from stillhouse.builtin.specialists import make
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "examples" / "recipes" / "specialists.toml"

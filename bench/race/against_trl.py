@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from bench.race.race import OURS, PEER, Race, pair_table, role_table, run_table
 from bench.race.race_runs import ROOT, TRL_PYTHON, make, ours, read, trl
-from builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
 
 ROLLOUTS: Final = 64
 SAME: Final[dict[str, Any]] = {

@@ -19,9 +19,9 @@ from typing import Final
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from builtin import EVAL_JSONL, STUDENT_DIR
-from builtin.addition import read_problems
-from builtin.measure import AnyTask, accuracy
+from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR
+from stillhouse.builtin.addition import read_problems
+from stillhouse.builtin.measure import AnyTask, accuracy
 
 N_GREEDY: Final = 128
 

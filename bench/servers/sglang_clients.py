@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeAlias, cast
 import aiohttp
 import msgspec
 
-import actors.worker
-from actors.config import ActorConfig
-from actors.worker import ActorRunConfig
-from engines.sglang.config import SGLangConfig
-from protocol.context import RoleContext
+import stillhouse.actors.worker
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.worker import ActorRunConfig
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.protocol.context import RoleContext
 
 Kind: TypeAlias = Literal["actor", "streaming", "whole"]
 """`whole`: without streaming, an answer comes when it has ended."""
@@ -65,7 +65,7 @@ def run_actor(client: Client) -> int:
     )
     learner = SimpleNamespace(tasks=SimpleNamespace(env="single_turn"))
     config = SimpleNamespace(actor=actor, models=SimpleNamespace(student=client.student), learner=learner)
-    return actors.worker.main(
+    return stillhouse.actors.worker.main(
         RoleContext(
             role="actor",
             index=0,

@@ -29,12 +29,12 @@ import numpy as np
 import psutil
 
 from bench.servers.sglang_clients import Client, Kind, Round
-from builtin import STUDENT_DIR
-from engines.sglang.config import SGLangConfig
-from models.tokenizer_file import FileTokenizer
-from protocol import messages as m
-from protocol.server import FromPeer, Server
-from sglang_server.servers import Servers
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.models.tokenizer_file import FileTokenizer
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.server import FromPeer, Server
+from stillhouse.sglang_server.servers import Servers
 
 ACTOR: tuple[m.Role, str] = ("actor", "actor-0")
 READY_S, ROUND_S = 60.0, 300.0

@@ -26,12 +26,12 @@ import msgspec
 import numpy as np
 
 from bench.servers.sglang_rollouts import READY_S, CpuClock
-from builtin import TEACHER_DIR
-from engines.base import ScoreRequest
-from engines.sglang.config import SGLangConfig
-from engines.sglang.scorer import SGLangScorer
-from models.description import vocabulary_size
-from sglang_server.servers import Servers
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.scorer import SGLangScorer
+from stillhouse.models.description import vocabulary_size
+from stillhouse.sglang_server.servers import Servers
 
 N_PROMPT = 16
 K = 64

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import torch
 
-from learner.checkpoints.checkpoint import (
+from stillhouse.learner.checkpoints.checkpoint import (
     Contents,
     LearnerState,
     capture_rng,
@@ -28,12 +28,12 @@ from learner.checkpoints.checkpoint import (
     save_checkpoint,
     write_checkpoint,
 )
-from learner.config import LearnerConfig
-from learner.step.make_trainer import make_trainer
-from learner.step.optimizer import AdamWState
-from learner.step.train_step import Trainer
-from models.tokenizer import load_tokenizer
-from protocol.messages import WeightVersion
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.make_trainer import make_trainer
+from stillhouse.learner.step.optimizer import AdamWState
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.messages import WeightVersion
 
 LOOK_EVERY_S = 0.01
 

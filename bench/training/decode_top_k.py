@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.topk_codec import TopK, decode_joined, encode_top_k
+from stillhouse.protocol.topk_codec import TopK, decode_joined, encode_top_k
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ("bit_words", "topk_layout", "topk_codec")

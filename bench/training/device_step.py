@@ -27,12 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
 from bench.training.score_and_learn import train_item
-from builtin import STUDENT_DIR
-from learner.batch import TrainItem
-from learner.config import LearnerConfig
-from learner.step.train_step import Trainer
-from models.loading import load_causal_lm
-from models.packed import context_window
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.packed import context_window
 
 PROMPT_TOKENS: Final = 10
 MATH: Final = "aten::_scaled_dot_product_attention_math"

@@ -31,15 +31,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.distributions import log_tail
-from learner.objectives.losses import TokenInputs
-from learner.objectives.options import Distributions
-from learner.payloads import TopRows
-from learner.step.step_loss import make_step_loss
-from models.logprobs import LmHead, token_scores
-from models.one_pass import one_pass_loss
+from stillhouse.learner.batch import Microbatch
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.distributions import log_tail
+from stillhouse.learner.objectives.losses import TokenInputs
+from stillhouse.learner.objectives.options import Distributions
+from stillhouse.learner.payloads import TopRows
+from stillhouse.learner.step.step_loss import make_step_loss
+from stillhouse.models.logprobs import LmHead, token_scores
+from stillhouse.models.one_pass import one_pass_loss
 from tests.sim.sampled_tokens import SampledTokens
 
 CAP, TOP_K = 2.0, 64

@@ -31,14 +31,14 @@ from typing import Any
 import numpy as np
 import torch
 
-import builtin
 from bench.training.score_and_learn import train_item
-from launch.checks.memory import learner_need, read_shape
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from learner.ranks.group import RankGroup, Ranks
-from learner.step.make_trainer import make_trainer
-from protocol.addresses import free_port
+from stillhouse import builtin
+from stillhouse.launch.checks.memory import learner_need, read_shape
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.learner.ranks.group import RankGroup, Ranks
+from stillhouse.learner.step.make_trainer import make_trainer
+from stillhouse.protocol.addresses import free_port
 
 SEQUENCE = 256
 PACK_TOKENS = 1024

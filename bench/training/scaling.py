@@ -10,11 +10,11 @@ import argparse
 import sys
 from typing import Any, Final
 
-import builtin
-from engines.provider import ModelShape
-from launch.checks.memory import Need, learner_need, shape_of
-from launch.config.run import RunConfig
-from launch.config.tree import build
+from stillhouse import builtin
+from stillhouse.engines.provider import ModelShape
+from stillhouse.launch.checks.memory import Need, learner_need, shape_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 
 RANKS: Final = (1, 8, 64)
 COMMON: Final[dict[str, Any]] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from engines.base import ScoreRequest
-from engines.torch.scorer import TorchScorer
-from learner.batch import TrainItem, train_items
-from learner.config import LearnerConfig
-from learner.objectives.options import Capped
-from learner.step.train_step import Trainer
-from models import packed
-from models.loading import load_causal_lm
-from protocol.messages import BatchItem
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.options import Capped
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models import packed
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import BatchItem
 
 VOCAB = 297
 """Size of the vocabulary of random weights."""

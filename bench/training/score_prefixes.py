@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedModel, Qwen3ForCausalLM
 
-from builtin import TEACHER_DIR
-from engines.base import ScoreRequest
-from engines.torch.scorer import TorchScorer, make_prefix_cache
-from models import packed
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.torch.scorer import TorchScorer, make_prefix_cache
+from stillhouse.models import packed
 
 CACHE_MB = 4096
 

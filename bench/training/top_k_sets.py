@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engines.base import likeliest
-from learner.batch import TopRows
-from learner.objectives.distributions import Bucketed, TopKTeacher, mean_cost, reverse_kl
-from learner.objectives.options import Distributions
-from learner.objectives.sampled import k1
-from protocol.messages import TopIdsWanted
-from protocol.top_ids import decode_top_ids, encode_top_ids
-from protocol.topk_codec import decode_top_k, encode_given, encode_top_k
+from stillhouse.engines.base import likeliest
+from stillhouse.learner.batch import TopRows
+from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, mean_cost, reverse_kl
+from stillhouse.learner.objectives.options import Distributions
+from stillhouse.learner.objectives.sampled import k1
+from stillhouse.protocol.messages import TopIdsWanted
+from stillhouse.protocol.top_ids import decode_top_ids, encode_top_ids
+from stillhouse.protocol.topk_codec import decode_top_k, encode_given, encode_top_k
 
 OPTIONS = Distributions(name="reverse_kl")
 INSTRUCTION = "Answer in at most five words."

@@ -45,15 +45,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
 from bench.role_cpu import own_cpu_s
-from builtin import STUDENT_DIR
-from protocol.messages import WeightVersion
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import byte_views, manifest_of, torch_dtype
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.group_operations import connect_store, host_store
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.snapshot import write_snapshot
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
-from weights.buckets import byte_views, manifest_of, torch_dtype
-from weights.config import WeightsConfig
-from weights.group_operations import connect_store, host_store
-from weights.manifest import Manifest
-from weights.publisher import Publisher
-from weights.snapshot import write_snapshot
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def student_tensors() -> Named:
-    from models.loading import load_causal_lm
+    from stillhouse.models.loading import load_causal_lm
 
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
     return [(name, parameter.detach().clone()) for name, parameter in model.named_parameters()]

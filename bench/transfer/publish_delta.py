@@ -29,10 +29,10 @@ from typing import Final, NamedTuple
 import torch
 
 from bench.transfer.publish import TIMEOUT_S, Named, large_tensors
-from protocol.messages import WeightVersion
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.config import DeltaUse, WeightsConfig
+from stillhouse.weights.publisher import Publisher
 from tests.sim.weights.weight_actors import ActorFleet
-from weights.config import DeltaUse, WeightsConfig
-from weights.publisher import Publisher
 
 INSIDE: Final = "--inside"
 BURST_BYTES: Final = 1 << 20

@@ -33,14 +33,22 @@ import psutil
 import zmq
 
 from bench.transfer import wire_ray
-from buffer.acks import acknowledged_together
-from buffer.peers import Outgoing
-from protocol.client import Client
-from protocol.codec import encode
-from protocol.keys import load_client_keys, load_server_keys, make_keys
-from protocol.messages import Heartbeat, HeartbeatReply, Hello, Segment, SegmentAck, VersionSpan, WeightVersion
-from protocol.server import FromPeer, Server
-from protocol.sockets import checksum, new_socket
+from stillhouse.buffer.acks import acknowledged_together
+from stillhouse.buffer.peers import Outgoing
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.codec import encode
+from stillhouse.protocol.keys import load_client_keys, load_server_keys, make_keys
+from stillhouse.protocol.messages import (
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Segment,
+    SegmentAck,
+    VersionSpan,
+    WeightVersion,
+)
+from stillhouse.protocol.server import FromPeer, Server
+from stillhouse.protocol.sockets import checksum, new_socket
 
 TOKENS = (32, 1_024, 65_536)
 WINDOW = 256

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import lmdb
 
-from buffer.config import Sync
-from buffer.journal.parts import HEAD, LOG, blob_key, checked, log_key, number_in
+from stillhouse.buffer.config import Sync
+from stillhouse.buffer.journal.parts import HEAD, LOG, blob_key, checked, log_key, number_in
 
 MAP_BYTES: Final = 16 << 30
 """Initial size of the memory map: address space, not memory. Doubled when the database needs more."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from buffer.blobs import Arrays, Kept, KeptBytes, Load, number_of
+from stillhouse.buffer.blobs import Arrays, Kept, KeptBytes, Load, number_of
 
 _ATOMS = frozenset((type(None), bool, int, float, str))
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from buffer import (
+from stillhouse.buffer import (
     arrivals,
     batch_size,
     breaker,
@@ -47,11 +47,11 @@ from buffer import (
     validation,
     versions,
 )
-from buffer.blobs import Load
-from buffer.journal.freezer import Custom, Freezer, Frozen
-from protocol.messages import learner as learner_messages
-from protocol.messages import shared, workers
-from protocol.session import BookImage, SessionBook
+from stillhouse.buffer.blobs import Load
+from stillhouse.buffer.journal.freezer import Custom, Freezer, Frozen
+from stillhouse.protocol.messages import learner as learner_messages
+from stillhouse.protocol.messages import shared, workers
+from stillhouse.protocol.session import BookImage, SessionBook
 
 _NO_STATE: Final = ("loop.py", "server.py")
 """Files of this package that neither the core's state nor its reaction to a turn depends on."""

@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
 
-from buffer.journal.freezer import Frozen
-from protocol.atomic_file import not_a_link
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.protocol.atomic_file import not_a_link
 
 PR_SET_PDEATHSIG: Final = 1
 NICENESS: Final = 5

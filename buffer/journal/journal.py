@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from buffer.config import Sync
-from buffer.journal.database import StoreUnwritable
-from buffer.journal.freezer import Frozen
-from buffer.journal.imaging import Finished, ImageFork, Outcome, discard
-from buffer.journal.store import Blob, Position, Store
-from protocol.atomic_file import not_a_link
+from stillhouse.buffer.config import Sync
+from stillhouse.buffer.journal.database import StoreUnwritable
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.imaging import Finished, ImageFork, Outcome, discard
+from stillhouse.buffer.journal.store import Blob, Position, Store
+from stillhouse.protocol.atomic_file import not_a_link
 
 RETRY_S: Final = 0.5
 IMAGE_SHARE: Final = 2

@@ -11,17 +11,17 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from buffer.config import BufferConfig
-from buffer.core import Core, decode_turn, replay
-from buffer.journal.database import StoreCorrupt, StoreUnwritable
-from buffer.journal.freezer import ThawError
-from buffer.journal.image import restore_image
-from buffer.journal.journal import Journal
-from buffer.state import BufferState
-from protocol.errors import RemoteProtocolError
-from protocol.handshake import Doorkeeper
-from protocol.messages import Ledger, WeightVersion
-from protocol.session import SessionBook
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Core, decode_turn, replay
+from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
+from stillhouse.buffer.journal.freezer import ThawError
+from stillhouse.buffer.journal.image import restore_image
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.handshake import Doorkeeper
+from stillhouse.protocol.messages import Ledger, WeightVersion
+from stillhouse.protocol.session import SessionBook
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from buffer.config import Sync
-from buffer.journal.database import Database, StoreCorrupt, StoreUnwritable
-from buffer.journal.imaging import read_blobs, read_image
-from buffer.journal.parts import blob_key, in_parts, log_key, one_part
-from buffer.journal.sweep import Sweep
+from stillhouse.buffer.config import Sync
+from stillhouse.buffer.journal.database import Database, StoreCorrupt, StoreUnwritable
+from stillhouse.buffer.journal.imaging import read_blobs, read_image
+from stillhouse.buffer.journal.parts import blob_key, in_parts, log_key, one_part
+from stillhouse.buffer.journal.sweep import Sweep
 
 SWEPT_PARTS: Final = 128
 """Parts of the log that a commit deletes once they are in an image: more than it adds, and no pause."""

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left
 from typing import Any, Final
 
-from buffer.journal.parts import blob_key, number_in
+from stillhouse.buffer.journal.parts import blob_key, number_in
 
 LOOKED_AT: Final = 128
 """Parts of blobs that a commit looks at."""

@@ -25,15 +25,15 @@ from typing import Any, Final
 
 import msgspec
 
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.features import ListedModels
-from engines.sglang.http import RequestRefused, ServerUnavailable
-from engines.sglang.weights import STUDENT, ServerWeights, fetch_file
-from protocol.messages import WeightPlan, WeightVersion
-from weights.control_messages import Agreed, Round
-from weights.sink import Interrupted, Taken, WeightsRefused
-from weights.snapshot_format import FILE_NAME
-from weights.wire import WireMember
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.features import ListedModels
+from stillhouse.engines.sglang.http import RequestRefused, ServerUnavailable
+from stillhouse.engines.sglang.weights import STUDENT, ServerWeights, fetch_file
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.weights.control_messages import Agreed, Round
+from stillhouse.weights.sink import Interrupted, Taken, WeightsRefused
+from stillhouse.weights.snapshot_format import FILE_NAME
+from stillhouse.weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from engines.config import WorkerSettings
-from engines.provider import EngineRole, ServerFacts
-from engines.sglang.config import ServerLinkConfig, SGLangConfig
-from engines.sglang.features import Features, probe_server, why_unfit
-from engines.sglang.http import RequestRefused, ServerUnavailable, tls_context
-from engines.sglang.stream import StreamError
-from engines.sglang.tokenizer import compare_tokenizers
-from protocol.addresses import is_local
+from stillhouse.engines.config import WorkerSettings
+from stillhouse.engines.provider import EngineRole, ServerFacts
+from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
+from stillhouse.engines.sglang.features import Features, probe_server, why_unfit
+from stillhouse.engines.sglang.http import RequestRefused, ServerUnavailable, tls_context
+from stillhouse.engines.sglang.stream import StreamError
+from stillhouse.engines.sglang.tokenizer import compare_tokenizers
+from stillhouse.protocol.addresses import is_local
 
 PROBE_TIMEOUT_S: Final = 20.0
 """Upper limit of the connect timeout here, because the servers should be running."""

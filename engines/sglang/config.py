@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from protocol.settings import PositiveFloat, PositiveInt, Settings
+from stillhouse.protocol.settings import PositiveFloat, PositiveInt, Settings
 
 SwapMode: TypeAlias = Literal["in_place", "retract", "abort", "keep"]
 

@@ -24,13 +24,20 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest
-from engines.sglang.config import SGLangConfig
-from engines.sglang.deltas import DeltaBox
-from engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
-from engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
-from engines.sglang.requests import EngineTotals, LiveRequest, check_request, ended_anyway, generate_body, why_give_up
-from engines.sglang.stream import (
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.deltas import DeltaBox
+from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
+from stillhouse.engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
+from stillhouse.engines.sglang.requests import (
+    EngineTotals,
+    LiveRequest,
+    check_request,
+    ended_anyway,
+    generate_body,
+    why_give_up,
+)
+from stillhouse.engines.sglang.stream import (
     START_LABEL,
     FinishReason,
     Labels,
@@ -40,8 +47,8 @@ from engines.sglang.stream import (
     UnderAdapter,
     decode_chunk,
 )
-from protocol.messages import WeightVersion
-from tracing import events
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
 

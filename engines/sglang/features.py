@@ -10,13 +10,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from engines.base import EngineMismatch
-from engines.config import ServerConfig
-from engines.provider import ServerFacts
-from engines.sglang.config import ServerLinkConfig, SGLangConfig
-from engines.sglang.http import RequestRefused, ServerLink
-from engines.sglang.stream import Chunk, StreamError, decode_chunk
-from weights.checks import Precision
+from stillhouse.engines.base import EngineMismatch
+from stillhouse.engines.config import ServerConfig
+from stillhouse.engines.provider import ServerFacts
+from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
+from stillhouse.engines.sglang.http import RequestRefused, ServerLink
+from stillhouse.engines.sglang.stream import Chunk, StreamError, decode_chunk
+from stillhouse.weights.checks import Precision
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
 

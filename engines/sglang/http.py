@@ -27,8 +27,8 @@ from typing import Any, Final, TypeVar, cast
 import aiohttp
 import msgspec
 
-from engines.base import EngineLost
-from engines.sglang.config import ServerLinkConfig
+from stillhouse.engines.base import EngineLost
+from stillhouse.engines.sglang.config import ServerLinkConfig
 
 log = logging.getLogger(__name__)
 

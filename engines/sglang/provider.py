@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from engines.config import ServerConfig, WorkerSettings
-from engines.provider import (
+from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.provider import (
     API_KEY_VARIABLE,
     AdapterWish,
     EngineProvider,
@@ -22,12 +22,12 @@ from engines.provider import (
     WithTeacher,
     record_server,
 )
-from engines.sglang.config import ServerLinkConfig, SGLangConfig
-from engines.sglang.servers import SGLangServers
-from protocol.context import RoleContext
-from protocol.handshake import vocab_tokens
-from weights.config import WeightsConfig, checkpoint_dtype, server_dtype
-from weights.roster import CheckBy, Members
+from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
+from stillhouse.engines.sglang.servers import SGLangServers
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.weights.config import WeightsConfig, checkpoint_dtype, server_dtype
+from stillhouse.weights.roster import CheckBy, Members
 
 SERVERS: Final = SGLangServers()
 ADAPTERS: Final = "adapters"
@@ -41,8 +41,12 @@ class SGLangProvider(EngineProvider):
     servers = SERVERS
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
-        engine = ("engines.sglang.engine", "engines.sglang.adapters") if role == "actor" else ("engines.sglang.scorer",)
-        return (*engine, "models.tokenizer_file")
+        engine = (
+            ("stillhouse.engines.sglang.engine", "stillhouse.engines.sglang.adapters")
+            if role == "actor"
+            else ("stillhouse.engines.sglang.scorer",)
+        )
+        return (*engine, "stillhouse.models.tokenizer_file")
 
     def knows_top_ids(self, role: EngineRole) -> bool:
         return True
@@ -53,13 +57,13 @@ class SGLangProvider(EngineProvider):
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
         ServerMismatch when it is not as configured."""
-        from engines.sglang.adapters import ServerAdapters
-        from engines.sglang.engine import SGLangEngine
-        from engines.sglang.features import ServerMismatch, check_layout
-        from engines.sglang.http import ServerLost, ServerUnavailable
-        from engines.sglang.weights import ServerWeights
-        from models.description import vocabulary_size
-        from models.tokenizer_file import FileTokenizer
+        from stillhouse.engines.sglang.adapters import ServerAdapters
+        from stillhouse.engines.sglang.engine import SGLangEngine
+        from stillhouse.engines.sglang.features import ServerMismatch, check_layout
+        from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
+        from stillhouse.engines.sglang.weights import ServerWeights
+        from stillhouse.models.description import vocabulary_size
+        from stillhouse.models.tokenizer_file import FileTokenizer
 
         config, path = ctx.config.actor, ctx.config.models.student
         own = _trusting(config, config.section(self.name, SGLangConfig))
@@ -96,11 +100,11 @@ class SGLangProvider(EngineProvider):
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
         """Like `student`, except that attached servers need not have the same layout."""
-        from engines.sglang.features import ServerMismatch, check_layout
-        from engines.sglang.http import ServerLost, ServerUnavailable
-        from engines.sglang.scorer import SGLangScorer
-        from models.description import vocabulary_size
-        from models.tokenizer_file import FileTokenizer
+        from stillhouse.engines.sglang.features import ServerMismatch, check_layout
+        from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
+        from stillhouse.engines.sglang.scorer import SGLangScorer
+        from stillhouse.models.description import vocabulary_size
+        from stillhouse.models.tokenizer_file import FileTokenizer
 
         config, path = ctx.config.teacher, ctx.config.models.teacher
         own = _trusting(config, config.section(self.name, ServerLinkConfig))

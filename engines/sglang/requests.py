@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from engines.base import EngineStats, GenerationRequest, check_prompt, check_top_ids_wanted
-from engines.sglang.config import SGLangConfig
-from engines.sglang.features import Features
-from engines.sglang.http import ServerLink
-from engines.sglang.stream import FinishReason
-from protocol.messages import Sampling, WeightVersion
-from weights.manifest import Bucket
+from stillhouse.engines.base import EngineStats, GenerationRequest, check_prompt, check_top_ids_wanted
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.features import Features
+from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.engines.sglang.stream import FinishReason
+from stillhouse.protocol.messages import Sampling, WeightVersion
+from stillhouse.weights.manifest import Bucket
 
 
 def check_request(request: GenerationRequest, features: Features, vocab_size: int) -> None:

@@ -21,11 +21,11 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
-from engines.sglang.config import ServerLinkConfig
-from engines.sglang.features import Features, detect_features
-from engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
-from engines.sglang.stream import StreamError
+from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
+from stillhouse.engines.sglang.config import ServerLinkConfig
+from stillhouse.engines.sglang.features import Features, detect_features
+from stillhouse.engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
+from stillhouse.engines.sglang.stream import StreamError
 
 log = logging.getLogger(__name__)
 

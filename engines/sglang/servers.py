@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.config import ServerConfig, WorkerSettings
-from engines.provider import (
+from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.provider import (
     AdapterWish,
     EngineRole,
     Interpreter,
@@ -28,8 +28,8 @@ from engines.provider import (
     ServerFacts,
     Wish,
 )
-from sglang_server import servers as sglang_servers
-from sglang_server.servers import DEFAULT_PYTHON, KEY_ARGUMENT, SERVER_ARGS
+from stillhouse.sglang_server import servers as sglang_servers
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, KEY_ARGUMENT, SERVER_ARGS
 
 ADAPTABLE: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers whose adapters SGLang adds as peft does."""
@@ -144,7 +144,7 @@ class SGLangServers(ServerEngine):
     def ask(
         self, key: str, role: EngineRole, settings: WorkerSettings, student: str
     ) -> tuple[list[ServerFacts], list[str]]:
-        from engines.sglang.attached import ask  # only where there are such servers: it needs an HTTP client
+        from stillhouse.engines.sglang.attached import ask  # only where there are such servers: it needs an HTTP client
 
         return ask(key, role, settings, student)
 

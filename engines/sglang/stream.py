@@ -22,8 +22,8 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from engines.base import Int32s, likeliest
-from protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.engines.base import Int32s, likeliest
+from stillhouse.protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
 
 START_LABEL: Final = "default"
 """A server's default label for the weights that it was started with."""

@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.sglang.config import ServerLinkConfig
-from engines.sglang.http import ServerLink
-from models.tokenizer_file import FileTokenizer
+from stillhouse.engines.sglang.config import ServerLinkConfig
+from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.models.tokenizer_file import FileTokenizer
 
 COMPARED: Final = 4096
 """Most ids to compare, at equal distances, and"""

@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from engines.base import ScoreRequest
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import RequestRefused
-from engines.sglang.scorer import decode_scores
-from protocol.messages import WeightsRef, WeightVersion
-from weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
-from weights.control_messages import Check
-from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import RequestRefused
+from stillhouse.engines.sglang.scorer import decode_scores
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 log = logging.getLogger(__name__)
 

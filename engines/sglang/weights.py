@@ -35,16 +35,16 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
-from engines.sglang.requests import bucket_update, disk_update
-from engines.sglang.verify import ServerVerifier
-from protocol.atomic_file import not_a_link
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.control_messages import Agreed, Check, Round
-from weights.deadlines import in_thread, wait_patiently
-from weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
-from weights.sink import (
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
+from stillhouse.engines.sglang.requests import bucket_update, disk_update
+from stillhouse.engines.sglang.verify import ServerVerifier
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.control_messages import Agreed, Check, Round
+from stillhouse.weights.deadlines import in_thread, wait_patiently
+from stillhouse.weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
+from stillhouse.weights.sink import (
     GroupBroken,
     Interrupted,
     SnapshotRefused,
@@ -54,8 +54,8 @@ from weights.sink import (
     snapshot_file,
     whole_file,
 )
-from weights.snapshot_format import FILE_NAME, snapshot_head
-from weights.wire import WireMember
+from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
+from stillhouse.weights.wire import WireMember
 
 log = logging.getLogger(__name__)
 

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.config import UseKernels
-from engines.torch.fused import FusedDecoder, can_fuse
-from engines.torch.kernels import Kernels, KernelsUnavailableError, compiled_kernels
-from engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
-from engines.torch.products import packs
-from engines.torch.step import Prefill, Step, plan_step
-from models.packed import refuse_unpackable
-from models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
-from models.rotary import moving_rope
+from stillhouse.engines.config import UseKernels
+from stillhouse.engines.torch.fused import FusedDecoder, can_fuse
+from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, compiled_kernels
+from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
+from stillhouse.engines.torch.products import packs
+from stillhouse.engines.torch.step import Prefill, Step, plan_step
+from stillhouse.models.packed import refuse_unpackable
+from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
+from stillhouse.models.rotary import moving_rope
 
 log = logging.getLogger(__name__)
 

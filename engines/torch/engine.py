@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
-from engines.config import EngineConfig
-from engines.torch.decoders import build_decoder, vocabulary_rows
-from engines.torch.kv_cache import SlotCache
-from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample, top_of
-from engines.torch.slots import FinishReason, Running, SlotTable
-from engines.torch.step import Prefill, plan_step
-from engines.torch.weights import WeightStage
-from models.loading import resolve_device
-from models.packed import context_window
-from protocol.messages import TopIdsWanted, WeightVersion
-from tracing import events
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.decoders import build_decoder, vocabulary_rows
+from stillhouse.engines.torch.kv_cache import SlotCache
+from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample, top_of
+from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
+from stillhouse.engines.torch.step import Prefill, plan_step
+from stillhouse.engines.torch.weights import WeightStage
+from stillhouse.models.loading import resolve_device
+from stillhouse.models.packed import context_window
+from stillhouse.protocol.messages import TopIdsWanted, WeightVersion
+from stillhouse.tracing import events
 
 EMIT_EVERY_STEPS: Final = 8
 """Decode steps between two reports of a running request. Requests are also reported when they end and before a weight

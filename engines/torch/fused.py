@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 from transformers import PreTrainedModel
 
-from engines.torch.kernels import Kernels, Rotary
-from engines.torch.kv_cache import SlotCache
-from engines.torch.products import Product
-from engines.torch.step import Step
-from models.attention import attend
-from models.packed import AttentionForm
-from models.packed_layout import Bucket
+from stillhouse.engines.torch.kernels import Kernels, Rotary
+from stillhouse.engines.torch.kv_cache import SlotCache
+from stillhouse.engines.torch.products import Product
+from stillhouse.engines.torch.step import Step
+from stillhouse.models.attention import attend
+from stillhouse.models.packed import AttentionForm
+from stillhouse.models.packed_layout import Bucket
 
 _FAMILY = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 

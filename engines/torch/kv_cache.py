@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engines.torch.slots import RowWindow
-from engines.torch.step import Step
-from models.packed import AttentionForm, packed_attention, unseen_window
+from stillhouse.engines.torch.slots import RowWindow
+from stillhouse.engines.torch.step import Step
+from stillhouse.models.packed import AttentionForm, packed_attention, unseen_window
 
 IMPLEMENTATION = "stillhouse_decode"
 
@@ -206,7 +206,7 @@ def decode_attention(
     if slot_cache is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} was called without a slot cache: the model is loaded with attention='decode' and "
-            "runs in engines.torch.engine only, or its forward does not hand keyword arguments to its attention"
+            "runs in engines/torch/engine.py only, or its forward does not hand keyword arguments to its attention"
         )
     if attention_mask is not None or dropout or rest.get("position_bias") is not None:
         raise UnsupportedModelError(

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engines.base import Int32s
-from models.past import Cells, Past, Piece
+from stillhouse.engines.base import Int32s
+from stillhouse.models.past import Cells, Past, Piece
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engines.torch.kernels import Kernels
+from stillhouse.engines.torch.kernels import Kernels
 
 PACKED_FROM_ELEMENTS: Final = 2**18
 """Weights with fewer elements stay in the processor's caches, where packing saves less than its call costs."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, Literal, cast
 
-from engines.config import GPU_PREFIX_CACHE_BYTES, EngineConfig, ScorerSettings, WorkerSettings, chunk_rows
-from engines.provider import (
+from stillhouse.engines.config import GPU_PREFIX_CACHE_BYTES, EngineConfig, ScorerSettings, WorkerSettings, chunk_rows
+from stillhouse.engines.provider import (
     ContextLimit,
     Device,
     EngineProvider,
@@ -19,11 +19,11 @@ from engines.provider import (
     WithStudent,
     WithTeacher,
 )
-from models.description import BYTES, resolve_dtype
-from protocol.context import RoleContext
-from protocol.handshake import vocab_tokens
-from weights.config import WeightsConfig
-from weights.roster import Members
+from stillhouse.models.description import BYTES, resolve_dtype
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.roster import Members
 
 FROM_LOGITS: Final = 2.6
 """Logits and what is computed from them, relative to the logits."""
@@ -35,14 +35,18 @@ class TorchProvider(EngineProvider):
     loads_model = True
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
-        engine = ("engines.torch.engine", "engines.torch.weights") if role == "actor" else ("engines.torch.scorer",)
-        return ("models.loading", "models.tokenizer", *engine)
+        engine = (
+            ("stillhouse.engines.torch.engine", "stillhouse.engines.torch.weights")
+            if role == "actor"
+            else ("stillhouse.engines.torch.scorer",)
+        )
+        return ("stillhouse.models.loading", "stillhouse.models.tokenizer", *engine)
 
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
-        from engines.torch.engine import TorchEngine
-        from engines.torch.weights import EmbeddedWeights
-        from models.loading import load_causal_lm, resolve_device
-        from models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
+        from stillhouse.engines.torch.engine import TorchEngine
+        from stillhouse.engines.torch.weights import EmbeddedWeights
+        from stillhouse.models.loading import load_causal_lm, resolve_device
+        from stillhouse.models.tokenizer import load_tokenizer, stop_token_ids, token_map_fingerprint
 
         config, path = ctx.config.actor.section(self.name, EngineConfig), ctx.config.models.student
         tokenizer = load_tokenizer(path)
@@ -55,8 +59,8 @@ class TorchProvider(EngineProvider):
         return StudentSource(tokenizer, token_map_fingerprint(tokenizer), stop_token_ids(path, tokenizer), start)
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
-        from engines.torch.scorer import TorchScorer
-        from models.tokenizer import load_tokenizer, token_map_fingerprint
+        from stillhouse.engines.torch.scorer import TorchScorer
+        from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
 
         path = ctx.config.models.teacher
         tokenizer = load_tokenizer(path)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.base import check_top_ids_wanted
-from protocol.messages import Sampling
+from stillhouse.engines.base import check_top_ids_wanted
+from stillhouse.protocol.messages import Sampling
 
 _SEED_MASK = (1 << 64) - 1
 _PHILOX_BLOCK = 4

@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
-from engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings, chunk_rows
-from engines.torch.prefix_cache import PrefixCache
-from models.description import resolve_dtype
-from models.loading import load_causal_lm, resolve_device
-from models.logprobs import TokenScores, lm_head, token_scores
-from models.packed import PackingError, context_window, packed_hidden, probe_past
-from models.packed_layout import first_fit_decreasing
-from models.past import Around, Cells, Past
-from models.rotary import switching_rope
-from models.transfer import upload
-from protocol.hidden_codec import Bits
-from protocol.messages import WeightsRef
-from weights.sink import SnapshotRefused
-from weights.snapshot import read_snapshot
+from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
+from stillhouse.engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings, chunk_rows
+from stillhouse.engines.torch.prefix_cache import PrefixCache
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import load_causal_lm, resolve_device
+from stillhouse.models.logprobs import TokenScores, lm_head, token_scores
+from stillhouse.models.packed import PackingError, context_window, packed_hidden, probe_past
+from stillhouse.models.packed_layout import first_fit_decreasing
+from stillhouse.models.past import Around, Cells, Past
+from stillhouse.models.rotary import switching_rope
+from stillhouse.models.transfer import upload
+from stillhouse.protocol.hidden_codec import Bits
+from stillhouse.protocol.messages import WeightsRef
+from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.snapshot import read_snapshot
 
 _FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}
 """Most that the prefix cache takes by default, as a share of the memory that is free once the model is loaded. The main

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engines.base import GenerationDelta, GenerationRequest
-from protocol.messages import VersionSpan, WeightVersion
+from stillhouse.engines.base import GenerationDelta, GenerationRequest
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
 
 _FIRST_CLASS_TOKENS = 64
 _CLASSES = _FIRST_CLASS_TOKENS * 2 ** np.arange(24)

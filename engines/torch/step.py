@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engines.torch.slots import RowWindow, row_windows
-from models.packed_layout import Bucket, Layout, shortest_beside
+from stillhouse.engines.torch.slots import RowWindow, row_windows
+from stillhouse.models.packed_layout import Bucket, Layout, shortest_beside
 
 Int64s = npt.NDArray[np.int64]
 

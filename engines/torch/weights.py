@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.base import TakesWeights
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.buckets import Layout
-from weights.control_messages import Agreed, Round
-from weights.deadlines import in_thread, wait_patiently
-from weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
-from weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
-from weights.snapshot import read_snapshot
-from weights.transports.collective import WeightGroup
-from weights.wire import WireMember
+from stillhouse.engines.base import TakesWeights
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.buckets import Layout
+from stillhouse.weights.control_messages import Agreed, Round
+from stillhouse.weights.deadlines import in_thread, wait_patiently
+from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
+from stillhouse.weights.snapshot import read_snapshot
+from stillhouse.weights.transports.collective import WeightGroup
+from stillhouse.weights.wire import WireMember
 
 
 class EmbeddedWeights:

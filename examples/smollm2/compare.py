@@ -168,7 +168,7 @@ def commands(place: Path, method: Method, seed: int) -> list[list[str]]:
     file.unlink(missing_ok=True)
     shutil.rmtree(writing, ignore_errors=True)
     return [
-        ["-m", "launch.write", str(file), *own, f"--run-dir={writing}", "--learner.eval_every=0"],
+        ["-m", "stillhouse.launch.cluster", "write", str(file), *own, f"--run-dir={writing}", "--learner.eval_every=0"],
         ["-m", "replay", str(file), *own, f"--run-dir={place}"],
     ]
 

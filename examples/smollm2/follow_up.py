@@ -6,8 +6,8 @@ shows whether what was distilled lasts for a turn. No reward: only the teacher j
 
 from __future__ import annotations
 
-from actors.agent import Context
-from actors.envs.base import EnvTask
+from stillhouse.actors.agent import Context
+from stillhouse.actors.envs.base import EnvTask
 
 
 async def rollout(ctx: Context, task: EnvTask, *, ask: str = "Why?", tokens_per_turn: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""`cluster.py audit RUN`: recounts what a run trained, from the record alone.
+"""`stillhouse audit RUN`: recounts what a run trained, from the record alone.
 
 The count is independent: these modules import no other package of the project, so that a bug in the code that keeps
 the ledger cannot hide itself here. Even the record has a decoder of its own.

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launch.audit.record import Batch, Item
-from launch.audit.report import EQUAL_GROUPS, TRUNCATED, Faults, Where
+from stillhouse.launch.audit.record import Batch, Item
+from stillhouse.launch.audit.report import EQUAL_GROUPS, TRUNCATED, Faults, Where
 
 
 class Filters(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.audit.record import Version
+from stillhouse.launch.audit.record import Version
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from launch.audit.record import Version
+from stillhouse.launch.audit.record import Version
 
 MAX_PLACES: Final = 5
 """Places to list per kind of fault; further ones are only counted."""

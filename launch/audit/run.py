@@ -1,4 +1,4 @@
-"""Audits a whole run; also the command line of `cluster.py audit`.
+"""Audits a whole run; also the command line of `stillhouse audit`.
 
 The record is read twice: first for the versions, because only the last one shows which branch was kept, then for the
 batches of the kept branch. Exit codes: 0 clean, 2 nothing could be counted, 4 something is wrong.
@@ -17,19 +17,19 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import yaml
 
-from launch.audit.groups import Filters, GroupCount
-from launch.audit.history import History
-from launch.audit.record import AuditError, Batch, Begin, Item, Place, RecordFile, Resumed, Version
-from launch.audit.report import NOT_RECORDED, OTHER_TOKENS, RECORDED_TWICE, Faults, Report, Where
-from launch.audit.samples import Frontier, SampleCount
-from launch.audit.tokens import TokenCount
+from stillhouse.launch.audit.groups import Filters, GroupCount
+from stillhouse.launch.audit.history import History
+from stillhouse.launch.audit.record import AuditError, Batch, Begin, Item, Place, RecordFile, Resumed, Version
+from stillhouse.launch.audit.report import NOT_RECORDED, OTHER_TOKENS, RECORDED_TWICE, Faults, Report, Where
+from stillhouse.launch.audit.samples import Frontier, SampleCount
+from stillhouse.launch.audit.tokens import TokenCount
 
 DEFAULT_NAME: Final = "batches.record"
 HOW_TO_RECORD: Final = "start a run with --record FILE so that it can be audited"
 WRONG_USAGE_EXIT_CODE: Final = 2
 FAULTS_EXIT_CODE: Final = 4
 USAGE: Final = """\
-usage: cluster.py audit RUN [--record FILE]
+usage: stillhouse audit RUN [--record FILE]
 
 Recounts what a run trained, from its record (start the run with --record FILE). It looks for tokens that were trained
 twice or over the staleness bound, and for tasks and samples that were skipped or settled twice. It shares no code with
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `cluster.py audit`. Returns the exit code."""
+    """Run `stillhouse audit`. Returns the exit code."""
     words, record = list(arguments), None
     if "--help" in words or "-h" in words:
         print(USAGE, end="")

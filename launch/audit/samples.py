@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from launch.audit.record import Batch, Settled, Version
-from launch.audit.report import SETTLED_TWICE, SETTLED_WRONG, SKIPPED_SAMPLES, SKIPPED_TASKS, Faults, Where
-from launch.audit.tokens import TokenCount
+from stillhouse.launch.audit.record import Batch, Settled, Version
+from stillhouse.launch.audit.report import SETTLED_TWICE, SETTLED_WRONG, SKIPPED_SAMPLES, SKIPPED_TASKS, Faults, Where
+from stillhouse.launch.audit.tokens import TokenCount
 
 EQUAL_REWARDS: Final = "equal_rewards"
 """Reason of samples whose whole group was dropped before anything of it was trained."""

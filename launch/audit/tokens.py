@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launch.audit.history import History
-from launch.audit.record import Batch, Item, Sampled, Version
-from launch.audit.report import BEGUN_ANEW, OVER_BOUND, TWICE_ROLLOUT, TWICE_SAMPLE, UNKNOWN_WEIGHTS, Faults, Where
+from stillhouse.launch.audit.history import History
+from stillhouse.launch.audit.record import Batch, Item, Sampled, Version
+from stillhouse.launch.audit.report import (
+    BEGUN_ANEW,
+    OVER_BOUND,
+    TWICE_ROLLOUT,
+    TWICE_SAMPLE,
+    UNKNOWN_WEIGHTS,
+    Faults,
+    Where,
+)
 
 
 class Trained(NamedTuple):

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from engines.config import ServerConfig
-from engines.provider import AdapterWish, ServerFacts
-from launch.checks.model_files import model_type
-from launch.config.pools import engine_of
-from launch.config.run import RunConfig
-from launch.servers.plan import with_server
-from protocol.addresses import is_local
-from weights.config import WeightsConfig
+from stillhouse.engines.config import ServerConfig
+from stillhouse.engines.provider import AdapterWish, ServerFacts
+from stillhouse.launch.checks.model_files import model_type
+from stillhouse.launch.config.pools import engine_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.servers.plan import with_server
+from stillhouse.protocol.addresses import is_local
+from stillhouse.weights.config import WeightsConfig
 
 replace = msgspec.structs.replace
 

@@ -13,11 +13,11 @@ from typing import Any, Final, cast
 
 import tokenizers
 
-from launch.checks.model_files import read_vocabulary
-from launch.config.pools import engine_of, teacher_pools
-from launch.config.run import RunConfig
-from models.description import known_vocabulary_size
-from models.safetensors_header import head_beside_embedding, nonfinite_tensors
+from stillhouse.launch.checks.model_files import read_vocabulary
+from stillhouse.launch.config.pools import engine_of, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.models.description import known_vocabulary_size
+from stillhouse.models.safetensors_header import head_beside_embedding, nonfinite_tensors
 
 PLAIN_TYPES: Final = frozenset({"gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
 """Types of model without layers that packed forwards cannot do."""
@@ -44,9 +44,9 @@ def refusals(config: RunConfig) -> Iterator[str]:
 def architectures(config: RunConfig) -> Iterator[str]:
     """Mistakes in the architectures that torch runs in a worker, by transformers. A server checks its own when it
     starts."""
-    from models import packed  # imports torch
-    from models.loading import ModelError, load_config
-    from models.rotary import moving_rope
+    from stillhouse.models import packed  # imports torch
+    from stillhouse.models.loading import ModelError, load_config
+    from stillhouse.models.rotary import moving_rope
 
     for key, name, loads in _models(config):
         if not loads and key != "models.student":

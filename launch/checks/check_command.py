@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from actors.rewards.answer import AnswerCheck
-from launch.checks.architectures import architectures
-from launch.checks.model_files import check_weights, has_no_weights
-from launch.config.consistency import teacher_window
-from launch.config.pools import teacher_pools
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.machine.devices import torch_devices
-from learner.prompts.config import TaskConfig, n_held_out
-from learner.prompts.data import open_prompts
-from learner.prompts.order import row_tags
-from learner.prompts.records import DataError
-from learner.prompts.tasks import Rendered, RenderedPrompts
-from models.files import TokenizerError
-from models.tokenizer import load_tokenizer
+from stillhouse.actors.rewards.answer import AnswerCheck
+from stillhouse.launch.checks.architectures import architectures
+from stillhouse.launch.checks.model_files import check_weights, has_no_weights
+from stillhouse.launch.config.consistency import teacher_window
+from stillhouse.launch.config.pools import teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine.devices import torch_devices
+from stillhouse.learner.prompts.config import TaskConfig, n_held_out
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.order import row_tags
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.learner.prompts.tasks import Rendered, RenderedPrompts
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer import load_tokenizer
 
 ROWS_READ: Final = 20_000
 """Rows to read of a longer file, at equal distances."""

@@ -9,9 +9,9 @@ from typing import Any, Final, NamedTuple, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from actors.envs.registry import UnknownEnvironment, find_environment
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
+from stillhouse.actors.envs.registry import UnknownEnvironment, find_environment
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
 
 WAIT_S: Final = 5.0
 PORTS: Final = {"http": 80, "https": 443}

@@ -50,17 +50,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
-from engines.provider import ModelShape
-from launch.checks.model_files import check_weights
-from launch.checks.placement import Placement
-from launch.config.hidden_states import state_bytes
-from launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
-from launch.config.run import RunConfig
-from launch.machine.gpus import LEARNER, RANK
-from launch.machine.machine import Machine
-from launch.servers.plan import launched_groups
-from models.description import BYTES, resolve_dtype, vocabulary_size
-from weights.config import sent_dtype, staged_in
+from stillhouse.engines.provider import ModelShape
+from stillhouse.launch.checks.model_files import check_weights
+from stillhouse.launch.checks.placement import Placement
+from stillhouse.launch.config.hidden_states import state_bytes
+from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.gpus import LEARNER, RANK
+from stillhouse.launch.machine.machine import Machine
+from stillhouse.launch.servers.plan import launched_groups
+from stillhouse.models.description import BYTES, resolve_dtype, vocabulary_size
+from stillhouse.weights.config import sent_dtype, staged_in
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
-import builtin
-from launch.config.run import BUILTIN
-from launch.errors import ConfigError
-from models.description import known_vocabulary_size
-from models.safetensors_header import read_header
-from protocol.handshake import vocab_fingerprint, vocab_tokens
+from stillhouse import builtin
+from stillhouse.launch.config.run import BUILTIN
+from stillhouse.launch.errors import ConfigError
+from stillhouse.models.description import known_vocabulary_size
+from stillhouse.models.safetensors_header import read_header
+from stillhouse.protocol.handshake import vocab_fingerprint, vocab_tokens
 
 INDEX_FILE: Final = "model.safetensors.index.json"
 NAMED: Final = 3
@@ -39,7 +39,7 @@ def find_model(key: str, named: str, *, weights: bool = True) -> Path:
     if named == BUILTIN:
         folder = builtin.STUDENT_DIR if key.endswith("student") else builtin.TEACHER_DIR
         if not folder.is_dir():
-            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it with `python -m builtin.build`")
+            raise ConfigError(f"{key}: the built-in model {folder} is missing; make it with `stillhouse builtin build`")
     else:
         folder = Path(named).expanduser()
     if not folder.exists() and _looks_like_hub_name(named):

@@ -19,18 +19,18 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from engines.config import ServerConfig
-from engines.provider import Wish
-from engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
-from launch.checks.threads import Threads, plan_threads
-from launch.config.pools import engine_of, teacher_pools, worker_groups
-from launch.config.run import RunConfig
-from launch.machine.devices import fill_devices
-from launch.machine.gpus import LEARNER, RANK, Places, Seat, Wanted, place
-from launch.machine.machine import Interpreters, Machine
-from launch.machine.torch_build import TorchBuild
-from launch.servers.plan import launched_groups
-from protocol.context import WorkerRole
+from stillhouse.engines.config import ServerConfig
+from stillhouse.engines.provider import Wish
+from stillhouse.engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
+from stillhouse.launch.checks.threads import Threads, plan_threads
+from stillhouse.launch.config.pools import engine_of, teacher_pools, worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.devices import fill_devices
+from stillhouse.launch.machine.gpus import LEARNER, RANK, Places, Seat, Wanted, place
+from stillhouse.launch.machine.machine import Interpreters, Machine
+from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.launch.servers.plan import launched_groups
+from stillhouse.protocol.context import WorkerRole
 
 replace = msgspec.structs.replace
 Backend: TypeAlias = Literal["gloo", "nccl"]

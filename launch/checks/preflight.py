@@ -15,27 +15,27 @@ from typing import NamedTuple
 
 import msgspec
 
-import builtin
-from launch.checks.architectures import refusals
-from launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
-from launch.checks.placement import choose_engines
-from launch.checks.prompt_files import absolute_prompts, check_prompts
-from launch.checks.server_preflight import Found, check_servers
-from launch.checks.turn_ends import turn_end_warnings
-from launch.config.consistency import check_consistency
-from launch.config.pools import teacher_pools, without_idle_routes
-from launch.config.run import BUILTIN, RunConfig
-from launch.errors import ConfigError
-from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, Machine, find_machine, host_gib
-from learner.config import RUN_FOLDER
-from learner.objectives.config import check_given
-from learner.reports.trackers.registry import UnknownTracker, check_tracker
-from protocol.handshake import vocab_fingerprint
-from protocol.processors import usable_cores
-from recording.format import RecordError
-from recording.reader import read_header
-from recording.writer import record_path
+from stillhouse import builtin
+from stillhouse.launch.checks.architectures import refusals
+from stillhouse.launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
+from stillhouse.launch.checks.placement import choose_engines
+from stillhouse.launch.checks.prompt_files import absolute_prompts, check_prompts
+from stillhouse.launch.checks.server_preflight import Found, check_servers
+from stillhouse.launch.checks.turn_ends import turn_end_warnings
+from stillhouse.launch.config.consistency import check_consistency
+from stillhouse.launch.config.pools import teacher_pools, without_idle_routes
+from stillhouse.launch.config.run import BUILTIN, RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine.devices import lacking_cuda
+from stillhouse.launch.machine.machine import Interpreters, Machine, find_machine, host_gib
+from stillhouse.learner.config import RUN_FOLDER
+from stillhouse.learner.objectives.config import check_given
+from stillhouse.learner.reports.trackers.registry import UnknownTracker, check_tracker
+from stillhouse.protocol.handshake import vocab_fingerprint
+from stillhouse.protocol.processors import usable_cores
+from stillhouse.recording.format import RecordError
+from stillhouse.recording.reader import read_header
+from stillhouse.recording.writer import record_path
 
 replace = msgspec.structs.replace
 
@@ -156,12 +156,12 @@ def _objective(config: RunConfig) -> Iterator[str]:
             yield (
                 f"learner.objective.{objective.divergence_key(pool)}: got seq_kd, which teaches nothing on the "
                 "student's own tokens (the mean of its gradient is 0); expected another one; seq_kd is for "
-                "learner.offline.divergence and python -m replay"
+                "learner.offline.divergence and stillhouse replay"
             )
     if learner.offline.student_fraction == 0.0:
         yield (
             "learner.offline.student_fraction: got 0, which leaves the actors nothing to do; expected more than 0, or "
-            f"python -m replay {learner.offline.file}, which trains on the file alone"
+            f"stillhouse replay {learner.offline.file}, which trains on the file alone"
         )
 
 
@@ -197,7 +197,7 @@ def _mixed_in(config: RunConfig) -> Iterator[str]:
     if header.writer == "student":
         yield (
             f"learner.offline.file: {file} was written by the student of the run {header.run!r}; expected a file that "
-            "the teacher wrote (python -m launch.write)"
+            "the teacher wrote (stillhouse write)"
         )
     vocabulary = read_vocabulary(Path(config.models.student) / "tokenizer.json")
     if vocabulary is not None and vocab_fingerprint(vocabulary) != header.vocab_fingerprint:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-from actors.config import EnvConfig
-from actors.envs.registry import UnknownEnvironment, check_options, lacking_options, options_of_row
-from launch.checks.model_files import nearest_path
-from learner.prompts.data import HUB, open_prompts
-from learner.prompts.records import (
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.registry import UnknownEnvironment, check_options, lacking_options, options_of_row
+from stillhouse.launch.checks.model_files import nearest_path
+from stillhouse.learner.prompts.data import HUB, open_prompts
+from stillhouse.learner.prompts.records import (
     NO_COLUMNS,
     DataError,
     RowError,

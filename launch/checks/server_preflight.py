@@ -7,17 +7,24 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.provider import ServerFacts
-from launch.checks.adapters import choose_adapters
-from launch.checks.memory import estimate
-from launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
-from launch.config.pools import WorkerGroup
-from launch.config.run import RunConfig
-from launch.machine.devices import fill_devices, torch_devices
-from launch.machine.machine import NO_GPUS, Interpreters, Machine
-from launch.servers.attached import ask_servers, grouped
-from launch.servers.plan import ServerPlan, contradictions, launched_groups, overfull_gpus, plan_servers, with_server
-from protocol.addresses import free_port, is_local
+from stillhouse.engines.provider import ServerFacts
+from stillhouse.launch.checks.adapters import choose_adapters
+from stillhouse.launch.checks.memory import estimate
+from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
+from stillhouse.launch.config.pools import WorkerGroup
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.devices import fill_devices, torch_devices
+from stillhouse.launch.machine.machine import NO_GPUS, Interpreters, Machine
+from stillhouse.launch.servers.attached import ask_servers, grouped
+from stillhouse.launch.servers.plan import (
+    ServerPlan,
+    contradictions,
+    launched_groups,
+    overfull_gpus,
+    plan_servers,
+    with_server,
+)
+from stillhouse.protocol.addresses import free_port, is_local
 
 HIGHEST_PORT: Final = 65535
 replace = msgspec.structs.replace

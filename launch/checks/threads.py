@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from launch.checks.model_files import check_weights
-from launch.config.pools import worker_groups
-from launch.config.run import AUTO_THREADS, RunConfig
-from launch.machine.gpus import LEARNER, RANK
-from protocol.processors import usable_cores
+from stillhouse.launch.checks.model_files import check_weights
+from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.run import AUTO_THREADS, RunConfig
+from stillhouse.launch.machine.gpus import LEARNER, RANK
+from stillhouse.protocol.processors import usable_cores
 
 LEARNER_PASSES: Final = 3.0
 """Forwards that a training step costs; measured with SmolLM2-135M: 2.8."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from models.chat_text import ChatTokenizer, conversation_text, ids_behind
-from models.files import TokenizerError
-from models.tokenizer_file import FileTokenizer
+from stillhouse.models.chat_text import ChatTokenizer, conversation_text, ids_behind
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer_file import FileTokenizer
 
 ANSWER: Final = "yes"
 

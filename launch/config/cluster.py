@@ -1,4 +1,4 @@
-"""The machines of a run on several hosts: --backend ray, slurm and k8s, and `cluster.py render`. No torch."""
+"""The machines of a run on several hosts: --backend ray, slurm and k8s, and `stillhouse render`. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from protocol.settings import NonNegativeInt, PositiveInt, Settings
+from stillhouse.protocol.settings import NonNegativeInt, PositiveInt, Settings
 
 
 class HostConfig(Settings, frozen=True, kw_only=True):
@@ -30,11 +30,11 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
     ray, where no role has any: as many as the nodes of the cluster give."""
     most: NonNegativeInt = 0
     """With --backend ray: add hosts while the run waits for this role, up to this many workers, and remove hosts of
-    teachers that are not needed. 0: the number stays as it is, until launch/cluster.py scale changes it."""
+    teachers that are not needed. 0: the number stays as it is, until stillhouse scale changes it."""
 
 
 class ClusterConfig(Settings, frozen=True, kw_only=True):
-    """Machines by role, for --backend ray, slurm and k8s and for launch/cluster.py render. Other runs use the machine
+    """Machines by role, for --backend ray, slurm and k8s and for stillhouse render. Other runs use the machine
     that they are on."""
 
     learner: HostConfig = msgspec.field(default_factory=HostConfig)

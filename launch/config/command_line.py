@@ -1,6 +1,6 @@
 """Parses the command line and builds the RunConfig from flags, `--config FILE` and dotted overrides; later ones win.
 
-    cluster.py [--config FILE] [--run-dir DIR | --name NAME] [--resume | --resume-or-start] [--KEY VALUE]...
+    stillhouse [--config FILE] [--run-dir DIR | --name NAME] [--resume | --resume-or-start] [--KEY VALUE]...
 
 Every key of the tree is a flag, in which `-` and `_` mean the same. With --resume, the configuration in the run folder
 is the base, and everything else is laid over it."""
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, cast
 
-from launch.config.credentials import urls_with_credentials
-from launch.config.files import read_plain, read_resolved
-from launch.config.keys import Key, find_key, keys_of, parse_text, type_name, unknown_key
-from launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
-from launch.config.tree import Plain, build, choose, get, merge, put
-from launch.errors import ConfigError
-from launch.runfolder import choose_path
-from learner.checkpoints.files import CHECKPOINTS
+from stillhouse.launch.config.credentials import urls_with_credentials
+from stillhouse.launch.config.files import read_plain, read_resolved
+from stillhouse.launch.config.keys import Key, find_key, keys_of, parse_text, type_name, unknown_key
+from stillhouse.launch.config.run import ALIASES, BUILTIN, BUILTIN_RECIPE, RunConfig
+from stillhouse.launch.config.tree import Plain, build, choose, get, merge, put
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.runfolder import choose_path
+from stillhouse.learner.checkpoints.files import CHECKPOINTS
 
 OWN_FLAGS: Final = ("config", "run_dir", "name", "gpus")
 SWITCHES: Final = ("resume", "resume_or_start", "check", "help", "version")

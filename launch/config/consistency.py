@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import builtin
-from actors.envs.registry import UnknownEnvironment, check_options
-from engines.registry import BUILT_IN, find_engine
-from launch.config.group_filters import group_filters, undistilled_groups
-from launch.config.hidden_states import hidden_states
-from launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
-from launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
-from launch.config.run import BUILTIN, RunConfig
-from launch.config.shards import shards
-from learner.objectives.config import compares_distributions
-from models.description import known_vocabulary_size
-from protocol.addresses import is_local
-from protocol.plugins import load
-from protocol.topk_layout import MAX_TOKENS_KEPT
-from weights.config import find_transport
+from stillhouse import builtin
+from stillhouse.actors.envs.registry import UnknownEnvironment, check_options
+from stillhouse.engines.registry import BUILT_IN, find_engine
+from stillhouse.launch.config.group_filters import group_filters, undistilled_groups
+from stillhouse.launch.config.hidden_states import hidden_states
+from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
+from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
+from stillhouse.launch.config.run import BUILTIN, RunConfig
+from stillhouse.launch.config.shards import shards
+from stillhouse.learner.objectives.config import compares_distributions
+from stillhouse.models.description import known_vocabulary_size
+from stillhouse.protocol.addresses import is_local
+from stillhouse.protocol.plugins import load
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
+from stillhouse.weights.config import find_transport
 
 BUILTIN_RATE_LIMIT: Final = 6e-4
 """Learning rate * (1 + max_staleness) up to which the built-in student learned steadily from sampled tokens."""
@@ -154,14 +154,14 @@ def _pools(config: RunConfig) -> Iterator[str]:
 def _left_to_others(config: RunConfig) -> Iterator[str]:
     """Warn of work that waits until workers join."""
     if not config.actors and not config.cluster.actors.each:
-        yield "actors: 0; no rollouts until some join (launch/cluster.py join RUN --actors N)"
+        yield "actors: 0; no rollouts until some join (stillhouse join RUN --actors N)"
     if not config.teachers and not config.cluster.teachers.each and config.learner.tasks.routes:
         pools = " or ".join(config.learner.tasks.routes)
-        yield f"teachers: 0; nothing is scored until some join (launch/cluster.py join RUN --teachers N --pool {pools})"
+        yield f"teachers: 0; nothing is scored until some join (stillhouse join RUN --teachers N --pool {pools})"
     for name, pool in config.pools.items() if config.teachers else ():
         if not pool.count:
             yield (
-                f"pools.{name}.count: 0; what is sent to it is not scored until teachers join (launch/cluster.py join "
+                f"pools.{name}.count: 0; what is sent to it is not scored until teachers join (stillhouse join "
                 f"RUN --teachers N --pool {name})"
             )
 

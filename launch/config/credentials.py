@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final, cast
 from urllib.parse import parse_qsl
 
-from protocol.printable import USER_AT_HOST
+from stillhouse.protocol.printable import USER_AT_HOST
 
 _QUERY: Final = re.compile(r"://[^\s?#]*[?&#]([^\s\"']*)")
 _SECRET_NAMES: Final = frozenset(

@@ -10,13 +10,13 @@ from typing import Final, cast
 import msgspec
 import yaml
 
-from launch.config.keys import field_docs
-from launch.config.renamed import gone
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, lacking
-from launch.config.yaml_text import fault_of, load_yaml
-from launch.errors import ConfigError
-from protocol.atomic_file import write_atomic
+from stillhouse.launch.config.keys import field_docs
+from stillhouse.launch.config.renamed import gone
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, build, lacking
+from stillhouse.launch.config.yaml_text import fault_of, load_yaml
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.atomic_file import write_atomic
 
 END: Final = "..."
 """Last line of a resolved configuration: YAML's end-of-document marker."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from launch.config.run import RunConfig
+from stillhouse.launch.config.run import RunConfig
 
 EQUAL_REWARDS_TEACH: Final = {
     "none": "which trains on no reward",

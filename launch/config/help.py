@@ -9,23 +9,23 @@ from typing import Final
 
 import msgspec
 
-from launch.config.keys import Key, find_key, keys_of, sections_of, struct_of_items, type_name, unknown_key
-from launch.config.run import ALIASES, SHORT_FLAGS, RunConfig
-from launch.errors import ConfigError
-from protocol.settings import Member
+from stillhouse.launch.config.keys import Key, find_key, keys_of, sections_of, struct_of_items, type_name, unknown_key
+from stillhouse.launch.config.run import ALIASES, SHORT_FLAGS, RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.settings import Member
 
 USAGE: Final = """\
-usage: cluster.py [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
-       cluster.py join RUN [--actors N] [--teachers M] ...     add workers to a running run
-       cluster.py export RUN FOLDER                            write the files that another machine needs to join
-       cluster.py doctor [--KEY VALUE ...]                     examine, before a run, what would ruin it in silence
-       cluster.py audit RUN                                    recount what a recorded run trained
-       cluster.py view RUN                                     show its rollouts token by token, in a browser
-       cluster.py trace RUN [FILE]                             write the trace of a run with --trace, for Perfetto
-       cluster.py try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
-       cluster.py render SCHEDULER ...                         write a job for Slurm, Kubernetes or SkyPilot
-       cluster.py scale RUN --actors N                         change the workers of a run on Ray
-       cluster.py completion bash|zsh|fish                     print a script for shell completion
+usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
+       stillhouse join RUN [--actors N] [--teachers M] ...     add workers to a running run
+       stillhouse export RUN FOLDER                            write the files that another machine needs to join
+       stillhouse doctor [--KEY VALUE ...]                     examine, before a run, what would ruin it in silence
+       stillhouse audit RUN                                    recount what a recorded run trained
+       stillhouse view RUN                                     show its rollouts token by token, in a browser
+       stillhouse trace RUN [FILE]                             write the trace of a run with --trace, for Perfetto
+       stillhouse try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
+       stillhouse render SCHEDULER ...                         write a job for Slurm, Kubernetes or SkyPilot
+       stillhouse scale RUN --actors N                         change the workers of a run on Ray
+       stillhouse completion bash|zsh|fish                     print a script for shell completion
 
 Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.
 Without arguments: the built-in task, a few minutes on two cores.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import builtin
-from engines.registry import BUILT_IN, find_engine
-from launch.config.pools import TeacherPool, engine_of, teacher_pools
-from launch.config.run import BUILTIN, RunConfig
-from models.description import known_hidden_size
-from protocol.hidden_codec import most_bytes
+from stillhouse import builtin
+from stillhouse.engines.registry import BUILT_IN, find_engine
+from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools
+from stillhouse.launch.config.run import BUILTIN, RunConfig
+from stillhouse.models.description import known_hidden_size
+from stillhouse.protocol.hidden_codec import most_bytes
 
 
 def state_bytes(pool: TeacherPool) -> int | None:

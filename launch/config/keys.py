@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import yaml
 
-from launch.config.peers import PEERS
-from launch.config.renamed import farewell
-from launch.config.yaml_text import fault_of, load_yaml
-from launch.errors import ConfigError
-from protocol.settings import Member, Members, Settings, described, members_of
+from stillhouse.launch.config.peers import PEERS
+from stillhouse.launch.config.renamed import farewell
+from stillhouse.launch.config.yaml_text import fault_of, load_yaml
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.settings import Member, Members, Settings, described, members_of
 
 
 class Key(NamedTuple):

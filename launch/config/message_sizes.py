@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from buffer.batch_size import BATCH_BYTES, SCORE_BYTES, TOKEN_BYTES
-from launch.config.hidden_states import state_bytes
-from launch.config.pools import teacher_pools
-from launch.config.run import RunConfig
-from protocol.codec import MAX_FRAME_BYTES
-from protocol.topk_layout import most_bytes
-from teachers.config import TeacherConfig
+from stillhouse.buffer.batch_size import BATCH_BYTES, SCORE_BYTES, TOKEN_BYTES
+from stillhouse.launch.config.hidden_states import state_bytes
+from stillhouse.launch.config.pools import teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.protocol.codec import MAX_FRAME_BYTES
+from stillhouse.protocol.topk_layout import most_bytes
+from stillhouse.teachers.config import TeacherConfig
 
 
 def largest_set(teacher: TeacherConfig, rows: int) -> int:

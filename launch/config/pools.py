@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.config import ActorConfig
-from engines.provider import EngineProvider, EngineRole, ServerEngine
-from engines.registry import find_engine
-from launch.config.run import RunConfig
-from teachers.config import TeacherConfig
+from stillhouse.actors.config import ActorConfig
+from stillhouse.engines.provider import EngineProvider, EngineRole, ServerEngine
+from stillhouse.engines.registry import find_engine
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.teachers.config import TeacherConfig
 
 replace = msgspec.structs.replace
 

@@ -10,15 +10,15 @@ from typing import Final, Literal
 
 import msgspec
 
-from actors.config import ActorConfig, EnvConfig
-from buffer.config import BufferConfig
-from launch.config.cluster import ClusterConfig
-from learner.config import LearnerConfig
-from protocol.messages import TopIdsWanted
-from protocol.object_store import check_store_url
-from protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
-from teachers.config import PoolConfig, TeacherConfig
-from weights.config import WeightsConfig
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.launch.config.cluster import ClusterConfig
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.protocol.messages import TopIdsWanted
+from stillhouse.protocol.object_store import check_store_url
+from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from stillhouse.teachers.config import PoolConfig, TeacherConfig
+from stillhouse.weights.config import WeightsConfig
 
 BUILTIN: Final = "builtin"
 """Value of a model or of prompts: the ones that ship with the project."""
@@ -93,7 +93,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     """Device of the learner, actors, teachers and servers whose own `device` is auto. auto: GPUs if there are any."""
     actors: NonNegativeInt = 2
     """Number of actors: student processes that write rollouts. With actor.urls: one per url. More can join during the
-    run (launch/cluster.py join). 0: the run waits for actors to join."""
+    run (stillhouse join). 0: the run waits for actors to join."""
     teachers: NonNegativeInt = 1
     """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
     counts. More can join. 0: the run waits for teachers to join, unless

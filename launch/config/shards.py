@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from buffer.batch_size import MOST_ROLLOUTS
-from launch.config.pools import worker_groups
-from launch.config.run import RunConfig
-from protocol.addresses import HIGHEST
+from stillhouse.buffer.batch_size import MOST_ROLLOUTS
+from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.protocol.addresses import HIGHEST
 
 
 def shards(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar, cast
 
 import msgspec
 
-from launch.config.keys import (
+from stillhouse.launch.config.keys import (
     Key,
     choices_of,
     default_of,
@@ -25,8 +25,8 @@ from launch.config.keys import (
     type_name,
     unknown_key,
 )
-from launch.errors import ConfigError
-from protocol.settings import Members, members_of
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.settings import Members, members_of
 
 Plain: TypeAlias = dict[str, object]
 StructT = TypeVar("StructT", bound=msgspec.Struct)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
-from launch.checks import preflight
-from launch.config.command_line import CommandLine, resolve_config
-from launch.config.pools import TeacherPool, teacher_pools
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.runfolder import choose_path
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.config.command_line import CommandLine, resolve_config
+from stillhouse.launch.config.pools import TeacherPool, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.runfolder import choose_path
 
 T = TypeVar("T")
 

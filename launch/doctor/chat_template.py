@@ -8,17 +8,17 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from engines.base import Int32s
-from launch.doctor.case import Case
-from launch.doctor.finding import Finding
-from launch.doctor.tokenizers import tokenizer_of
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import open_prompts
-from learner.prompts.records import PromptRecord
-from learner.prompts.rendering import render, with_template
-from learner.prompts.tasks import Rendered, RenderedPrompts
-from models.files import TokenizerError
-from models.tokenizer import render_text
+from stillhouse.engines.base import Int32s
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.tokenizers import tokenizer_of
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.learner.prompts.rendering import render, with_template
+from stillhouse.learner.prompts.tasks import Rendered, RenderedPrompts
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer import render_text
 
 ROWS: Final = 8
 SHOWN_CHARS: Final = 160

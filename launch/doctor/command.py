@@ -1,6 +1,6 @@
-"""`cluster.py doctor`: examines, before a run, what would ruin it in silence.
+"""`stillhouse doctor`: examines, before a run, what would ruin it in silence.
 
-    python launch/cluster.py doctor --config run.toml          (any key of launch/cluster.py)
+    stillhouse doctor --config run.toml          (any key of a run)
 
 The checks run in a process of their own (launch.doctor.examiner), so that one that hangs or crashes costs only itself.
 This process prints, counts the time, and decides the exit code. It imports no torch.
@@ -21,17 +21,17 @@ from typing import Final
 
 import msgspec
 
-from launch.config.command_line import CommandLine, parse_arguments, resolve_config
-from launch.doctor.finding import Begun, Ended, Finding, News, Orders
-from launch.doctor.table import CHECKS
-from launch.errors import ConfigError, LaunchError, interrupted, refuse
-from launch.processes.lifeline import kill_group
-from launch.processes.local import worker_environment
-from launch.processes.slots import said
-from launch.runfolder import choose_path
+from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
+from stillhouse.launch.doctor.finding import Begun, Ended, Finding, News, Orders
+from stillhouse.launch.doctor.table import CHECKS
+from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
+from stillhouse.launch.processes.lifeline import kill_group
+from stillhouse.launch.processes.local import worker_environment
+from stillhouse.launch.processes.slots import said
+from stillhouse.launch.runfolder import choose_path
 
 USAGE: Final = """\
-usage: cluster.py doctor [--only CHECK,...] [--json FILE] [--timeout-s S] [--config FILE] [--KEY VALUE ...]
+usage: stillhouse doctor [--only CHECK,...] [--json FILE] [--timeout-s S] [--config FILE] [--KEY VALUE ...]
 
 Examines the run that this configuration describes, and starts nothing that stays. Prints a line per finding: what was
 measured, what is normal, and what to do. Exit code 0, or 1 if something FAILED.
@@ -202,7 +202,7 @@ class Examiner:
         """Set when the process did not reach its end."""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launch.doctor.examiner", str(os.getpid())],
+                [sys.executable, "-P", "-m", "stillhouse.launch.doctor.examiner", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

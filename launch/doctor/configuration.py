@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launch.checks.memory import TIGHT
-from launch.doctor.case import Case
-from launch.doctor.finding import Finding
-from launch.errors import ConfigError
+from stillhouse.launch.checks.memory import TIGHT
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.errors import ConfigError
 
 
 def configuration(case: Case) -> Iterator[Finding]:
@@ -51,7 +51,7 @@ def memory(case: Case) -> Iterator[Finding]:
 
 def prompts(case: Case) -> Iterator[Finding]:
     """What --check makes of architectures and prompts (launch.checks.check_command)."""
-    from launch.checks.check_command import check_run  # imports torch
+    from stillhouse.launch.checks.check_command import check_run  # imports torch
 
     try:
         lines = check_run(case.checked.config)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from launch.checks.model_files import check_weights
-from launch.config.pools import teacher_pools
-from launch.config.run import RunConfig
-from launch.doctor.case import Case
-from launch.doctor.finding import Finding
-from launch.doctor.host import existing
+from stillhouse.launch.checks.model_files import check_weights
+from stillhouse.launch.config.pools import teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.host import existing
 
 MB: Final = 1_000_000
 SNAPSHOTS: Final = 2

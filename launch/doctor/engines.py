@@ -10,18 +10,18 @@ from typing import Final
 
 import msgspec
 
-from engines.base import ScoringEngine
-from engines.provider import API_KEY_VARIABLE, SERVERS, Student, StudentSource
-from launch.config.pools import TeacherPool, WorkerGroup, engine_of, worker_groups
-from launch.config.run import RunConfig
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Finding
-from launch.processes.slots import RestartBudget
-from launch.servers.plan import ServerPlan, launched_groups
-from launch.servers.watch import ServerWatch
-from launch.workers.launch_plan import new_api_key
-from launch.workers.start_role import StartRole
-from protocol.context import RoleContext, WorkerRole
+from stillhouse.engines.base import ScoringEngine
+from stillhouse.engines.provider import API_KEY_VARIABLE, SERVERS, Student, StudentSource
+from stillhouse.launch.config.pools import TeacherPool, WorkerGroup, engine_of, worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.processes.slots import RestartBudget
+from stillhouse.launch.servers.plan import ServerPlan, launched_groups
+from stillhouse.launch.servers.watch import ServerWatch
+from stillhouse.launch.workers.launch_plan import new_api_key
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.protocol.context import RoleContext, WorkerRole
 
 LOOK_EVERY_S: Final = 0.2
 LOG_LINES: Final = 4

@@ -1,6 +1,6 @@
 """The process that examines: makes one check after the other, and reports each in JSON lines.
 
-    python -P -m launch.doctor.examiner PARENT_PID        Orders on standard input, News on standard output
+    python -P -m stillhouse.launch.doctor.examiner PARENT_PID        Orders on standard input, News on standard output
 
 The process may be killed at any time: a check that takes too long, or that crashes the interpreter, costs itself alone,
 because the next process goes on behind it.
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from launch.config.command_line import parse_arguments
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Begun, Ended, Finding, News, Orders
-from launch.doctor.table import CHECKS, Check
-from launch.processes.lifeline import die_with_parent
+from stillhouse.launch.config.command_line import parse_arguments
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Begun, Ended, Finding, News, Orders
+from stillhouse.launch.doctor.table import CHECKS, Check
+from stillhouse.launch.processes.lifeline import die_with_parent
 
 
 def examine(orders: Orders, send: Callable[[News], None]) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Final
 
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Finding
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Finding
 
 TIMEOUT_S: Final = 20.0
 USED_MIB: Final = 1024
@@ -25,7 +25,7 @@ FAST: Final = "NVLink (NV), or one PCIe switch (PIX, PXB)"
 
 def gpus(case: Case) -> Iterator[Finding]:
     """Each GPU, the links between those that the placement uses, and NCCL."""
-    from launch.machine.machine import find_machine
+    from stillhouse.launch.machine.machine import find_machine
 
     machine = find_machine()
     if not machine.gpus:

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from engines.provider import ServerEngine
-from launch.config.pools import WorkerGroup, worker_groups
-from launch.config.run import RunConfig
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Finding
-from launch.report.figures import plural
-from protocol.processors import usable_cores
+from stillhouse.engines.provider import ServerEngine
+from stillhouse.launch.config.pools import WorkerGroup, worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.report.figures import plural
+from stillhouse.protocol.processors import usable_cores
 
 FILES_OF_ITSELF: Final = 64
 """Descriptors of a process without workers or rollouts: libraries, logs, sockets that listen. Measured: 20 to 50."""

@@ -8,11 +8,11 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from launch.config.run import RunConfig
-from launch.doctor.case import Case
-from launch.doctor.finding import Finding
-from launch.servers.plan import launched_groups, reachable_host
-from protocol.addresses import free_port
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.servers.plan import launched_groups, reachable_host
+from stillhouse.protocol.addresses import free_port
 
 CONNECT_TIMEOUT_S: Final = 3.0
 

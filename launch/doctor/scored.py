@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
-from launch.config.pools import TeacherPool
-from launch.doctor import engines, reference
-from launch.doctor.case import Case, Impossible
-from launch.doctor.written import answers, ground_truths, reference_logprobs
+from stillhouse.engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
+from stillhouse.launch.config.pools import TeacherPool
+from stillhouse.launch.doctor import engines, reference
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.written import answers, ground_truths, reference_logprobs
 
 TEMPERATURES: Final = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
 """At which the reference scores, 1 first, to recognise a teacher that scores at another one."""

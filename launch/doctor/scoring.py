@@ -13,13 +13,13 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from launch.config.pools import TeacherPool
-from launch.doctor import engines
-from launch.doctor.case import Case
-from launch.doctor.finding import Finding, Status
-from launch.doctor.scored import TEMPERATURES, Scores, reference_scores, scores, texts
-from launch.doctor.written import GREEDY, PROBE, answers, of_student, written
-from teachers.self_check import LOUD_NATS
+from stillhouse.launch.config.pools import TeacherPool
+from stillhouse.launch.doctor import engines
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.finding import Finding, Status
+from stillhouse.launch.doctor.scored import TEMPERATURES, Scores, reference_scores, scores, texts
+from stillhouse.launch.doctor.written import GREEDY, PROBE, answers, of_student, written
+from stillhouse.teachers.self_check import LOUD_NATS
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 EXACT_NATS: Final = (2e-3, 0.02)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Final, NamedTuple
 
-from launch.config.run import RunConfig
-from launch.doctor import engines
-from launch.doctor.case import Case
-from launch.doctor.configuration import configuration, memory, prompts
-from launch.doctor.disk import disk
-from launch.doctor.finding import Finding
-from launch.doctor.gpus import gpus
-from launch.doctor.host import clocks, cores, open_files, shared_memory
-from launch.doctor.ports import ports
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.doctor import engines
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.configuration import configuration, memory, prompts
+from stillhouse.launch.doctor.disk import disk
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.gpus import gpus
+from stillhouse.launch.doctor.host import clocks, cores, open_files, shared_memory
+from stillhouse.launch.doctor.ports import ports
 
 
 def _no_longer(config: RunConfig) -> float:
@@ -25,7 +25,7 @@ def _later(module: str, function: str) -> Callable[[Case], Iterator[Finding]]:
     """A check of this folder whose module imports torch, which the printing process does without."""
 
     def examine(case: Case) -> Iterator[Finding]:
-        yield from getattr(import_module(f"launch.doctor.{module}"), function)(case)
+        yield from getattr(import_module(f"stillhouse.launch.doctor.{module}"), function)(case)
 
     return examine
 

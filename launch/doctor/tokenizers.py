@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from launch.checks.model_files import differences
-from launch.checks.turn_ends import closing_id, ends_of
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Finding
-from models.description import known_vocabulary_size
-from models.tokenizer import as_chat_tokenizer, load_tokenizer, stop_token_ids
-from protocol.handshake import vocab_tokens
+from stillhouse.launch.checks.model_files import differences
+from stillhouse.launch.checks.turn_ends import closing_id, ends_of
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.models.description import known_vocabulary_size
+from stillhouse.models.tokenizer import as_chat_tokenizer, load_tokenizer, stop_token_ids
+from stillhouse.protocol.handshake import vocab_tokens
 
 
 def tokenizer_of(case: Case, model: str) -> PreTrainedTokenizerBase:

@@ -18,25 +18,25 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from engines.base import Float32s, GenerationRequest, Int32s
-from engines.provider import Student
-from launch.checks.model_files import check_weights
-from launch.config.pools import engine_of
-from launch.doctor import engines, reference
-from launch.doctor.case import Case, Impossible
-from launch.doctor.finding import Finding
-from launch.doctor.scoring import limits
-from launch.doctor.written import answers, write
-from models.loading import load_causal_lm
-from models.tokenizer import load_tokenizer
-from protocol.handshake import vocab_tokens
-from protocol.messages import Membership, Sampling, WeightPlan, WeightVersion
-from weights.checkpoint_names import checkpoint_pieces
-from weights.config import sent_dtype
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver
-from weights.roster import Members
-from weights.server_checks import LearnerCanary
+from stillhouse.engines.base import Float32s, GenerationRequest, Int32s
+from stillhouse.engines.provider import Student
+from stillhouse.launch.checks.model_files import check_weights
+from stillhouse.launch.config.pools import engine_of
+from stillhouse.launch.doctor import engines, reference
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.scoring import limits
+from stillhouse.launch.doctor.written import answers, write
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.messages import Membership, Sampling, WeightPlan, WeightVersion
+from stillhouse.weights.checkpoint_names import checkpoint_pieces
+from stillhouse.weights.config import sent_dtype
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.roster import Members
+from stillhouse.weights.server_checks import LearnerCanary
 
 ACTOR: Final = "actor-0"
 TOKENS: Final = 12

@@ -9,14 +9,14 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from engines.base import Float32s, GenerationEngine, GenerationRequest, Int32s
-from launch.checks.model_files import check_weights
-from launch.doctor import engines, reference
-from launch.doctor.case import Case, Impossible
-from launch.doctor.chat_template import rows_of
-from launch.doctor.tokenizers import tokenizer_of
-from learner.prompts.tasks import Rendered
-from protocol.messages import Sampling
+from stillhouse.engines.base import Float32s, GenerationEngine, GenerationRequest, Int32s
+from stillhouse.launch.checks.model_files import check_weights
+from stillhouse.launch.doctor import engines, reference
+from stillhouse.launch.doctor.case import Case, Impossible
+from stillhouse.launch.doctor.chat_template import rows_of
+from stillhouse.launch.doctor.tokenizers import tokenizer_of
+from stillhouse.learner.prompts.tasks import Rendered
+from stillhouse.protocol.messages import Sampling
 
 PROMPTS: Final = 4
 PROMPT_TOKENS: Final = 1024

@@ -1,4 +1,4 @@
-"""`cluster.py join RUN`: adds actors, teachers and ranks of the learner to a running run, from this machine or another.
+"""`stillhouse join RUN`: adds actors, teachers and ranks of the learner to a running run, from this machine or another.
 
 Exit codes (docs/hosts.md): 0 the run finished, now or before; 1 the run broke off, or this side failed; 2 the command
 line or this machine does not fit the run; 75 the run cannot be joined now (stopped, starting, out of reach, or names
@@ -19,23 +19,23 @@ from typing import Final
 
 import msgspec
 
-from launch.buffer_link import BufferLink
-from launch.config.command_line import split_words
-from launch.config.files import write_config
-from launch.config.keys import Key
-from launch.config.run import ALIASES
-from launch.errors import ConfigError, LaunchError, interrupted, refuse
-from launch.join.config import Joining, check_joining, refuse_foreign
-from launch.join.joiner import Joiner, JoinStatus, JoinSummary
-from launch.join.target import Target, TryAgain, close_on_error, connect, find_target
-from launch.processes.local import LocalProcesses
-from launch.processes.slots import worker_name
-from launch.terminal import lasting_output
-from launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
-from launch.workers.roles import ENTRIES, JOINED_RANKS_ENTRY
-from launch.workers.start_role import WorkFolder
-from protocol.atomic_file import write_atomic
-from protocol.keys import KEYS
+from stillhouse.launch.buffer_link import BufferLink
+from stillhouse.launch.config.command_line import split_words
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.keys import Key
+from stillhouse.launch.config.run import ALIASES
+from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
+from stillhouse.launch.join.config import Joining, check_joining, refuse_foreign
+from stillhouse.launch.join.joiner import Joiner, JoinStatus, JoinSummary
+from stillhouse.launch.join.target import Target, TryAgain, close_on_error, connect, find_target
+from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.processes.slots import worker_name
+from stillhouse.launch.terminal import lasting_output
+from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
+from stillhouse.launch.workers.roles import ENTRIES, JOINED_RANKS_ENTRY
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.keys import KEYS
 
 LONGEST_PREFIX: Final = 60
 WAIT_REMOVED: Final = (
@@ -43,13 +43,13 @@ WAIT_REMOVED: Final = (
     "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/hosts.md has examples)"
 )
 USAGE: Final = """\
-usage: cluster.py join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-ranks K] [--KEY VALUE ...]
+usage: stillhouse join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-ranks K] [--KEY VALUE ...]
 
 Adds actors and teachers to a running run. They leave on Ctrl-C or when the run ends; unfinished work goes to other
 workers. docs/hosts.md has the details.
 
   RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder written
-                       by `cluster.py export`; or tcp://HOST:PORT, with --config and --keys
+                       by `stillhouse export`; or tcp://HOST:PORT, with --config and --keys
   --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
@@ -60,7 +60,7 @@ workers. docs/hosts.md has the details.
   --config FILE        config.yaml of the run, when RUN is an address
   --dir DIR            folder for logs; default: joined/NAME in the run's folder
   --KEY VALUE          models.*, actor.*, teacher.*, launch.*: what differs here from the run, such as
-                       --student FOLDER or --actor.server.gpus 0,1; cluster.py --help explains all keys
+                       --student FOLDER or --actor.server.gpus 0,1; stillhouse --help explains all keys
 """
 
 

@@ -12,29 +12,29 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
-from engines.provider import EngineRole
-from engines.registry import EMBEDDED
-from launch.checks.model_files import find_model, model_type, read_vocabulary
-from launch.checks.placement import Placement, choose_engines
-from launch.checks.server_preflight import check_servers
-from launch.config.command_line import build_run, put_overrides
-from launch.config.consistency import check_join, open_ports
-from launch.config.keys import Key
-from launch.config.pools import engine_of, teacher_pools
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, get, put
-from launch.errors import ConfigError
-from launch.join.target import HOW_TO_LISTEN, Target
-from launch.machine.devices import lacking_cuda
-from launch.machine.machine import Interpreters, find_machine
-from launch.processes.slots import worker_name
-from launch.servers.plan import ServerPlan
-from launch.stored_run import reads_store
-from protocol.addresses import is_local
-from protocol.handshake import vocab_fingerprint
-from protocol.object_store import Store, StoreError
-from protocol.processors import usable_cores
-from weights.config import NCCL_SOCKETS_ONLY, sockets_only
+from stillhouse.engines.provider import EngineRole
+from stillhouse.engines.registry import EMBEDDED
+from stillhouse.launch.checks.model_files import find_model, model_type, read_vocabulary
+from stillhouse.launch.checks.placement import Placement, choose_engines
+from stillhouse.launch.checks.server_preflight import check_servers
+from stillhouse.launch.config.command_line import build_run, put_overrides
+from stillhouse.launch.config.consistency import check_join, open_ports
+from stillhouse.launch.config.keys import Key
+from stillhouse.launch.config.pools import engine_of, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, get, put
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.join.target import HOW_TO_LISTEN, Target
+from stillhouse.launch.machine.devices import lacking_cuda
+from stillhouse.launch.machine.machine import Interpreters, find_machine
+from stillhouse.launch.processes.slots import worker_name
+from stillhouse.launch.servers.plan import ServerPlan
+from stillhouse.launch.stored_run import reads_store
+from stillhouse.protocol.addresses import is_local
+from stillhouse.protocol.handshake import vocab_fingerprint
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.processors import usable_cores
+from stillhouse.weights.config import NCCL_SOCKETS_ONLY, sockets_only
 
 OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "launch.")
 """Keys that a joining host may set; all others belong to the run."""

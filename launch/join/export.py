@@ -1,4 +1,4 @@
-"""`cluster.py export RUN FOLDER`: writes what another machine needs to join the run without seeing its folder.
+"""`stillhouse export RUN FOLDER`: writes what another machine needs to join the run without seeing its folder.
 
 FOLDER/ (0700)   join.json      the run's name and address
                  config.yaml    its resolved configuration
@@ -14,10 +14,10 @@ from typing import Final
 
 import msgspec
 
-from launch.config.command_line import split_words
-from launch.config.files import read_config
-from launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.join.target import (
+from stillhouse.launch.config.command_line import split_words
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
+from stillhouse.launch.join.target import (
     JOIN_FILE,
     TRY_AGAIN_EXIT_CODE,
     JoinCard,
@@ -28,15 +28,15 @@ from launch.join.target import (
     reachable,
     running_record,
 )
-from launch.runfolder import read_record
-from protocol.keys import KEYS
+from stillhouse.launch.runfolder import read_record
+from stillhouse.protocol.keys import KEYS
 
 ROLES: Final = ("actor", "teacher")
 USAGE: Final = """\
-usage: cluster.py export RUN FOLDER [--roles actor,teacher]
+usage: stillhouse export RUN FOLDER [--roles actor,teacher]
 
 Writes FOLDER with what another machine needs to join the run: its address, its configuration and keys. Copy it there
-(scp -rp) and run `cluster.py join FOLDER`. FOLDER holds secrets and only you can read it: anyone who has it can take
+(scp -rp) and run `stillhouse join FOLDER`. FOLDER holds secrets and only you can read it: anyone who has it can take
 part in the run.
 
   RUN              folder of a running run, or its name in runs/
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         card = export(find_folder(run), Path(folder).expanduser(), roles)
         print(
             f"wrote {folder} for joining {card.name} at {card.address}; copy it there (scp -rp) and run "
-            f"`cluster.py join {Path(folder).name}`"
+            f"`stillhouse join {Path(folder).name}`"
         )
         return 0
     except LaunchError as error:

@@ -17,16 +17,16 @@ from typing import ClassVar, Final
 
 import msgspec
 
-from launch.buffer_link import BufferLink
-from launch.processes.backend import ProcessBackend
-from launch.processes.slots import Worker, said
-from launch.report.figures import RunView, clock, short
-from launch.report.status import StatusView
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import WorkFolder
-from launch.workers.watch import WORD_S, Watch
-from protocol.context import ExitCode
-from protocol.messages import PeerView, Snapshot
+from stillhouse.launch.buffer_link import BufferLink
+from stillhouse.launch.processes.backend import ProcessBackend
+from stillhouse.launch.processes.slots import Worker, said
+from stillhouse.launch.report.figures import RunView, clock, short
+from stillhouse.launch.report.status import StatusView
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.launch.workers.watch import WORD_S, Watch
+from stillhouse.protocol.context import ExitCode
+from stillhouse.protocol.messages import PeerView, Snapshot
 
 log = logging.getLogger(__name__)
 LAST_LOOK_S: Final = 1.0

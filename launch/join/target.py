@@ -21,18 +21,18 @@ from typing import Final
 import msgspec
 import psutil
 
-from launch.buffer_link import CONNECT_TIMEOUT_S, BufferLink, read_address
-from launch.config.files import read_plain
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, build
-from launch.errors import ConfigError, LaunchError
-from launch.runfolder import RUNS, RunRecord, read_record
-from launch.servers.plan import interface_of
-from protocol.addresses import is_local
-from protocol.errors import ConnectTimeout, HandshakeRefused, KeysUnusable, LinkError, ProtocolError
-from protocol.keys import KEYS, Owner, load_client_keys
-from protocol.messages import Role
-from protocol.shards.division import all_addresses
+from stillhouse.launch.buffer_link import CONNECT_TIMEOUT_S, BufferLink, read_address
+from stillhouse.launch.config.files import read_plain
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, build
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.runfolder import RUNS, RunRecord, read_record
+from stillhouse.launch.servers.plan import interface_of
+from stillhouse.protocol.addresses import is_local
+from stillhouse.protocol.errors import ConnectTimeout, HandshakeRefused, KeysUnusable, LinkError, ProtocolError
+from stillhouse.protocol.keys import KEYS, Owner, load_client_keys
+from stillhouse.protocol.messages import Role
+from stillhouse.protocol.shards.division import all_addresses
 
 JOIN_FILE: Final = "join.json"
 JOINED: Final = "joined"
@@ -106,7 +106,7 @@ class Target:
             try:
                 load_client_keys(self.keys, role, server)
             except KeysUnusable as error:
-                mistakes.append(f"--keys: {error}; `cluster.py export` on the run's machine copies all that is needed")
+                mistakes.append(f"--keys: {error}; `stillhouse export` on the run's machine copies all that is needed")
         return list(dict.fromkeys(mistakes))
 
 
@@ -139,7 +139,7 @@ def find_folder(run: str) -> Path:
             folder = folder.resolve()
             if (folder / "run.json").is_file() or (folder / JOIN_FILE).is_file():
                 return folder
-            raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `cluster.py export`")
+            raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `stillhouse export`")
     raise LaunchError(f"no run {run!r}: neither a folder nor in {RUNS}/; an address looks like tcp://HOST:PORT")
 
 
@@ -204,7 +204,7 @@ def _at_address(address: str, keys: Path | None, config: Path | None) -> Target:
     if config is None:
         raise ConfigError(
             f"{address}: also needs --config FILE, the run's config.yaml (models, environments, engines); or join with "
-            "a folder written by `cluster.py export`"
+            "a folder written by `stillhouse export`"
         )
     if not address.startswith("tcp://") or not address.rpartition(":")[2].isdecimal():
         raise ConfigError(f"{address}: expected tcp://HOST:PORT")
@@ -228,7 +228,7 @@ def _with_keys_if_encrypted(target: Target) -> Target:
     if encrypted and target.keys is None:
         raise ConfigError(
             f"--keys: the links of {target.name} are encrypted; expected a folder with server.key, learner.key, "
-            "joiner.key_secret and the .key_secret of each role that joins (`cluster.py export` makes one)"
+            "joiner.key_secret and the .key_secret of each role that joins (`stillhouse export` makes one)"
         )
     if not encrypted and target.keys is not None:
         raise ConfigError(f"--keys: the links of {target.name} are not encrypted (buffer.encrypt); leave --keys out")

@@ -7,12 +7,12 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from launch.config.pools import worker_groups
-from launch.config.run import RunConfig
-from launch.machine.machine import Machine
-from launch.machine.torch_build import TorchBuild
-from protocol.context import WorkerRole
-from teachers.config import PoolConfig
+from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.machine import Machine
+from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.protocol.context import WorkerRole
+from stillhouse.teachers.config import PoolConfig
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 replace = msgspec.structs.replace

@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 import msgspec
 import psutil
 
-from launch.errors import ConfigError
-from launch.machine import torch_build
-from launch.machine.torch_build import TorchBuild
-from protocol.control_groups import groups_with
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine import torch_build
+from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.protocol.control_groups import groups_with
 
 NVIDIA_SMI_TIMEOUT_S: Final = 20.0
 TORCH_TIMEOUT_S: Final = 60.0

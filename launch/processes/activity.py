@@ -8,7 +8,7 @@ from typing import Final
 
 import psutil
 
-from launch.processes.backend import Vitals
+from stillhouse.launch.processes.backend import Vitals
 
 LOOK_S: Final = 1.0
 """Time between two looks at the processes that are waited for."""

@@ -8,8 +8,8 @@ A backend makes no decisions: the watch decides when a worker is started again a
 one process at a time; both sides identify it by name and incarnation. Process ids, descriptors, hosts and job numbers
 are internal to the backend. It is used from one thread.
 
-A backend runs `python -m launch.workers.roles RUN_DIR` where the worker is to live, and writes the StartRole to its
-stdin (or does the same in a process that it has forked). It is responsible for:
+A backend runs `python -m stillhouse.launch.workers.roles RUN_DIR` where the worker is to live, and writes the
+StartRole to its stdin (or does the same in a process that it has forked). It is responsible for:
 
     environment     setting the variables of LaunchPlan.environment, one of which is a secret
     log             getting the worker's output into logs/<name>.log of the run folder that the launcher sees
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple, Protocol, TypeAlias
 
-from launch.workers.start_role import StartRole
+from stillhouse.launch.workers.start_role import StartRole
 
 
 class Started(NamedTuple):

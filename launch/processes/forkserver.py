@@ -1,6 +1,6 @@
 """The fork server: imports torch and transformers once, then forks each worker within milliseconds.
 
-    python -m launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID RUN_DIR MODULE...
+    python -m stillhouse.launch.processes.forkserver CONTROL_FD LIFELINE_FD LAUNCHER_PID RUN_DIR MODULE...
 
 The launcher starts it before anything else. It has one thread and touches no device, so that forking is safe; both are
 checked before every fork, and an unsafe fork is refused (the launcher then spawns). Messages on the control socket are
@@ -28,12 +28,12 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from launch.config.files import read_config
-from launch.config.run import RunConfig
-from launch.processes.lifeline import die_with_parent, kill_group, reap, threads_lost_by_fork
-from launch.workers.roles import redirect_output, run_role
-from launch.workers.start_role import StartRole, WorkFolder
-from protocol.context import ExitCode
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.lifeline import die_with_parent, kill_group, reap, threads_lost_by_fork
+from stillhouse.launch.workers.roles import redirect_output, run_role
+from stillhouse.launch.workers.start_role import StartRole, WorkFolder
+from stillhouse.protocol.context import ExitCode
 
 READ_BYTES: Final = 65536
 

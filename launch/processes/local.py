@@ -17,22 +17,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from launch.processes import forkserver
-from launch.processes.activity import Activity, vitals_of
-from launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
-from launch.processes.lifeline import kill_group, reap
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
-from protocol.atomic_file import not_a_link
+from stillhouse import SOURCES
+from stillhouse.launch.processes import forkserver
+from stillhouse.launch.processes.activity import Activity, vitals_of
+from stillhouse.launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
+from stillhouse.launch.processes.lifeline import kill_group, reap
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
+from stillhouse.protocol.atomic_file import not_a_link
 
 FORKSERVER: Final = "forkserver"
 """Name of its log and of its vitals."""
-REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 FORKSERVER_END_S: Final = 5.0
 FORKSERVER_STARTS: Final = 4
 """If the fork server dies this often, workers are spawned from then on."""
@@ -51,7 +50,6 @@ def worker_environment(threads: int = 1) -> dict[str, str]:
 
     Batches differ in size from step to step. Torch's allocator would keep a block of GPU memory for each size, so it is
     told to use segments that grow, unless the user has settings of their own. docs/gpu.md has what this saves."""
-    path = os.environ.get("PYTHONPATH")
     own_allocator = any(name in os.environ for name in ALLOCATOR_VARIABLES)
     return {
         **({} if own_allocator else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
@@ -59,8 +57,13 @@ def worker_environment(threads: int = 1) -> dict[str, str]:
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # is_available() must not initialise CUDA before a fork
-        "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{path}" if path else str(REPO_ROOT),
+        "PYTHONPATH": python_path(),
     }
+
+
+def python_path() -> str:
+    """PYTHONPATH of a child: the user's own, and then the folder of this package, which need not be installed."""
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SOURCES))))
 
 
 class LocalProcesses(ProcessBackend):
@@ -130,7 +133,7 @@ class LocalProcesses(ProcessBackend):
         arguments = [theirs.fileno(), self.lifeline_fd, os.getpid(), self._folder.path, *self._preload]
         with theirs, open(self._folder.log_path(FORKSERVER), "ab", opener=not_a_link) as log:
             self._forkserver = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launch.processes.forkserver", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "stillhouse.launch.processes.forkserver", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -225,7 +228,14 @@ class LocalProcesses(ProcessBackend):
     def _spawn(self, start: StartRole) -> None:
         with open(self._folder.log_path(start.name), "ab", opener=not_a_link) as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "launch.workers.roles", str(self._folder.path), str(os.getpid())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "stillhouse.launch.workers.roles",
+                    str(self._folder.path),
+                    str(os.getpid()),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -11,9 +11,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from launch.config.run import LaunchConfig
-from protocol.context import ExitCode, WorkerRole
-from protocol.messages import Snapshot
+from stillhouse.launch.config.run import LaunchConfig
+from stillhouse.protocol.context import ExitCode, WorkerRole
+from stillhouse.protocol.messages import Snapshot
 
 RESTART_WINDOW_S: Final = 300.0
 """Restarts longer ago than this are forgotten."""

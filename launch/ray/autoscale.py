@@ -16,12 +16,12 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from launch.config.cluster import ClusterConfig, RoleHostsConfig
-from launch.ray.wanted import Wanted
-from launch.report.figures import plural
-from launch.topology import shares
-from learner.reports.attribution import WINDOW_S
-from learner.reports.scaling import Outcome
+from stillhouse.launch.config.cluster import ClusterConfig, RoleHostsConfig
+from stillhouse.launch.ray.wanted import Wanted
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.topology import shares
+from stillhouse.learner.reports.attribution import WINDOW_S
+from stillhouse.learner.reports.scaling import Outcome
 
 EVERY_S: Final = 2 * WINDOW_S
 WAITS: Final = 0.2

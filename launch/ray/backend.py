@@ -6,9 +6,9 @@ import queue
 import sys
 from collections.abc import Collection
 
-from launch.processes.backend import Event, Exited, ProcessBackend, Vitals
-from launch.ray.hosts import RayHosts
-from launch.workers.start_role import StartRole
+from stillhouse.launch.processes.backend import Event, Exited, ProcessBackend, Vitals
+from stillhouse.launch.ray.hosts import RayHosts
+from stillhouse.launch.workers.start_role import StartRole
 
 OF_THE_RUN = ("buffer", "learner")
 

@@ -8,18 +8,17 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from launch.config.cluster import HostConfig
-from launch.errors import ConfigError, LaunchError
-from launch.ray.host import JoiningHost
-from launch.ray.reservation import Look, Reservation
-from launch.ray.room import ADVICE, GIB, Node, said_of_layout, spread_over, too_small
-from launch.topology import HostGroup, resources
+from stillhouse import SOURCES
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.ray.host import JoiningHost
+from stillhouse.launch.ray.reservation import Look, Reservation
+from stillhouse.launch.ray.room import ADVICE, GIB, Node, said_of_layout, spread_over, too_small
+from stillhouse.launch.topology import HostGroup, resources
 
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
-REPO_ROOT: Final = Path(__file__).resolve().parents[2]
 START_S: Final = 60.0
 """How long a process of Ray may take to start."""
 LOOPBACK: Final = "127.0.0.1"
@@ -105,7 +104,7 @@ class RayCluster:
     ) -> Any:
         """Start a host where it has room; returns at once. Its first answer comes when Ray has found that. `variables`:
         of the join's environment. They go with the files, because Ray shows everybody what is in a `runtime_env`."""
-        shown = {"PYTHONPATH": str(REPO_ROOT), "PYTHONUNBUFFERED": "1"}
+        shown = {"PYTHONPATH": str(SOURCES), "PYTHONUNBUFFERED": "1"}
         if not host.gpus:
             shown["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from those that asked for some
         options = self._options(name, host) | {"runtime_env": {"env_vars": shown}, "max_restarts": 0}

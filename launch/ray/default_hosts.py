@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from launch.config.cluster import HostConfig, RoleHostsConfig
-from launch.config.run import RunConfig
-from launch.ray.room import GIB, Node
+from stillhouse.launch.config.cluster import HostConfig, RoleHostsConfig
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.ray.room import GIB, Node
 
 replace = msgspec.structs.replace
 LEAST: Final = Node("", 1, 0, GIB, here=False)

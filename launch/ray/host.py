@@ -1,4 +1,4 @@
-"""One host of a run on Ray: an actor of Ray that runs `cluster.py join` on its node.
+"""One host of a run on Ray: an actor of Ray that runs `stillhouse join` on its node.
 
 What the join needs (address, configuration, keys) comes as bytes with the actor's arguments and is written into a
 folder that only this user can read. The join's logs go back in pieces, when the launcher asks for them. No token, score
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple, Protocol
 
-from launch.processes.lifeline import kill_group
+from stillhouse.launch.processes.lifeline import kill_group
 
 PIECE_BYTES: Final = 64 * 1024
 """The most that one answer carries of one log."""
@@ -52,8 +52,8 @@ class JoiningHost(SomeHost):
     def __init__(
         self, files: Mapping[str, bytes], words: Sequence[str], address: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        """`files`: path -> content of the folder to join, as `cluster.py export` writes it. `words`: the further
-        arguments of `cluster.py join`; all of them where there are no files. `address`: the node's own. `variables`:
+        """`files`: path -> content of the folder to join, as `stillhouse export` writes it. `words`: the further
+        arguments of `stillhouse join`; all of them where there are no files. `address`: the node's own. `variables`:
         added to the join's environment; access to the run's store."""
         self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))
         self._until_gone = _remove_when_this_process_is_gone(self._home)
@@ -66,7 +66,7 @@ class JoiningHost(SomeHost):
         self._logs = self._home / "joined" / "logs"
         self._logs.mkdir(parents=True)
         target = [str(run), "--dir", str(self._logs.parent)] if files else []
-        command = [sys.executable, "-P", "-m", "launch.ray.joined", str(os.getpid()), *target, *words]
+        command = [sys.executable, "-P", "-m", "stillhouse.launch.ray.joined", str(os.getpid()), *target, *words]
         with (self._logs / JOIN_LOG).open("ab") as log:
             self._join = subprocess.Popen(
                 command,

@@ -1,6 +1,6 @@
 """Which hosts a run on Ray has: as many as are wanted, until the run ends.
 
-One thread looks twice a second at the numbers of workers in hosts.json of the run's folder, which `cluster.py scale`
+One thread looks twice a second at the numbers of workers in hosts.json of the run's folder, which `stillhouse scale`
 and the autoscaler change while the run goes on, and at each host (launch.ray.keeper). What the user must see goes into
 `notices`, which the launcher's backend passes on (launch.ray.backend).
 """
@@ -15,18 +15,18 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from launch.config.run import RunConfig
-from launch.errors import LaunchError
-from launch.processes.backend import Notice
-from launch.ray.autoscale import Decision
-from launch.ray.keeper import CLEAN_S, Cluster, HostKeeper, Slot
-from launch.ray.reservation import host_names
-from launch.ray.wanted import HOSTS_FILE, Wanted, change_wanted, read_wanted, write_wanted
-from launch.report.figures import plural
-from launch.topology import HostGroup, groups_of
-from learner.reports.scaling import Outcome, ScalingCounts
-from protocol.object_store import StoreError
-from protocol.store_owner import StoreOwner
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.processes.backend import Notice
+from stillhouse.launch.ray.autoscale import Decision
+from stillhouse.launch.ray.keeper import CLEAN_S, Cluster, HostKeeper, Slot
+from stillhouse.launch.ray.reservation import host_names
+from stillhouse.launch.ray.wanted import HOSTS_FILE, Wanted, change_wanted, read_wanted, write_wanted
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.topology import HostGroup, groups_of
+from stillhouse.learner.reports.scaling import Outcome, ScalingCounts
+from stillhouse.protocol.object_store import StoreError
+from stillhouse.protocol.store_owner import StoreOwner
 
 TICK_S: Final = 0.5
 END_S: Final = 10.0

@@ -1,11 +1,11 @@
-"""`python -m launch.ray.joined PID RUN ...`: `cluster.py join RUN ...` that dies with its parent, process PID."""
+"""`... -m stillhouse.launch.ray.joined PID RUN`: `stillhouse join RUN ...` that dies with its parent, process PID."""
 
 from __future__ import annotations
 
 import sys
 
-from launch.join import command
-from launch.processes.lifeline import die_with_parent
+from stillhouse.launch.join import command
+from stillhouse.launch.processes.lifeline import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from launch.config.cluster import HostConfig
-from launch.config.run import AUTO_THREADS, RunConfig
-from launch.join.target import TRY_AGAIN_EXIT_CODE
-from launch.processes.slots import RestartBudget, said
-from launch.ray.host import JOIN_LOG, News
-from launch.report.figures import plural
-from launch.stored_run import groups_with_store
-from launch.topology import REJOIN_S, HostGroup, said_of
-from learner.reports.scaling import ScalingCounts
-from protocol.atomic_file import not_a_link
-from protocol.object_store import variables
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.config.run import AUTO_THREADS, RunConfig
+from stillhouse.launch.join.target import TRY_AGAIN_EXIT_CODE
+from stillhouse.launch.processes.slots import RestartBudget, said
+from stillhouse.launch.ray.host import JOIN_LOG, News
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.stored_run import groups_with_store
+from stillhouse.launch.topology import REJOIN_S, HostGroup, said_of
+from stillhouse.learner.reports.scaling import ScalingCounts
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.object_store import variables
 
 SAY_WAITS_S: Final = 15.0
 """A host for which there is no room for this long is reported."""

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from launch.config.cluster import HostConfig
-from launch.errors import LaunchError
-from launch.ray.room import ADVICE, GIB, Node, said_of_missing, said_of_nodes, spread_over
-from launch.topology import HostGroup
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.ray.room import ADVICE, GIB, Node, said_of_missing, said_of_nodes, spread_over
+from stillhouse.launch.topology import HostGroup
 
 LOOK_S: Final = 0.2
 SAY_AFTER_S: Final = 2.0

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from launch.config.cluster import HostConfig
-from launch.report.figures import plural
-from launch.topology import HostGroup, resources, said_of
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.topology import HostGroup, resources, said_of
 
 GIB: Final = 2**30
 ADVICE: Final = (

@@ -2,7 +2,7 @@
 
 The launcher, the buffer and the learner (or its first ranks) run where the command is typed, on a node of the cluster.
 Each other host of the topology (section `cluster`) is an actor of Ray with the host's resources, which joins the run as
-`cluster.py join` does from anywhere. Ray finds the nodes and counts the resources; data never goes through Ray.
+`stillhouse join` does from anywhere. Ray finds the nodes and counts the resources; data never goes through Ray.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from buffer.config import BufferConfig
-from launch.checks.preflight import replace
-from launch.config.files import read_config
-from launch.config.run import RunConfig
-from launch.join.export import ROLES, files_to_join
-from launch.join.target import listening_address, running_record
-from launch.processes.local import LocalProcesses
-from launch.ray.autoscale import Autoscaler
-from launch.ray.backend import RayBackend
-from launch.ray.cluster import RayCluster
-from launch.ray.default_hosts import with_hosts
-from launch.ray.hosts import RayHosts
-from launch.ray.wanted import Wanted, read_wanted
-from launch.topology import beside_the_learner, host_groups, said_of_groups, teachers_by_pool
-from launch.workers.launch_plan import LaunchPlan, MakeBackend
-from launch.workers.start_role import WorkFolder
-from protocol.addresses import is_local
-from weights.config import WeightsConfig
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.launch.checks.preflight import replace
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.join.export import ROLES, files_to_join
+from stillhouse.launch.join.target import listening_address, running_record
+from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.ray.autoscale import Autoscaler
+from stillhouse.launch.ray.backend import RayBackend
+from stillhouse.launch.ray.cluster import RayCluster
+from stillhouse.launch.ray.default_hosts import with_hosts
+from stillhouse.launch.ray.hosts import RayHosts
+from stillhouse.launch.ray.wanted import Wanted, read_wanted
+from stillhouse.launch.topology import beside_the_learner, host_groups, said_of_groups, teachers_by_pool
+from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol.addresses import is_local
+from stillhouse.weights.config import WeightsConfig
 
 
 def check_on_ray(config: RunConfig, former: Path | None, pretended_gpus: int | None) -> tuple[RunConfig, list[str]]:

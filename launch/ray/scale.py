@@ -1,4 +1,4 @@
-"""`cluster.py scale RUN --actors N`: changes how many workers a run on Ray has, while it goes on."""
+"""`stillhouse scale RUN --actors N`: changes how many workers a run on Ray has, while it goes on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 
 import msgspec
 
-from launch.config.command_line import split_words
-from launch.config.files import read_config
-from launch.config.run import RunConfig
-from launch.errors import ConfigError, LaunchError, refuse
-from launch.join.target import find_folder, running_record
-from launch.ray.wanted import HOSTS_FILE, LONGEST_NUMBER, Wanted, change_wanted, read_wanted
+from stillhouse.launch.config.command_line import split_words
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError, LaunchError, refuse
+from stillhouse.launch.join.target import find_folder, running_record
+from stillhouse.launch.ray.wanted import HOSTS_FILE, LONGEST_NUMBER, Wanted, change_wanted, read_wanted
 
 USAGE: Final = """\
-usage: cluster.py scale RUN [--actors N] [--teachers M [--pool NAME]]
+usage: stillhouse scale RUN [--actors N] [--teachers M [--pool NAME]]
 
 Changes the numbers of actors and teachers of a run that was started with --backend ray, while it goes on. Those that
 are too many leave: their unfinished work goes to others. The run's console says what it does.

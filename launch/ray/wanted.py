@@ -1,4 +1,4 @@
-"""hosts.json of a run on Ray: how many workers are wanted. `cluster.py scale` and the autoscaler change it."""
+"""hosts.json of a run on Ray: how many workers are wanted. `stillhouse scale` and the autoscaler change it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from launch.errors import LaunchError
-from launch.report.figures import plural
-from protocol.atomic_file import not_a_link, write_atomic
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.report.figures import plural
+from stillhouse.protocol.atomic_file import not_a_link, write_atomic
 
 HOSTS_FILE: Final = "hosts.json"
 LOCK_FILE: Final = "hosts.lock"
@@ -93,7 +93,7 @@ def _alone(run_dir: Path) -> Generator[None]:
                 if time.monotonic() > until_s:
                     raise LaunchError(
                         f"{run_dir / LOCK_FILE}: another process has held it for {LOCK_S:.0f} s, a stopped "
-                        "`cluster.py scale` perhaps; end that one, or try again"
+                        "`stillhouse scale` perhaps; end that one, or try again"
                     ) from None
                 time.sleep(0.01)
         yield

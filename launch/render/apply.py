@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from launch.config.command_line import CommandLine
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.errors import LaunchError
-from launch.render.kubernetes_files import SECRETS, expect_name, kubernetes_files
-from launch.render.submitted import expect_no_run, expect_submitted, shell_words
-from launch.report.summary_table import own_command
-from launch.runfolder import choose_path, unwritable
-from launch.stored_run import CONFIG
-from launch.topology import host_groups, said_of_groups
-from protocol.atomic_file import write_atomic
+from stillhouse.launch.config.command_line import CommandLine
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.render.kubernetes_files import SECRETS, expect_name, kubernetes_files
+from stillhouse.launch.render.submitted import expect_no_run, expect_submitted, shell_words
+from stillhouse.launch.report.summary_table import own_command
+from stillhouse.launch.runfolder import choose_path, unwritable
+from stillhouse.launch.stored_run import CONFIG
+from stillhouse.launch.topology import host_groups, said_of_groups
+from stillhouse.protocol.atomic_file import write_atomic
 
 MANIFESTS: Final = "manifests.yaml"
 KUBECTL_S: Final = 120.0
@@ -81,7 +81,7 @@ class Kubectl:
         if shutil.which("kubectl") is None:
             raise LaunchError(
                 "launch.backend: got k8s, but there is no kubectl in PATH here; use a machine that has it, or print "
-                "the manifests for one: launch/cluster.py render k8s"
+                "the manifests for one: stillhouse render k8s"
             )
         self.command = ("kubectl", *shell_words("cluster.kubectl", config.cluster.kubectl))
 

@@ -1,4 +1,4 @@
-"""`cluster.py render SCHEDULER`: prints the file with which a scheduler starts a run on several hosts."""
+"""`stillhouse render SCHEDULER`: prints the file with which a scheduler starts a run on several hosts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from launch.config.command_line import CommandLine, Words, resolve_config, split_words
-from launch.config.run import RunConfig
-from launch.errors import ConfigError, LaunchError, refuse
-from launch.render.kubernetes_files import expect_name, kubernetes_files
-from launch.render.skypilot import SkyTask, sky_task
-from launch.render.slurm import sbatch_script, slurm_job
-from launch.topology import HostGroup, host_groups
+from stillhouse.launch.config.command_line import CommandLine, Words, resolve_config, split_words
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError, LaunchError, refuse
+from stillhouse.launch.render.kubernetes_files import expect_name, kubernetes_files
+from stillhouse.launch.render.skypilot import SkyTask, sky_task
+from stillhouse.launch.render.slurm import sbatch_script, slurm_job
+from stillhouse.launch.topology import HostGroup, host_groups
 
 USAGE: Final = """\
-usage: cluster.py render slurm --run-dir DIR [--config FILE] [--KEY VALUE ...] > job.sbatch
-       cluster.py render k8s --name NAME --private DIR [--config FILE] [--KEY VALUE ...] > run.yaml
-       cluster.py render skypilot --name NAME --volume VOLUME [--accelerator GPU] [--config FILE] ... > task.yaml
+usage: stillhouse render slurm --run-dir DIR [--config FILE] [--KEY VALUE ...] > job.sbatch
+       stillhouse render k8s --name NAME --private DIR [--config FILE] [--KEY VALUE ...] > run.yaml
+       stillhouse render skypilot --name NAME --volume VOLUME [--accelerator GPU] [--config FILE] ... > task.yaml
 
 Prints the file with which Slurm, Kubernetes or SkyPilot starts a run on several hosts, and continues it from its newest
 checkpoint when it starts it again. (A run with --backend slurm or k8s writes the file itself and submits it.) The
@@ -32,7 +32,7 @@ docs/cluster.md has an example of each.
   --volume VOLUME    SkyPilot: its name of the volume for the run's folder, to which all nodes must be able to write
   --accelerator GPU  SkyPilot: its name of the GPUs, e.g. H100
   --config FILE      configuration of the run
-  --KEY VALUE        any key of a run; cluster.py --help explains all keys, --help cluster those of hosts
+  --KEY VALUE        any key of a run; stillhouse --help explains all keys, --help cluster those of hosts
 """
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from launch.config.cluster import HostConfig
-from launch.render.yaml_text import yaml_text
-from launch.topology import REJOIN_S, GroupName, HostGroup, flags_of_the_run
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.render.yaml_text import yaml_text
+from stillhouse.launch.topology import REJOIN_S, GroupName, HostGroup, flags_of_the_run
 
 GRACE_S: Final = 180
 """Seconds that a pod has to end after SIGTERM: a learner finishes its step and writes a checkpoint."""

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from engines.registry import AUTO
-from launch.checks.preflight import replace
-from launch.config.files import config_text
-from launch.config.pools import teacher_pools
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.render.kubernetes import KubernetesRun, manifests, secrets
-from launch.stored_run import groups_with_store
-from launch.topology import HostGroup
-from protocol.atomic_file import write_atomic
-from protocol.keys import KEYS, make_keys
+from stillhouse.engines.registry import AUTO
+from stillhouse.launch.checks.preflight import replace
+from stillhouse.launch.config.files import config_text
+from stillhouse.launch.config.pools import teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.render.kubernetes import KubernetesRun, manifests, secrets
+from stillhouse.launch.stored_run import groups_with_store
+from stillhouse.launch.topology import HostGroup
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.keys import KEYS, make_keys
 
 SECRETS: Final = "secrets.yaml"
 

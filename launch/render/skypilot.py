@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launch.render.yaml_text import yaml_text
-from launch.topology import REJOIN_S, HostGroup, flags_of_the_run
+from stillhouse.launch.render.yaml_text import yaml_text
+from stillhouse.launch.topology import REJOIN_S, HostGroup, flags_of_the_run
 
 RUNS: Final = "/runs"
 """Where the volume is mounted."""

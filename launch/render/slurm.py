@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launch.config.keys import Key
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
-from launch.join.target import TRY_AGAIN_EXIT_CODE
-from launch.render.submitted import shell_words
-from launch.report.figures import plural
-from launch.topology import REJOIN_S, HostGroup, flags_of_the_run, host_groups
+from stillhouse.launch.config.keys import Key
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.join.target import TRY_AGAIN_EXIT_CODE
+from stillhouse.launch.render.submitted import shell_words
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.topology import REJOIN_S, HostGroup, flags_of_the_run, host_groups
 
 HOME: Final = Path(__file__).resolve().parents[2]
 STOP_S: Final = 180

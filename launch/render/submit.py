@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from launch.config.command_line import CommandLine
-from launch.config.run import RunConfig
-from launch.errors import LaunchError
-from launch.render.slurm import sbatch_script, slurm_job
-from launch.render.submitted import expect_no_run, expect_submitted
-from launch.report.figures import plural
-from launch.report.summary_table import own_command
-from launch.runfolder import SCRIPT, choose_path, unwritable
-from launch.topology import host_groups, said_of_groups
-from protocol.atomic_file import write_atomic
+from stillhouse.launch.config.command_line import CommandLine
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.render.slurm import sbatch_script, slurm_job
+from stillhouse.launch.render.submitted import expect_no_run, expect_submitted
+from stillhouse.launch.report.figures import plural
+from stillhouse.launch.report.summary_table import own_command
+from stillhouse.launch.runfolder import SCRIPT, choose_path, unwritable
+from stillhouse.launch.topology import host_groups, said_of_groups
+from stillhouse.protocol.atomic_file import write_atomic
 
 SBATCH_S: Final = 60.0
 """How long sbatch may take; it answers when the controller has the job."""
@@ -61,7 +61,7 @@ def _sbatch() -> str:
     if found is None:
         raise LaunchError(
             "launch.backend: got slurm, but there is no sbatch in PATH here; use a machine from which jobs can be "
-            "submitted, or print the script for one: launch/cluster.py render slurm"
+            "submitted, or print the script for one: stillhouse render slurm"
         )
     return found
 

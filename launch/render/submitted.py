@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.config.command_line import CommandLine
-from launch.errors import ConfigError, LaunchError
-from launch.runfolder import read_record
+from stillhouse.launch.config.command_line import CommandLine
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.runfolder import read_record
 
 
 def expect_no_run(run_dir: Path) -> None:

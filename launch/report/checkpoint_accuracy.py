@@ -1,6 +1,6 @@
 """Lets a checkpoint of a run answer the run's evaluation prompts, at any time, and also after the run.
 
-    python -m launch.report.checkpoint_accuracy PARENT_PID CHECKPOINT [flags of a run]     prints figures as JSON
+    python -m stillhouse.launch.report.checkpoint_accuracy PARENT_PID CHECKPOINT [flags of a run]  prints JSON
 
 A process of its own does it, so that a notebook loads no model and keeps no memory. No teacher scores the answers: the
 figures are accuracies, rewards and lengths. Prompts, seeds and environments are those of the run's own evaluations.
@@ -18,14 +18,14 @@ from typing import Any, Final
 
 import msgspec
 
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.run import RunConfig
-from launch.errors import LaunchError, refuse
-from launch.processes.lifeline import die_with_parent
-from launch.processes.local import worker_environment
-from learner.checkpoints.files import ADAPTER_CONFIG, CHECKPOINTS, MANIFEST, newest, read_manifest
-from protocol.messages import WeightVersion
-from protocol.processors import usable_cores
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError, refuse
+from stillhouse.launch.processes.lifeline import die_with_parent
+from stillhouse.launch.processes.local import worker_environment
+from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, CHECKPOINTS, MANIFEST, newest, read_manifest
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.processors import usable_cores
 
 LAST_LINES: Final = 20
 """Lines of a failed evaluation's output that the error shows."""
@@ -56,7 +56,14 @@ def evaluate_checkpoint(run: Path, checkpoint: str | Path | None, flags: Mapping
         raise LaunchError(f"no checkpoint to evaluate: got {folder or run / CHECKPOINTS}, expected a checkpoint folder")
     process = subprocess.run(
         [
-            *(sys.executable, "-P", "-m", "launch.report.checkpoint_accuracy", str(os.getpid()), str(folder.resolve())),
+            *(
+                sys.executable,
+                "-P",
+                "-m",
+                "stillhouse.launch.report.checkpoint_accuracy",
+                str(os.getpid()),
+                str(folder.resolve()),
+            ),
             f"--config={run / 'config.yaml'}",
             *(f"--{key}={text}" for key, text in flags.items()),
         ],
@@ -77,10 +84,10 @@ def evaluate_checkpoint(run: Path, checkpoint: str | Path | None, flags: Mapping
 def measure(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """Figures of a checkpoint, by the names of an evaluation's metrics."""
     # Imported here because they import torch, which mistakes of the command line need not wait for.
-    from launch.report.local_evaluation import LocalEvaluator
-    from learner.evaluation.evaluation import Evaluation, render_eval_set
-    from learner.prompts.tasks import load_prompts
-    from models.tokenizer import load_tokenizer
+    from stillhouse.launch.report.local_evaluation import LocalEvaluator
+    from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+    from stillhouse.learner.prompts.tasks import load_prompts
+    from stillhouse.models.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory() as merged:
         student = _whole_model(config, checkpoint, Path(merged))
@@ -109,7 +116,7 @@ def _whole_model(config: RunConfig, checkpoint: Path, merged: Path) -> Path:
     """The checkpoint, or, if it holds adapters, the student with them, written into `merged`."""
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         return checkpoint
-    from learner.export import from_checkpoint
+    from stillhouse.learner.export import from_checkpoint
 
     return from_checkpoint(checkpoint, merged, config.models.student).merged
 

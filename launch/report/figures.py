@@ -8,13 +8,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from learner.reports.attribution import WINDOW_S as BOUND_WINDOW_S
-from learner.reports.attribution import Verdict, attribute
-from learner.reports.figures import RATES_S, TokenRates, staleness
-from learner.reports.trackers.feed import LOST_GAUGE
-from learner.reports.work_window import WorkWindow
-from protocol.messages import PeerView, Snapshot
-from protocol.processors import share_used
+from stillhouse.learner.reports.attribution import WINDOW_S as BOUND_WINDOW_S
+from stillhouse.learner.reports.attribution import Verdict, attribute
+from stillhouse.learner.reports.figures import RATES_S, TokenRates, staleness
+from stillhouse.learner.reports.trackers.feed import LOST_GAUGE
+from stillhouse.learner.reports.work_window import WorkWindow
+from stillhouse.protocol.messages import PeerView, Snapshot
+from stillhouse.protocol.processors import share_used
 
 QUEUES: Final = {
     "tasks_queued": "tasks",

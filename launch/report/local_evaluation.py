@@ -14,25 +14,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engines.base import ScoreRequest
-from engines.config import EngineConfig
-from engines.torch.scorer import TorchScorer
-from launch.config.pools import TeacherPool, teacher_pools
-from launch.config.run import RunConfig
-from launch.local_actor import LocalActor, local_ticket
-from learner.evaluation.evaluation import Evaluation, EvaluationResult
-from learner.prompts.tasks import TaskOffer
-from models.description import resolve_dtype
-from models.loading import resolve_device
-from models.tokenizer import load_tokenizer
-from protocol.branches import path_to
-from protocol.messages import (
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.launch.config.pools import TeacherPool, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.local_actor import LocalActor, local_ticket
+from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult
+from stillhouse.learner.prompts.tasks import TaskOffer
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import resolve_device
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import (
     BatchItem,
     Branch,
     EvalResult,
     WeightVersion,
 )
-from weights.staged_weights import Weight, tensor_of
+from stillhouse.weights.staged_weights import Weight, tensor_of
 
 Array = np.ndarray[Any, Any]
 

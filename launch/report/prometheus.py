@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final, Literal, NamedTuple, Self
 
-from launch.errors import LaunchError
-from launch.report.figures import RunView, learner_stats, named
-from launch.report.status import StatusView
-from learner.reports.alarms import ALARM_SINCE, MEAN
-from learner.reports.figures import ROLES, staleness
-from learner.reports.trackers.feed import LOST_GAUGE
-from learner.reports.wait_clock import WAIT_CAUSES
-from protocol.messages import Snapshot
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.report.figures import RunView, learner_stats, named
+from stillhouse.launch.report.status import StatusView
+from stillhouse.learner.reports.alarms import ALARM_SINCE, MEAN
+from stillhouse.learner.reports.figures import ROLES, staleness
+from stillhouse.learner.reports.trackers.feed import LOST_GAUGE
+from stillhouse.learner.reports.wait_clock import WAIT_CAUSES
+from stillhouse.protocol.messages import Snapshot
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK: Final = "127.0.0.1"

@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from launch.report.figures import Figures, Rates, RunView, clock, named, plural, short
-from learner.reports.alarms import ALARM_SINCE, MEAN
+from stillhouse.launch.report.figures import Figures, Rates, RunView, clock, named, plural, short
+from stillhouse.learner.reports.alarms import ALARM_SINCE, MEAN
 
 log = logging.getLogger(__name__)
 LOST_SHOWN: Final = 6

@@ -14,21 +14,21 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from buffer.server import shard_folder
-from launch.config.run import RunConfig
-from launch.errors import unwritten
-from launch.processes.slots import Ending, Outcome, ServerAccount
-from launch.report.figures import guests, learner_stats, staleness
-from launch.report.teacher_accuracy import MeasuredTeacher
-from launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
-from learner.checkpoints.files import CHECKPOINTS, damaged, newest
-from learner.evaluation.figures import EvalPoint
-from learner.reports import scaling
-from learner.reports.alarms import Alarm
-from learner.reports.sample import Sample
-from protocol.atomic_file import write_atomic
-from protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
-from protocol.shards.snapshots import whole_snapshot
+from stillhouse.buffer.server import shard_folder
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import unwritten
+from stillhouse.launch.processes.slots import Ending, Outcome, ServerAccount
+from stillhouse.launch.report.figures import guests, learner_stats, staleness
+from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
+from stillhouse.launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, damaged, newest
+from stillhouse.learner.evaluation.figures import EvalPoint
+from stillhouse.learner.reports import scaling
+from stillhouse.learner.reports.alarms import Alarm
+from stillhouse.learner.reports.sample import Sample
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
+from stillhouse.protocol.shards.snapshots import whole_snapshot
 
 UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)

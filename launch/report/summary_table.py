@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from launch.report.figures import clock, plural
-from launch.report.summary import Summary, TokenCounts
-from launch.report.teacher_accuracy import MeasuredTeacher
-from launch.runfolder import RunFolder
-from learner.evaluation.figures import EvalPoint, TagFigures
-from learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
-from learner.reports.scaling import HOST_ENDS, OUTCOMES
-from protocol.messages import ForgottenPeers, LedgerCounts, Role
+from stillhouse.launch.report.figures import clock, plural
+from stillhouse.launch.report.summary import Summary, TokenCounts
+from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.learner.evaluation.figures import EvalPoint, TagFigures
+from stillhouse.learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
+from stillhouse.learner.reports.scaling import HOST_ENDS, OUTCOMES
+from stillhouse.protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 ANSWERS: Final = {
     LENGTH: "length {:.1f} -> {:.1f} tokens",

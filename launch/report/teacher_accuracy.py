@@ -1,6 +1,6 @@
 """Measures how well the teachers solve the run's own evaluation prompts.
 
-    python -m launch.report.teacher_accuracy RUN_DIR LAUNCHER_PID      measures, and prints the result as JSON
+    python -m stillhouse.launch.report.teacher_accuracy RUN_DIR LAUNCHER_PID   measures, and prints the result as JSON
 
 It is measured once, after a run that ended well, by a process of its own, so that no step waits for it.
 
@@ -21,15 +21,15 @@ from typing import Final
 
 import msgspec
 
-from launch.checks.threads import threads_alone
-from launch.config.files import read_config
-from launch.config.pools import TeacherPool, engine_of, teacher_pools
-from launch.config.run import RunConfig
-from launch.processes.lifeline import die_with_parent
-from launch.processes.local import worker_environment
-from launch.runfolder import RunFolder
-from protocol.atomic_file import not_a_link
-from protocol.messages import WeightVersion
+from stillhouse.launch.checks.threads import threads_alone
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.lifeline import die_with_parent
+from stillhouse.launch.processes.local import worker_environment
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.messages import WeightVersion
 
 LEAST_S: Final = 60.0
 SHARE_OF_RUN: Final = 0.1
@@ -76,7 +76,14 @@ def measured_teachers(
     say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C skips it)")
     with open(folder.logs / LOG_FILE, "ab", opener=not_a_link) as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launch.report.teacher_accuracy", str(folder.path), str(os.getpid())],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "stillhouse.launch.report.teacher_accuracy",
+                str(folder.path),
+                str(os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=output,
@@ -116,11 +123,11 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     each at temperature 1, with the seeds that the student had. Where a prompt has a privileged text they read that. A
     pool is left out if any answer is missing or was not judged."""
     # Imported here because they import torch, which the launcher does without.
-    from launch.report.local_evaluation import LocalEvaluator
-    from learner.evaluation.evaluation import Evaluation, render_eval_set
-    from learner.prompts.rendering import NONE
-    from learner.prompts.tasks import load_prompts
-    from models.tokenizer import load_tokenizer
+    from stillhouse.launch.report.local_evaluation import LocalEvaluator
+    from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+    from stillhouse.learner.prompts.rendering import NONE
+    from stillhouse.learner.prompts.tasks import load_prompts
+    from stillhouse.models.tokenizer import load_tokenizer
 
     tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
     prompts = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks).prompts[

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from engines.provider import SERVERS, EngineRole, ServerFacts, ServerRecord
-from launch.config.run import RunConfig
-from launch.servers.plan import server_groups, with_server
+from stillhouse.engines.provider import SERVERS, EngineRole, ServerFacts, ServerRecord
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.servers.plan import server_groups, with_server
 
 NAMES_SHOWN: Final = 8
 log = logging.getLogger(__name__)

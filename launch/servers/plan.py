@@ -14,13 +14,13 @@ from typing import Final, Literal
 import msgspec
 import psutil
 
-from engines.config import ServerConfig
-from engines.provider import Launch, ServerEngine
-from launch.config.pools import WorkerGroup, engine_of, worker_groups
-from launch.config.run import RunConfig
-from launch.machine.gpus import LEARNER, Groups, Places
-from protocol.addresses import is_local
-from weights.config import NCCL_SOCKETS_ONLY
+from stillhouse.engines.config import ServerConfig
+from stillhouse.engines.provider import Launch, ServerEngine
+from stillhouse.launch.config.pools import WorkerGroup, engine_of, worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.gpus import LEARNER, Groups, Places
+from stillhouse.protocol.addresses import is_local
+from stillhouse.weights.config import NCCL_SOCKETS_ONLY
 
 FAILED_GROUPS: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 """Makes a server survive the failure of its weight group, which is only aborted. With torch's default (3) the watchdog

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from launch.processes.lifeline import kill_group, reap
-from launch.servers.plan import ServerPlan
-from sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
-from weights.config import own_nccl_host
+from stillhouse.launch.processes.lifeline import kill_group, reap
+from stillhouse.launch.servers.plan import ServerPlan
+from stillhouse.sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
+from stillhouse.weights.config import own_nccl_host
 
 ZYGOTE_LOG: Final = "zygote"
 GRACE_S: Final = 5.0

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from launch.config.run import RunConfig
-from launch.processes.slots import RESTART_WINDOW_S, RestartBudget, said
-from launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
-from launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
-from protocol.addresses import free_port
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.slots import RESTART_WINDOW_S, RestartBudget, said
+from stillhouse.launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
+from stillhouse.launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
+from stillhouse.protocol.addresses import free_port
 
 PROBE_EVERY_S: Final = 0.2
 PROBE_TIMEOUT_S: Final = 0.5

@@ -1,4 +1,4 @@
-"""The command line of `cluster.py trace`, and what a launcher does at the end of a run: the trace, and its figures."""
+"""The command line of `stillhouse trace`, and what a launcher does at the end of a run: the trace, and its figures."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, Final
 
 import yaml
 
-from launch.config.tree import get
-from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.runfolder import find_run
-from launch.trace.figures import read_figures
-from launch.trace.merge import Written, merge
-from tracing.events import FOLDER
+from stillhouse.launch.config.tree import get
+from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from stillhouse.launch.runfolder import find_run
+from stillhouse.launch.trace.figures import read_figures
+from stillhouse.launch.trace.merge import Written, merge
+from stillhouse.tracing.events import FOLDER
 
 FILE: Final = "trace.json.gz"
 USAGE: Final = f"""\
-usage: cluster.py trace RUN [FILE]
+usage: stillhouse trace RUN [FILE]
 
 Writes the trace of a run that was started with --trace FILE, and prints its figures. A run does this itself at its end;
 use the command while a run goes on, after its launcher was killed, or with the events of workers that joined from
@@ -81,7 +81,7 @@ def print_trace(run: Path, out: Path) -> None:
             print(line)
     except (LaunchError, OSError, ValueError) as error:
         print(f"stillhouse: no trace: {error}; the events are in {run / FOLDER}", file=sys.stderr)
-        print(f"stillhouse: to write it later: launch/cluster.py trace {run} FILE", file=sys.stderr)
+        print(f"stillhouse: to write it later: stillhouse trace {run} FILE", file=sys.stderr)
 
 
 def describe(written: Written) -> Iterator[str]:

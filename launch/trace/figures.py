@@ -100,7 +100,9 @@ def _events(file: Path) -> Iterator[dict[str, Any]]:
     """One per line, between the first line and the last."""
     with gzip.open(file, "rt", encoding="utf-8") if file.name.endswith(".gz") else file.open(encoding="utf-8") as lines:
         if not next(lines, "").rstrip().endswith('"traceEvents":['):
-            raise ValueError(f"{file}: expected a trace with one event per line, as launch.trace.merge writes it")
+            raise ValueError(
+                f"{file}: expected a trace with one event per line, as stillhouse.launch.trace.merge writes it"
+            )
         for line in lines:
             if line.startswith("]"):
                 return

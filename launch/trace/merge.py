@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, TextIO
 
 import msgspec
 
-from launch.errors import LaunchError
-from launch.trace.clocks import Arrow, Offset, offsets
-from tracing.events import FOLDER, Header
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.trace.clocks import Arrow, Offset, offsets
+from stillhouse.tracing.events import FOLDER, Header
 
 ROLES: Final = ("learner", "buffer", "teacher", "actor")
 """In the order in which they are shown."""

@@ -1,4 +1,4 @@
-"""`cluster.py view RUN`: shows the rollouts of a recorded run token by token, in one HTML file or live.
+"""`stillhouse view RUN`: shows the rollouts of a recorded run token by token, in one HTML file or live.
 
 rollouts.py     the record -> rollouts, each put together from all batches that it was in
 heads.py        what teachers that sent hidden states would have written

@@ -1,4 +1,4 @@
-"""The command line of `cluster.py view`: finds the record of a run, writes the page, and opens it."""
+"""The command line of `stillhouse view`: finds the record of a run, writes the page, and opens it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from launch.config.tree import get
-from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.runfolder import find_run
-from launch.view.heads import Heads
-from launch.view.live_record import LiveRecord, has_batch
-from launch.view.page import Facts, Page
-from launch.view.rollouts import Found, choose, find_rollouts, read
-from launch.view.serve import LOOK_EVERY_S, LiveView, run_end, serve
-from launch.view.vocabulary import Decoder, Pieces, open_decoder
-from models.files import TokenizerError
-from protocol.atomic_file import write_atomic
-from recording.format import RecordError, RecordHeader
-from recording.reader import Recording, read_header
-from recording.writer import record_path
+from stillhouse.launch.config.tree import get
+from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from stillhouse.launch.runfolder import find_run
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.live_record import LiveRecord, has_batch
+from stillhouse.launch.view.page import Facts, Page
+from stillhouse.launch.view.rollouts import Found, choose, find_rollouts, read
+from stillhouse.launch.view.serve import LOOK_EVERY_S, LiveView, run_end, serve
+from stillhouse.launch.view.vocabulary import Decoder, Pieces, open_decoder
+from stillhouse.models.files import TokenizerError
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.recording.format import RecordError, RecordHeader
+from stillhouse.recording.reader import Recording, read_header
+from stillhouse.recording.writer import record_path
 
 FILE: Final = "view.html"
 MAX_MB: Final = 128
 USAGE: Final = f"""\
-usage: cluster.py view RUN [--live [--port N]] [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
+usage: stillhouse view RUN [--live [--port N]] [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
 
 Writes RUN/{FILE}, one file that shows the rollouts of a recorded run (start the run with --record FILE) token by token,
 and opens it in a browser. It works while the run goes on, and shows what was recorded until then.

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from launch.view.heads import Heads
-from launch.view.page import (
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.page import (
     ABANDONED,
     COLUMNS,
     PROMPT_COLUMNS,
@@ -24,8 +24,8 @@ from launch.view.page import (
     base64_of,
     encoded_columns,
 )
-from launch.view.rollouts import Read
-from launch.view.vocabulary import Pieces
+from stillhouse.launch.view.rollouts import Read
+from stillhouse.launch.view.vocabulary import Pieces
 
 LIVE_SCRIPTS: Final = (*SCRIPTS, "live.js")
 ROW_BYTES: Final = 100

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-import builtin
-from launch.config.run import BUILTIN
-from launch.config.tree import get
-from protocol.errors import MalformedMessage
-from protocol.hidden_codec import decode_hidden, head_of_states
+from stillhouse import builtin
+from stillhouse.launch.config.run import BUILTIN
+from stillhouse.launch.config.tree import get
+from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.hidden_codec import decode_hidden, head_of_states
 
 if TYPE_CHECKING:
-    from models.logprobs import LmHead
+    from stillhouse.models.logprobs import LmHead
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Heads:
 
     def _head_of(self, teacher: str) -> LmHead | None:
         if teacher not in self._heads:
-            from models.head_file import load_head
+            from stillhouse.models.head_file import load_head
 
             named = str(get(self._config, f"pools.{teacher}.model") or get(self._config, "models.teacher") or BUILTIN)
             path = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()

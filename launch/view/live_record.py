@@ -16,12 +16,12 @@ from typing import BinaryIO, Final, Self
 
 import msgspec
 
-from launch.view.growing_page import GrowingPage
-from launch.view.heads import Heads
-from launch.view.rollouts import Found, choose, find_rollouts, read
-from launch.view.vocabulary import Pieces
-from recording.format import BatchRecord, Branches, RecordError, RecordHeader, Resumed, Rollout, scan
-from recording.reader import Kept, Recording, read_rollout
+from stillhouse.launch.view.growing_page import GrowingPage
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.rollouts import Found, choose, find_rollouts, read
+from stillhouse.launch.view.vocabulary import Pieces
+from stillhouse.recording.format import BatchRecord, Branches, RecordError, RecordHeader, Resumed, Rollout, scan
+from stillhouse.recording.reader import Kept, Recording, read_rollout
 
 REFRESH_BYTES: Final = 8 << 20
 """Bytes of the record that one refresh reads, or one batch if that is larger."""

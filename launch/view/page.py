@@ -28,11 +28,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from launch.view.heads import Heads
-from launch.view.rollouts import Read
-from launch.view.vocabulary import Pieces
-from launch.view.worst_tokens import worst_tokens
-from protocol.messages import Branch, VersionSpan
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.rollouts import Read
+from stillhouse.launch.view.vocabulary import Pieces
+from stillhouse.launch.view.worst_tokens import worst_tokens
+from stillhouse.protocol.messages import Branch, VersionSpan
 
 HERE: Final = Path(__file__).parent
 SCRIPTS: Final = ("data.js", "tokens.js", "page.js")

@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from launch.given import DATA
-from protocol.messages import BatchItem, VersionSpan, WeightVersion
-from recording.format import Branches, RecordHeader, Rollout
-from recording.reader import Kept, Recording
+from stillhouse.launch.given import DATA
+from stillhouse.protocol.messages import BatchItem, VersionSpan, WeightVersion
+from stillhouse.recording.format import Branches, RecordHeader, Rollout
+from stillhouse.recording.reader import Kept, Recording
 
 _IDS, _BEHAVIOUR, _TRAIN_MASK, _TEACHER, _PAYLOADS = range(5)
 """Places of an item's frames (protocol.messages.BatchItem)."""

@@ -23,11 +23,11 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from launch.view.growing_page import Cursor, StaleCursor
-from launch.view.live_record import LiveRecord
-from launch.view.page import Facts
-from launch.view.rollouts import Found
-from recording.format import RecordError
+from stillhouse.launch.view.growing_page import Cursor, StaleCursor
+from stillhouse.launch.view.live_record import LiveRecord
+from stillhouse.launch.view.page import Facts
+from stillhouse.launch.view.rollouts import Found
+from stillhouse.recording.format import RecordError
 
 HOST: Final = "127.0.0.1"
 REFRESH_S: Final = 0.5

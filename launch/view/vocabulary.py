@@ -9,11 +9,11 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-import builtin
-from launch.config.run import BUILTIN
-from models.files import TokenizerError
-from models.tokenizer_file import FileTokenizer
-from protocol.handshake import vocab_fingerprint
+from stillhouse import builtin
+from stillhouse.launch.config.run import BUILTIN
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer_file import FileTokenizer
+from stillhouse.protocol.handshake import vocab_fingerprint
 
 _WORD_START: Final = "\u2581"
 """Stands for a space in vocabularies of sentencepiece, which decoding a single token would lose."""
@@ -34,7 +34,9 @@ def open_decoder(student: str, fingerprint: str) -> Decoder:
     try:
         decoder: Decoder = FileTokenizer(name)
     except TokenizerError:
-        from models.tokenizer import load_tokenizer  # imports torch, for the few models without tokenizer.json
+        from stillhouse.models.tokenizer import (
+            load_tokenizer,  # imports torch, for the few models without tokenizer.json
+        )
 
         decoder = load_tokenizer(name)  # pyright: ignore[reportAssignmentType] - its decode may take batches too
     if (got := vocab_fingerprint(decoder.get_vocab())) != fingerprint:

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from launch.view.heads import Heads
-from launch.view.rollouts import Read, payload_rows
-from protocol.errors import MalformedMessage
-from protocol.hidden_codec import is_hidden
-from protocol.topk_codec import TopK, decode_top_k
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.rollouts import Read, payload_rows
+from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.hidden_codec import is_hidden
+from stillhouse.protocol.topk_codec import TopK, decode_top_k
 
 WORST: Final = 8
 """Tokens per rollout and teacher."""

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 from zlib import crc32
 
-from launch.config.pools import group_of, pool_of
-from launch.processes.backend import ProcessBackend
-from launch.processes.slots import Worker
-from launch.servers.watch import ServerWatch
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole
-from protocol.context import WorkerRole
-from protocol.messages import Snapshot
-from protocol.shards.division import all_addresses, shard_address
+from stillhouse.launch.config.pools import group_of, pool_of
+from stillhouse.launch.processes.backend import ProcessBackend
+from stillhouse.launch.processes.slots import Worker
+from stillhouse.launch.servers.watch import ServerWatch
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.protocol.context import WorkerRole
+from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.shards.division import all_addresses, shard_address
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
 CLOSING_S: Final = 2.0

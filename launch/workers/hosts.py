@@ -25,10 +25,10 @@ from typing import Any, Final
 
 import msgspec
 
-from launch.config.run import RunConfig
-from protocol.atomic_file import write_atomic
-from protocol.context import RoleContext
-from protocol.object_store import Store
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.object_store import Store
 
 log = logging.getLogger(__name__)
 CARD: Final = "ranks.json"
@@ -105,7 +105,7 @@ class Beats:
 
 def alone(ctx: RoleContext[RunConfig]) -> Place:
     """All ranks are on this machine: they meet in a store that listens on loopback only."""
-    from weights.group_operations import host_store
+    from stillhouse.weights.group_operations import host_store
 
     store = host_store(LOOPBACK)
     return Place(store, LOOPBACK, store.port, 0, 1, ctx.incarnation)
@@ -114,7 +114,7 @@ def alone(ctx: RoleContext[RunConfig]) -> Place:
 @contextmanager
 def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
     """On host 0: wait for the others, at most launch.ready_timeout_s (HostsMissing), and watch them in the context."""
-    from weights.group_operations import connect_store, host_store
+    from stillhouse.weights.group_operations import connect_store, host_store
 
     config = ctx.config
     hosts, host = config.learner.hosts, config.weights.host
@@ -139,7 +139,7 @@ def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
         if time.monotonic() > deadline_s:
             raise HostsMissing(
                 f"{n_shown} of {hosts} hosts (learner.hosts) came within launch.ready_timeout_s = "
-                f"{config.launch.ready_timeout_s:g} s; the others join by `cluster.py join {ctx.run_dir} "
+                f"{config.launch.ready_timeout_s:g} s; the others join by `stillhouse join {ctx.run_dir} "
                 f"--learner-ranks {config.learner.ranks_each}`"
             )
         time.sleep(LOOK_S)
@@ -174,7 +174,7 @@ def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Place]:
             return f"host 0 is gone: {str(error).splitlines()[0]}"
         return ""
 
-    from weights.group_operations import connect_store
+    from stillhouse.weights.group_operations import connect_store
 
     key = f"node/{number}"
     try:
@@ -198,7 +198,7 @@ def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Place]:
 
 
 def _number(ctx: RoleContext[RunConfig], folder: Path) -> tuple[Card, Any, int]:
-    from weights.group_operations import GroupBroken, connect_store
+    from stillhouse.weights.group_operations import GroupBroken, connect_store
 
     place = Store(ctx.config.store) if ctx.config.store else folder
     where = place.url_of(CARD) if isinstance(place, Store) else folder / CARD

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from engines.provider import API_KEY_VARIABLE
-from launch.checks.placement import NOWHERE, Placement
-from launch.config.pools import worker_groups
-from launch.config.run import RunConfig
-from launch.processes.backend import ProcessBackend
-from launch.servers.plan import ServerPlan, nccl_environment
-from launch.workers.roles import ENTRIES
-from launch.workers.start_role import WorkFolder
-from protocol.context import WorkerRole
+from stillhouse.engines.provider import API_KEY_VARIABLE
+from stillhouse.launch.checks.placement import NOWHERE, Placement
+from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.backend import ProcessBackend
+from stillhouse.launch.servers.plan import ServerPlan, nccl_environment
+from stillhouse.launch.workers.roles import ENTRIES
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol.context import WorkerRole
 
-PRELOADED: Final = ("actors.worker", "teachers.worker")
+PRELOADED: Final = ("stillhouse.actors.worker", "stillhouse.teachers.worker")
 PRELOADED_WITH_TORCH: Final = ("torch", "transformers")
 """Preloaded, with the learner's module, where an engine loads models in the worker's process. Without such an engine
 the learner is spawned."""
@@ -85,5 +85,5 @@ def preload_modules(
             name = model_type.replace("-", "_")
             if (folder / name / f"modeling_{name}.py").is_file():
                 models.append(f"transformers.models.{name}.modeling_{name}")
-    with_torch = (*PRELOADED_WITH_TORCH, "learner.worker") if learner else PRELOADED_WITH_TORCH
+    with_torch = (*PRELOADED_WITH_TORCH, "stillhouse.learner.worker") if learner else PRELOADED_WITH_TORCH
     return tuple(dict.fromkeys((*with_torch, *needed, *models)))

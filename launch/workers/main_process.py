@@ -14,9 +14,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, NoReturn
 
-from protocol.context import ExitCode
-from protocol.errors import HandshakeRefused
-from protocol.printable import LineFormatter
+from stillhouse.protocol.context import ExitCode
+from stillhouse.protocol.errors import HandshakeRefused
+from stillhouse.protocol.printable import LineFormatter
 
 LEAVE_AGAIN_S: Final = 0.25
 """Time between SIGTERM and the check whether its exception was lost."""

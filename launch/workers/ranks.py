@@ -22,15 +22,15 @@ from typing import Final
 
 import msgspec
 
-from launch.config.run import RunConfig
-from launch.processes.lifeline import die_with_parent
-from launch.servers.plan import interface_for
-from launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
-from launch.workers.main_process import outcome_of, prepare
-from learner.checkpoints.files import CHECKPOINTS
-from learner.checkpoints.stored import have_newest
-from protocol.context import ExitCode, RoleContext
-from tracing import events
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.lifeline import die_with_parent
+from stillhouse.launch.servers.plan import interface_for
+from stillhouse.launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
+from stillhouse.launch.workers.main_process import outcome_of, prepare
+from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.learner.checkpoints.stored import have_newest
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S: Final = 0.2
@@ -54,7 +54,7 @@ def join(ctx: RoleContext[RunConfig]) -> int:
     if config.store:
         have_newest(ctx.run_dir / CHECKPOINTS, config.store)
     if config.learner.device == "auto":
-        from models.loading import resolve_device
+        from stillhouse.models.loading import resolve_device
 
         learner = msgspec.structs.replace(config.learner, device=resolve_device("auto"))
         ctx = replace(ctx, config=msgspec.structs.replace(config, learner=learner))
@@ -179,10 +179,10 @@ def choose_interfaces(config: RunConfig) -> None:
 def _joined(ctx: RoleContext[RunConfig]) -> int:
     import torch
 
-    from learner.ranks import follow
-    from learner.ranks.group import RankGroup
-    from learner.worker import main as learner_main
-    from models.loading import resolve_device
+    from stillhouse.learner.ranks import follow
+    from stillhouse.learner.ranks.group import RankGroup
+    from stillhouse.learner.worker import main as learner_main
+    from stillhouse.models.loading import resolve_device
 
     learner = ctx.config.learner
     device = torch.device(resolve_device(learner.device))

@@ -1,6 +1,6 @@
 """The worker processes: which function each role runs, and what surrounds it in its process.
 
-    python -m launch.workers.roles RUN_DIR [LAUNCHER_PID]
+    python -m stillhouse.launch.workers.roles RUN_DIR [LAUNCHER_PID]
 
 is the command by which a backend (launch.processes.backend) starts a worker, on any machine that sees the run folder;
 RUN_DIR is its path there. Stdin carries one line, a StartRole in JSON, and then stays open: its end means that the
@@ -26,28 +26,28 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from launch.config.files import read_config
-from launch.config.run import RunConfig
-from launch.processes.lifeline import die_with_parent, watch_launcher
-from launch.workers.main_process import outcome_of, prepare
-from launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
-from learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
-from models.description import known_vocabulary_size
-from protocol.context import ExitCode, RoleContext, WorkerRole
-from protocol.messages import Ledger, WeightVersion
-from protocol.shards.division import shard_address
-from tracing import events
+from stillhouse.launch.config.files import read_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes.lifeline import die_with_parent, watch_launcher
+from stillhouse.launch.workers.main_process import outcome_of, prepare
+from stillhouse.launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
+from stillhouse.models.description import known_vocabulary_size
+from stillhouse.protocol.context import ExitCode, RoleContext, WorkerRole
+from stillhouse.protocol.messages import Ledger, WeightVersion
+from stillhouse.protocol.shards.division import shard_address
+from stillhouse.tracing import events
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
-    "buffer": "launch.workers.roles:run_buffer",
-    "learner": "learner.worker:main",
-    "actor": "actors.worker:main",
-    "teacher": "teachers.worker:main",
+    "buffer": "stillhouse.launch.workers.roles:run_buffer",
+    "learner": "stillhouse.learner.worker:main",
+    "actor": "stillhouse.actors.worker:main",
+    "teacher": "stillhouse.teachers.worker:main",
 }
 """Role -> `module:function` of its main."""
-RANKS_ENTRY: Final = "launch.workers.ranks:main"
+RANKS_ENTRY: Final = "stillhouse.launch.workers.ranks:main"
 """That of a learner of several ranks."""
-JOINED_RANKS_ENTRY: Final = "launch.workers.ranks:join"
+JOINED_RANKS_ENTRY: Final = "stillhouse.launch.workers.ranks:join"
 """That of its ranks on a host that joins."""
 
 
@@ -59,7 +59,7 @@ def entries_of(config: RunConfig) -> dict[WorkerRole, str]:
     return entries
 
 
-log = logging.getLogger("launch.workers.roles")  # also when run by -m
+log = logging.getLogger("stillhouse.launch.workers.roles")  # also when run by -m
 
 
 def redirect_output(log_path: Path) -> None:
@@ -119,7 +119,7 @@ class _Carried(msgspec.Struct, frozen=True):
 def run_buffer(ctx: RoleContext[RunConfig]) -> int:
     """Main of the buffer, or of one shard of it. On resume it gets the version and ledger of the checkpoint that the
     learner resumes from; of several shards, the first one carries the ledger on."""
-    from buffer.server import main as buffer_main
+    from stillhouse.buffer.server import main as buffer_main
 
     carried = _Carried(WeightVersion(0, 0), None)
     if ctx.resume:
@@ -150,8 +150,8 @@ def _bind(ctx: RoleContext[RunConfig]) -> str:
 def _vocab_fingerprint(model: str) -> str | None:
     """Fingerprint of the student's vocabulary; None when only transformers can read its tokenizer, in which case the
     learner reports it."""
-    from models.files import TokenizerError
-    from models.tokenizer_file import FileTokenizer
+    from stillhouse.models.files import TokenizerError
+    from stillhouse.models.tokenizer_file import FileTokenizer
 
     try:
         return FileTokenizer(model).fingerprint

@@ -18,12 +18,12 @@ from typing import Final
 
 import msgspec
 
-from launch.config.pools import pool_of
-from launch.config.run import RunConfig
-from launch.machine.devices import on_device
-from protocol.atomic_file import not_a_link
-from protocol.context import RoleContext, WorkerRole
-from protocol.printable import LineFormatter, printable
+from stillhouse.launch.config.pools import pool_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.machine.devices import on_device
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.context import RoleContext, WorkerRole
+from stillhouse.protocol.printable import LineFormatter, printable
 
 replace = msgspec.structs.replace
 

@@ -20,25 +20,25 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from buffer.server import JOURNAL, shard_folder
-from launch.buffer_link import BufferLink, read_address, read_listening
-from launch.processes.activity import LOOK_S, Activity, MemoryGauge
-from launch.processes.backend import ProcessBackend
-from launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
-from launch.report.figures import News, RunView, failures_text, learner_stats
-from launch.report.status import StatusView
-from launch.report.summary import Saved, save_error
-from launch.store_guard import StoreGuard
-from launch.workers.crew import ROLES
-from launch.workers.hosts import read_card
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import WorkFolder
-from launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
-from protocol.context import ExitCode, WorkerRole
-from protocol.errors import ProtocolError
-from protocol.keys import run_client_keys
-from protocol.messages import Snapshot
-from protocol.shards.division import all_addresses
+from stillhouse.buffer.server import JOURNAL, shard_folder
+from stillhouse.launch.buffer_link import BufferLink, read_address, read_listening
+from stillhouse.launch.processes.activity import LOOK_S, Activity, MemoryGauge
+from stillhouse.launch.processes.backend import ProcessBackend
+from stillhouse.launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
+from stillhouse.launch.report.figures import News, RunView, failures_text, learner_stats
+from stillhouse.launch.report.status import StatusView
+from stillhouse.launch.report.summary import Saved, save_error
+from stillhouse.launch.store_guard import StoreGuard
+from stillhouse.launch.workers.crew import ROLES
+from stillhouse.launch.workers.hosts import read_card
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
+from stillhouse.protocol.context import ExitCode, WorkerRole
+from stillhouse.protocol.errors import ProtocolError
+from stillhouse.protocol.keys import run_client_keys
+from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.shards.division import all_addresses
 
 log = logging.getLogger(__name__)
 LMDB_SOURCE: Final = "mdb.c:"
@@ -288,7 +288,7 @@ class Supervisor(Watch):
         before, self._hosts_said = self._hosts_said, news
         if news[1]:
             self._status.say(
-                f"the learner waits for {news[1]} of {self._config.learner.hosts} hosts: `cluster.py join "
+                f"the learner waits for {news[1]} of {self._config.learner.hosts} hosts: `stillhouse join "
                 f"{self._folder.path} --learner-ranks {each}` on each"
             )
         elif before[1]:

@@ -15,22 +15,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Final
 
-from launch.buffer_link import BufferLink
-from launch.processes.activity import Patience
-from launch.processes.backend import Exited, Notice, ProcessBackend, Started
-from launch.processes.lifeline import sweep
-from launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, Worker, said
-from launch.report.figures import RunView
-from launch.report.status import StatusView
-from launch.report.summary import read_sample
-from launch.servers.attached import features_of_run
-from launch.servers.watch import ServerNews, ServerWatch
-from launch.terminal import StopRequests, said_of
-from launch.workers.crew import Crew
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import WorkFolder
-from protocol.context import ExitCode
-from protocol.messages import Snapshot
+from stillhouse.launch.buffer_link import BufferLink
+from stillhouse.launch.processes.activity import Patience
+from stillhouse.launch.processes.backend import Exited, Notice, ProcessBackend, Started
+from stillhouse.launch.processes.lifeline import sweep
+from stillhouse.launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, Worker, said
+from stillhouse.launch.report.figures import RunView
+from stillhouse.launch.report.status import StatusView
+from stillhouse.launch.report.summary import read_sample
+from stillhouse.launch.servers.attached import features_of_run
+from stillhouse.launch.servers.watch import ServerNews, ServerWatch
+from stillhouse.launch.terminal import StopRequests, said_of
+from stillhouse.launch.workers.crew import Crew
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol.context import ExitCode
+from stillhouse.protocol.messages import Snapshot
 
 log = logging.getLogger(__name__)
 STARTING_PUMP_S: Final = 0.1

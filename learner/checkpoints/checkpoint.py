@@ -44,7 +44,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from learner.checkpoints.files import (
+from stillhouse.learner.checkpoints.files import (
     ADAPTER_WEIGHTS,
     EMA,
     FORMAT,
@@ -59,11 +59,11 @@ from learner.checkpoints.files import (
     verify,
     write_manifest,
 )
-from learner.checkpoints.tensor_file import Shares, layout_of, write_share
-from learner.step.optimizer import AdamWState
-from models.loading import converted_on_saving, describe_hf, weights_to_save
-from protocol.atomic_file import usual_permissions
-from protocol.messages import Ledger, WeightVersion
+from stillhouse.learner.checkpoints.tensor_file import Shares, layout_of, write_share
+from stillhouse.learner.step.optimizer import AdamWState
+from stillhouse.models.loading import converted_on_saving, describe_hf, weights_to_save
+from stillhouse.protocol.atomic_file import usual_permissions
+from stillhouse.protocol.messages import Ledger, WeightVersion
 
 
 class RngState(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ def _bytes_tensor(encoded: str) -> torch.Tensor:
 
 
 if TYPE_CHECKING:
-    from learner.step.lora import Adapters  # loads peft
+    from stillhouse.learner.step.lora import Adapters  # loads peft
 
 _RUST_ERRNO = re.compile(r"os error (\d+)|Os \{ code: (\d+)")
 

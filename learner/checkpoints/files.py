@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from protocol.atomic_file import sync
-from protocol.messages import WeightVersion
+from stillhouse.protocol.atomic_file import sync
+from stillhouse.protocol.messages import WeightVersion
 
 CHECKPOINTS: Final = "checkpoints"
 """Folder of the checkpoints in a run folder."""

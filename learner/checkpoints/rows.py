@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from learner.checkpoints.packed_rows import pack, unpack
-from learner.checkpoints.stored import StoredRows, file_of_rows, name_of_rows
-from learner.checkpoints.tensor_file import Shares, placed
-from protocol.object_store import Store, StoreError
+from stillhouse.learner.checkpoints.packed_rows import pack, unpack
+from stillhouse.learner.checkpoints.stored import StoredRows, file_of_rows, name_of_rows
+from stillhouse.learner.checkpoints.tensor_file import Shares, placed
+from stillhouse.protocol.object_store import Store, StoreError
 
 
 def put_rows(store: Store, draft: str, rank: int, files: Mapping[str, Shares]) -> tuple[int, dict[str, int]]:

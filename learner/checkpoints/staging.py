@@ -7,15 +7,15 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
-from learner.checkpoints.stored import OwnedCheckpoints, StoredRows
-from learner.checkpoints.writer import Write, written_by_others
-from learner.offline import OfflineMixer
-from learner.prompts.tasks import TaskStream
-from learner.reports.step_metrics import StepMetrics
-from learner.step.ema import StudentEma
-from learner.step.train_step import Trainer
-from protocol.messages import Ledger, WeightVersion
+from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, StoredRows
+from stillhouse.learner.checkpoints.writer import Write, written_by_others
+from stillhouse.learner.offline import OfflineMixer
+from stillhouse.learner.prompts.tasks import TaskStream
+from stillhouse.learner.reports.step_metrics import StepMetrics
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.messages import Ledger, WeightVersion
 
 
 def stage_checkpoint(

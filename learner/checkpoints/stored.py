@@ -32,7 +32,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from learner.checkpoints.files import (
+from stillhouse.learner.checkpoints.files import (
     CHECKPOINTS,
     FORMAT,
     MANIFEST,
@@ -52,11 +52,11 @@ from learner.checkpoints.files import (
     verify,
     write_manifest,
 )
-from learner.checkpoints.packed_rows import Span, pack_rest, unpack
-from protocol.atomic_file import not_a_link, sync
-from protocol.messages import WeightVersion
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import Owner, StoreOwner, read_owner
+from stillhouse.learner.checkpoints.packed_rows import Span, pack_rest, unpack
+from stillhouse.protocol.atomic_file import not_a_link, sync
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import Owner, StoreOwner, read_owner
 
 ROWS: Final = "rows.json"
 _OF_ROWS: Final = ".rows"

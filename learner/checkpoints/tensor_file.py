@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from learner.checkpoints.packed_rows import opened, write_at
-from models.transfer import Rows, host_copy, rows_of
+from stillhouse.learner.checkpoints.packed_rows import opened, write_at
+from stillhouse.models.transfer import Rows, host_copy, rows_of
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",

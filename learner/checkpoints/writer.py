@@ -25,15 +25,15 @@ from typing import Self
 
 import msgspec
 
-from learner.checkpoints.checkpoint import share_files, write_shares
-from learner.checkpoints.rows import fetch_rows, put_rows
-from learner.checkpoints.stored import StoredRows
-from learner.checkpoints.tensor_file import Shares
-from learner.ranks.group import Ranks
-from learner.reports.progress import Progress
-from protocol.messages import Snapshot, WeightVersion
-from protocol.object_store import Store
-from tracing import events
+from stillhouse.learner.checkpoints.checkpoint import share_files, write_shares
+from stillhouse.learner.checkpoints.rows import fetch_rows, put_rows
+from stillhouse.learner.checkpoints.stored import StoredRows
+from stillhouse.learner.checkpoints.tensor_file import Shares
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.reports.progress import Progress
+from stillhouse.protocol.messages import Snapshot, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
 

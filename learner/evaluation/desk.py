@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from learner.evaluation.evaluation import Evaluation, EvaluationResult
-from learner.prompts.tasks import in_messages
-from protocol.messages import EvalResult, Message, WeightVersion
+from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult
+from stillhouse.learner.prompts.tasks import in_messages
+from stillhouse.protocol.messages import EvalResult, Message, WeightVersion
 
 log = logging.getLogger(__name__)
 

@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from engines.base import Int32s
-from learner.config import LearnerConfig
-from learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
-from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
-from learner.prompts.records import ColumnsFault, PromptRecord
-from learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
-from learner.prompts.tasks import TaskOffer, derive_seed
-from models.tokenizer import TokenizerError
-from protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
+from stillhouse.engines.base import Int32s
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
+from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
+from stillhouse.learner.prompts.records import ColumnsFault, PromptRecord
+from stillhouse.learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
+from stillhouse.learner.prompts.tasks import TaskOffer, derive_seed
+from stillhouse.models.tokenizer import TokenizerError
+from stillhouse.protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
 
 Half: TypeAlias = Literal["greedy", "sampled"]
 HALVES: tuple[Half, ...] = ("greedy", "sampled")

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from learner.turns import pieces_of
-from protocol.messages import BatchItem, WeightVersion
+from stillhouse.learner.turns import pieces_of
+from stillhouse.protocol.messages import BatchItem, WeightVersion
 
 SOLVED: Final = 0.5
 """Least reward of a solved prompt."""

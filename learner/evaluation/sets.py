@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from learner.config import LearnerConfig
-from learner.evaluation.evaluation import EvalPrompt, render_eval_set
-from learner.prompts.records import PromptRecord
-from learner.prompts.tasks import separate_eval_prompts
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.evaluation import EvalPrompt, render_eval_set
+from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.learner.prompts.tasks import separate_eval_prompts
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.batch import BatchError
-from learner.objectives.importance import sums_before
-from learner.objectives.options import Grpo, TokenAdvantage, TurnAdvantage, TurnReturns
-from learner.objectives.registry import ADVANTAGE
-from protocol.settings import Member
+from stillhouse.learner.batch import BatchError
+from stillhouse.learner.objectives.importance import sums_before
+from stillhouse.learner.objectives.options import Grpo, TokenAdvantage, TurnAdvantage, TurnReturns
+from stillhouse.learner.objectives.registry import ADVANTAGE
+from stillhouse.protocol.settings import Member
 
 EPSILON = 1e-6
 """Added to standard deviations."""

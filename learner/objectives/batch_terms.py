@@ -22,13 +22,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from learner.batch import TrainItem
-from learner.objectives.advantages import Rewards, Values, ValueTargets
-from learner.objectives.divergences import Divergences
-from learner.objectives.importance import sums_before
-from learner.objectives.losses import Objective
-from learner.objectives.turns import batch_rewards, batch_turns
-from learner.turns import sampled_mask
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.objectives.advantages import Rewards, Values, ValueTargets
+from stillhouse.learner.objectives.divergences import Divergences
+from stillhouse.learner.objectives.importance import sums_before
+from stillhouse.learner.objectives.losses import Objective
+from stillhouse.learner.objectives.turns import batch_rewards, batch_turns
+from stillhouse.learner.turns import sampled_mask
 
 
 def cost_scales(items: Sequence[TrainItem], divergences: Divergences) -> Tensor:

@@ -13,8 +13,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from learner.objectives.options import Capped, Distributions, LogRatio, Null, Sampled
-from learner.objectives.registry import (
+from stillhouse.learner.objectives.options import Capped, Distributions, LogRatio, Null, Sampled
+from stillhouse.learner.objectives.registry import (
     ADVANTAGE,
     AGGREGATIONS,
     COST_TRANSFORM,
@@ -25,8 +25,8 @@ from learner.objectives.registry import (
     check_member,
     counts_by_turn,
 )
-from learner.prompts.config import TaskConfig
-from protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings, Share
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings, Share
 
 DomainScale: TypeAlias = Literal["none", "rms"]
 TeacherBalance: TypeAlias = Literal["none", "tokens"]
@@ -332,10 +332,10 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
     """Rollouts that a teacher wrote, mixed into the student's batches (docs/decisions/off-policy-data.md)."""
 
     file: str = ""
-    """File of rollouts that a teacher wrote and scored, recorded by python -m launch.write. Empty: none."""
+    """File of rollouts that a teacher wrote and scored, recorded by stillhouse write. Empty: none."""
     student_fraction: Share = 1.0
     """Share of the trained tokens that the student wrote itself (lambda); the rest comes from `file`. 1: all. To train
-    on the file alone (0), use python -m replay."""
+    on the file alone (0), use stillhouse replay."""
     divergence: Annotated[Member, DIVERGENCE] = Member(name="seq_kd")
     """Divergence on the tokens of `file`. seq_kd: plain cross-entropy on the teacher's text. Others: as in
     learner.objective.divergence; between distributions only if `file` was written with teacher.top_k."""
@@ -367,7 +367,7 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
         if self.student_fraction < 1.0 and not self.file:
             raise ValueError(
                 f"student_fraction = {self.student_fraction} without a file: expected one that a teacher wrote "
-                "(python -m launch.write), or a fraction of 1"
+                "(stillhouse write), or a fraction of 1"
             )
         if self.file and self.student_fraction == 1.0:
             raise ValueError(

@@ -29,12 +29,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
-from learner.objectives.sampled import CostFn
-from learner.payloads import HiddenRows, TopRows
-from models.logprobs import LmHead
-from models.transfer import upload
-from protocol.topk_codec import LOG_TAIL_FLOOR
+from stillhouse.learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
+from stillhouse.learner.objectives.sampled import CostFn
+from stillhouse.learner.payloads import HiddenRows, TopRows
+from stillhouse.models.logprobs import LmHead
+from stillhouse.models.transfer import upload
+from stillhouse.protocol.topk_codec import LOG_TAIL_FLOOR
 
 PADDING = -1e4
 """A log-prob whose exp is 0 in float32 and float64, and whose differences are 0 and not NaN."""

@@ -12,12 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from learner.objectives.config import ObjectiveConfig, has_baseline
-from learner.objectives.distributions import DistributionFn
-from learner.objectives.options import Distributions, KlStudent, LogRatio, Sampled
-from learner.objectives.registry import COST_TRANSFORM, DIVERGENCE
-from learner.objectives.sampled import CostFn
-from protocol.settings import Member
+from stillhouse.learner.objectives.config import ObjectiveConfig, has_baseline
+from stillhouse.learner.objectives.distributions import DistributionFn
+from stillhouse.learner.objectives.options import Distributions, KlStudent, LogRatio, Sampled
+from stillhouse.learner.objectives.registry import COST_TRANSFORM, DIVERGENCE
+from stillhouse.learner.objectives.sampled import CostFn
+from stillhouse.protocol.settings import Member
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.objectives.options import Capped, Cispo, Clipped, Decoupled
-from protocol.settings import Member
+from stillhouse.learner.objectives.options import Capped, Cispo, Clipped, Decoupled
+from stillhouse.protocol.settings import Member
 
 
 @dataclass(frozen=True)

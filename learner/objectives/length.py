@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.objectives.advantages import Rewards
-from learner.objectives.options import GroupLength, Overlong
-from learner.objectives.registry import LENGTH_PENALTY
-from protocol.settings import Member
+from stillhouse.learner.objectives.advantages import Rewards
+from stillhouse.learner.objectives.options import GroupLength, Overlong
+from stillhouse.learner.objectives.registry import LENGTH_PENALTY
+from stillhouse.protocol.settings import Member
 
 SOLVED: Final = 0.5
 """Least reward of a rollout that counts as correct, as in evaluations."""

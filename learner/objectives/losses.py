@@ -35,13 +35,13 @@ from typing import NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from learner.objectives.advantages import RewardSignal, make_signal
-from learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
-from learner.objectives.divergences import Divergences, make_divergences
-from learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios
-from learner.objectives.length import LengthPenalty, make_length_penalty
-from learner.objectives.options import Null
-from learner.objectives.registry import (
+from stillhouse.learner.objectives.advantages import RewardSignal, make_signal
+from stillhouse.learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
+from stillhouse.learner.objectives.divergences import Divergences, make_divergences
+from stillhouse.learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios
+from stillhouse.learner.objectives.length import LengthPenalty, make_length_penalty
+from stillhouse.learner.objectives.options import Null
+from stillhouse.learner.objectives.registry import (
     AGGREGATIONS,
     REJECTION,
     TURN_AGGREGATIONS,
@@ -49,9 +49,9 @@ from learner.objectives.registry import (
     counts_by_turn,
     find_member,
 )
-from learner.objectives.rejection import TOKEN_LOCAL as REJECTED_ALONE
-from learner.objectives.rejection import RejectionFn
-from protocol.settings import Member
+from stillhouse.learner.objectives.rejection import TOKEN_LOCAL as REJECTED_ALONE
+from stillhouse.learner.objectives.rejection import RejectionFn
+from stillhouse.protocol.settings import Member
 
 
 class Shares(NamedTuple):

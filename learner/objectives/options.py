@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from protocol.settings import Member, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Share
+from stillhouse.protocol.settings import Member, NonNegativeFloat, PositiveFloat, PositiveInt, Settings, Share
 
 KlStudent: TypeAlias = Literal["current", "behaviour"]
 Baseline: TypeAlias = Literal["none", "expected_cost"]

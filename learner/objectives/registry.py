@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from learner.objectives.options import (
+from stillhouse.learner.objectives.options import (
     Bounded,
     Capped,
     Cispo,
@@ -44,8 +44,8 @@ from learner.objectives.options import (
     TurnAdvantage,
     TurnReturns,
 )
-from protocol.plugins import installed
-from protocol.settings import Member, Members
+from stillhouse.protocol.plugins import installed
+from stillhouse.protocol.settings import Member, Members
 
 
 class Group(NamedTuple):
@@ -67,7 +67,7 @@ class Group(NamedTuple):
         return self.sections.get(name, self.base)
 
 
-_HERE = "learner.objectives"
+_HERE = "stillhouse.learner.objectives"
 
 DIVERGENCES = Group(
     "divergence",

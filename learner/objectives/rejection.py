@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.objectives.importance import TokenRatios
-from learner.objectives.options import Bounded
-from protocol.settings import Member
+from stillhouse.learner.objectives.importance import TokenRatios
+from stillhouse.learner.objectives.options import Bounded
+from stillhouse.protocol.settings import Member
 
 RejectionFn: TypeAlias = Callable[[TokenRatios, Any], Tensor]
 """(ratios at the start of the step, the member's own options) -> bool [N]: the token is not trained."""

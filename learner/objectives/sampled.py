@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from learner.objectives.options import Clip, Null
-from protocol.settings import Member
+from stillhouse.learner.objectives.options import Clip, Null
+from stillhouse.protocol.settings import Member
 
 CostFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(student log-probs without gradient, teacher log-probs), shapes that broadcast -> cost per sampled token. One that

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner.batch import TrainItem
-from learner.objectives.advantages import Rewards, TurnRewards
-from learner.turns import episode_turns, paid_rewards, turn_rewards, turns_of
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.objectives.advantages import Rewards, TurnRewards
+from stillhouse.learner.turns import episode_turns, paid_rewards, turn_rewards, turns_of
 
 
 class Turns(NamedTuple):

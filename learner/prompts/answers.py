@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from engines.base import Int32s
-from learner.prompts.config import TaskConfig
-from learner.prompts.records import PromptRecord
-from learner.prompts.rendering import with_template
-from models.chat_text import ids_behind, prompt_ids, without_marked
-from models.tokenizer import TokenizerError, as_chat_tokenizer, render_text
+from stillhouse.engines.base import Int32s
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.learner.prompts.rendering import with_template
+from stillhouse.models.chat_text import ids_behind, prompt_ids, without_marked
+from stillhouse.models.tokenizer import TokenizerError, as_chat_tokenizer, render_text
 
 
 class Line(NamedTuple):

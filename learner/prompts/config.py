@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 MAX_EVAL_PROMPTS = 1_000_000
 """Task ids of one evaluation are numbered below this (`learner.evaluation.evaluation`)."""

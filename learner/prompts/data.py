@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from learner.prompts.records import (
+from stillhouse.learner.prompts.records import (
     NO_COLUMNS,
     DataError,
     PromptRecord,

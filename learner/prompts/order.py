@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from learner.prompts.config import n_held_out
-from learner.prompts.data import CACHED_BLOCKS, PromptSource
-from learner.prompts.records import DataError, RowError
+from stillhouse.learner.prompts.config import n_held_out
+from stillhouse.learner.prompts.data import CACHED_BLOCKS, PromptSource
+from stillhouse.learner.prompts.records import DataError, RowError
 
 Rows = npt.NDArray[np.int64]
 

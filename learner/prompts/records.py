@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from models.messages import message_fault, with_parsed_arguments
-from protocol.messages import MAX_ROW_BYTES
+from stillhouse.models.messages import message_fault, with_parsed_arguments
+from stillhouse.protocol.messages import MAX_ROW_BYTES
 
 FIELDS = (
     *("prompt", "messages", "tag", "ground_truth", "hint", "env", "env_options"),

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from engines.base import Int32s
-from learner.prompts.config import PROMPT_PLACE, TaskConfig
-from learner.prompts.records import ColumnsFault, PromptRecord, columns_fault
-from models.tokenizer import TokenizerError, render_prompt
+from stillhouse.engines.base import Int32s
+from stillhouse.learner.prompts.config import PROMPT_PLACE, TaskConfig
+from stillhouse.learner.prompts.records import ColumnsFault, PromptRecord, columns_fault
+from stillhouse.models.tokenizer import TokenizerError, render_prompt
 
 
 def render(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig, *, before: str = "") -> Int32s:

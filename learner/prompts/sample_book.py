@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Self
 
-from protocol.messages import OpenTask, PartialSample, Settled
+from stillhouse.protocol.messages import OpenTask, PartialSample, Settled
 
 NON_FINITE: Final = "non_finite"
 """Reason for masking a sample that could not be trained (`learner.step.finite_step`)."""

@@ -25,16 +25,16 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import PreTrainedTokenizerBase
 
-from engines.base import Int32s
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import PromptSource, open_prompts
-from learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
-from learner.prompts.records import ColumnsFault, DataError, PromptRecord, RowError
-from learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
-from learner.prompts.sample_book import Account, SampleBook, Trained
-from models.tokenizer import TokenizerError
-from protocol.codec import MAX_HEADER_BYTES
-from protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
+from stillhouse.engines.base import Int32s
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import PromptSource, open_prompts
+from stillhouse.learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
+from stillhouse.learner.prompts.records import ColumnsFault, DataError, PromptRecord, RowError
+from stillhouse.learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
+from stillhouse.learner.prompts.sample_book import Account, SampleBook, Trained
+from stillhouse.models.tokenizer import TokenizerError
+from stillhouse.protocol.codec import MAX_HEADER_BYTES
+from stillhouse.protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
 
 STATE_FORMAT = 2
 _PROBED_PROMPTS = 32

@@ -15,21 +15,21 @@ from pathlib import Path
 import msgspec
 import torch
 
-from learner.batch import BatchError
-from learner.checkpoints.checkpoint import load_checkpoint
-from learner.checkpoints.files import CHECKPOINTS
-from learner.checkpoints.stored import StoredCheckpoints
-from learner.checkpoints.writer import ShareWriter
-from learner.ranks.group import Announced, RankGroup
-from learner.ranks.messages import Beginning, load_items
-from learner.ranks.staging import OwnShare, Stage
-from learner.run_config import LearnerRunConfig
-from learner.step.make_trainer import make_trainer
-from learner.step.teacher_heads import teacher_heads
-from learner.step.train_step import Trainer
-from protocol.context import ExitCode, RoleContext
-from protocol.object_store import Store
-from weights.staged_weights import streams_of, tensor_of
+from stillhouse.learner.batch import BatchError
+from stillhouse.learner.checkpoints.checkpoint import load_checkpoint
+from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.learner.checkpoints.stored import StoredCheckpoints
+from stillhouse.learner.checkpoints.writer import ShareWriter
+from stillhouse.learner.ranks.group import Announced, RankGroup
+from stillhouse.learner.ranks.messages import Beginning, load_items
+from stillhouse.learner.ranks.staging import OwnShare, Stage
+from stillhouse.learner.run_config import LearnerRunConfig
+from stillhouse.learner.step.make_trainer import make_trainer
+from stillhouse.learner.step.teacher_heads import teacher_heads
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.staged_weights import streams_of, tensor_of
 
 log = logging.getLogger(__name__)
 

@@ -32,11 +32,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
-from learner.ranks.mesh import Mesh
-from learner.ranks.staging import ShareLink, StagingByRanks
-from models.divided import Group
-from weights.staged_weights import StagedWeights, Staging
+from stillhouse.learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
+from stillhouse.learner.ranks.mesh import Mesh
+from stillhouse.learner.ranks.staging import ShareLink, StagingByRanks
+from stillhouse.models.divided import Group
+from stillhouse.weights.staged_weights import StagedWeights, Staging
 
 T = TypeVar("T")
 Call: TypeAlias = Literal["begin", "step", "skip", "weights", "stage", "checkpoint", "logprobs", "end"]
@@ -213,7 +213,7 @@ class RankGroup(Ranks):
         return f"announced/{self._announced}"
 
     def shard(self, model: PreTrainedModel, *, bfloat16: bool) -> None:
-        from learner.ranks.shards import sharded  # loads torch's FSDP
+        from stillhouse.learner.ranks.shards import sharded  # loads torch's FSDP
 
         self._root = sharded(model, self.device, self.mesh, bfloat16=bfloat16)
 

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from learner.batch import TrainItem
-from protocol.messages import BatchItem, WeightVersion
+from stillhouse.learner.batch import TrainItem
+from stillhouse.protocol.messages import BatchItem, WeightVersion
 
 
 class Beginning(msgspec.Struct, frozen=True):

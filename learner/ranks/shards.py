@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from learner.ranks.mesh import Mesh
-from models.layers import layers
-from models.transfer import own_rows, share_of
+from stillhouse.learner.ranks.mesh import Mesh
+from stillhouse.models.layers import layers
+from stillhouse.models.transfer import own_rows, share_of
 
 
 class _Root(nn.Module):

@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.ranks.mesh import Mesh
-from protocol.messages import WeightVersion
-from weights.buckets import BucketLayout, Content, PackedLayout
-from weights.config import CPU_BUCKET_BYTES, SentDtype
-from weights.manifest import Manifest, TensorSpec, in_pieces
-from weights.roster import Members
-from weights.staged_weights import (
+from stillhouse.learner.ranks.mesh import Mesh
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout
+from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
+from stillhouse.weights.manifest import Manifest, TensorSpec, in_pieces
+from stillhouse.weights.roster import Members
+from stillhouse.weights.staged_weights import (
     Merged,
     Staged,
     StagedWeights,

@@ -24,10 +24,10 @@ import math
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from learner.reports.wait_clock import WaitReport
-from learner.reports.work_window import Work, WorkWindow
-from protocol.messages import Snapshot
-from protocol.processors import share_used
+from stillhouse.learner.reports.wait_clock import WaitReport
+from stillhouse.learner.reports.work_window import Work, WorkWindow
+from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.processors import share_used
 
 WINDOW_S: Final = 60.0
 """What limits a run is judged over this much time, on the status and in the metrics."""

@@ -21,8 +21,8 @@ from tensorboard.plugins.hparams.metadata import (
 )
 from torch.utils.tensorboard.summary import custom_scalars
 
-from learner.reports.settings import Setting
-from learner.reports.tags import meaning_of, title_of
+from stillhouse.learner.reports.settings import Setting
+from stillhouse.learner.reports.tags import meaning_of, title_of
 
 api: Any = api_pb2  # protocol buffers: their classes are made at run time
 plugin: Any = plugin_data_pb2

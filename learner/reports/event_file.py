@@ -18,8 +18,8 @@ from typing import Any, Final
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from learner.reports import board
-from recording.append_file import AppendFile, Unwritten
+from stillhouse.learner.reports import board
+from stillhouse.recording.append_file import AppendFile, Unwritten
 
 FILE_VERSION: Final = "brain.Event:2"
 """File version that readers expect in the first event."""

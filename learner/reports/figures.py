@@ -13,8 +13,8 @@ from typing import Final
 
 import numpy as np
 
-from protocol.codec import Array
-from protocol.messages import BatchItem, PeerView, Role, Snapshot
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.messages import BatchItem, PeerView, Role, Snapshot
 
 ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 MAX_TAGS: Final = 32

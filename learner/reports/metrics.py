@@ -29,18 +29,18 @@ import msgspec
 import numpy as np
 from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
-from learner.evaluation.evaluation import EvalSample, EvaluationResult
-from learner.reports import board, scaling
-from learner.reports.event_file import EventFile
-from learner.reports.figures import RATES_S, TokenRates
-from learner.reports.figures import staleness as staleness_of
-from learner.reports.settings import Setting
-from learner.reports.trackers.feed import Trackers
-from learner.reports.wait_clock import WaitReport
-from protocol.atomic_file import not_a_link
-from protocol.messages import LedgerCounts, Snapshot, WeightVersion
-from recording.append_file import AppendFile, Unwritten
-from recording.format import Branches
+from stillhouse.learner.evaluation.evaluation import EvalSample, EvaluationResult
+from stillhouse.learner.reports import board, scaling
+from stillhouse.learner.reports.event_file import EventFile
+from stillhouse.learner.reports.figures import RATES_S, TokenRates
+from stillhouse.learner.reports.figures import staleness as staleness_of
+from stillhouse.learner.reports.settings import Setting
+from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.reports.wait_clock import WaitReport
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.messages import LedgerCounts, Snapshot, WeightVersion
+from stillhouse.recording.append_file import AppendFile, Unwritten
+from stillhouse.recording.format import Branches
 
 METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"

@@ -12,16 +12,16 @@ from typing import Any, Final
 
 import msgspec
 
-from learner.evaluation.evaluation import EvaluationResult
-from learner.reports.alarms import ACCURACY, ALARM_SINCE, FIGURES, MEAN, Alarms
-from learner.reports.attribution import Limits
-from learner.reports.sample import Sample
-from learner.reports.step_metrics import StepMetrics
-from learner.reports.wait_clock import WAIT_CAUSES, WaitReport
-from protocol.atomic_file import write_atomic
-from protocol.messages import WeightVersion
-from recording.append_file import Unwritten
-from weights.publisher import PublisherStats
+from stillhouse.learner.evaluation.evaluation import EvaluationResult
+from stillhouse.learner.reports.alarms import ACCURACY, ALARM_SINCE, FIGURES, MEAN, Alarms
+from stillhouse.learner.reports.attribution import Limits
+from stillhouse.learner.reports.sample import Sample
+from stillhouse.learner.reports.step_metrics import StepMetrics
+from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitReport
+from stillhouse.protocol.atomic_file import write_atomic
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.recording.append_file import Unwritten
+from stillhouse.weights.publisher import PublisherStats
 
 log = logging.getLogger(__name__)
 

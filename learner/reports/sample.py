@@ -9,10 +9,10 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from learner.reports.figures import with_frames
-from protocol.codec import Array
-from protocol.messages import BatchItem
-from protocol.printable import printable
+from stillhouse.learner.reports.figures import with_frames
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.printable import printable
 
 READ: Final = 400
 """Tokens of the prompt's end and of the answer's beginning that are read."""

@@ -12,7 +12,7 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from protocol.atomic_file import write_atomic
+from stillhouse.protocol.atomic_file import write_atomic
 
 SCALING_FILE: Final = "scaling.json"
 Outcome: TypeAlias = Literal[

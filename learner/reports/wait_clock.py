@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from tracing import events
+from stillhouse.tracing import events
 
 WaitCause: TypeAlias = Literal["data", "scoring", "shards", "weights", "eval", "checkpoint"]
 """data: tokens are not generated yet; scoring: the teachers have not scored them yet; shards: some shards of the buffer

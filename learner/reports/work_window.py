@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from learner.reports.wait_clock import WAIT_CAUSES
-from protocol.messages import Snapshot
-from protocol.processors import has_quota, usable_cores
+from stillhouse.learner.reports.wait_clock import WAIT_CAUSES
+from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.processors import has_quota, usable_cores
 
 MAX_SAMPLES: Final = 64
 """Kept per window; of more, every second one is forgotten."""

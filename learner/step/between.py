@@ -18,15 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch, TrainItem, UnreadableScores
-from learner.objectives.distributions import Bucketed, TopKTeacher, WholeTeacher, mean_cost, uniforms
-from learner.objectives.divergences import Compared, Divergences
-from learner.objectives.importance import context_weights
-from learner.objectives.losses import TokenInputs
-from learner.objectives.options import Distributions, MultiSample
-from learner.payloads import PayloadError, TopRows, read_payloads
-from learner.step.teacher_heads import HeadOf, no_heads
-from models.transfer import upload
+from stillhouse.learner.batch import Microbatch, TrainItem, UnreadableScores
+from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, WholeTeacher, mean_cost, uniforms
+from stillhouse.learner.objectives.divergences import Compared, Divergences
+from stillhouse.learner.objectives.importance import context_weights
+from stillhouse.learner.objectives.losses import TokenInputs
+from stillhouse.learner.objectives.options import Distributions, MultiSample
+from stillhouse.learner.payloads import PayloadError, TopRows, read_payloads
+from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
+from stillhouse.models.transfer import upload
 
 
 class Ahead(NamedTuple):

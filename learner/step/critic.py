@@ -19,13 +19,13 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from learner.config import LearnerConfig
-from learner.objectives.advantages import ValueTargets
-from learner.objectives.options import TokenAdvantage
-from learner.ranks.group import Ranks
-from learner.reports.step_metrics import ValueMetrics
-from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
-from models.transfer import upload
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.advantages import ValueTargets
+from stillhouse.learner.objectives.options import TokenAdvantage
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.reports.step_metrics import ValueMetrics
+from stillhouse.learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
+from stillhouse.models.transfer import upload
 
 log = logging.getLogger(__name__)
 

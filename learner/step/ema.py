@@ -23,12 +23,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from learner.config import EmaConfig
-from protocol.messages import WeightsRef, WeightVersion
-from protocol.object_store import Store
-from weights.deadlines import in_thread
-from weights.snapshot import put_snapshot, write_snapshot
-from weights.staged_weights import Weight, tensor_of
+from stillhouse.learner.config import EmaConfig
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.deadlines import in_thread
+from stillhouse.weights.snapshot import put_snapshot, write_snapshot
+from stillhouse.weights.staged_weights import Weight, tensor_of
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from learner.batch import TrainItem, UnreadableScores
-from learner.reports.step_metrics import StepMetrics
-from learner.step.train_step import NonFiniteError, Trainer
+from stillhouse.learner.batch import TrainItem, UnreadableScores
+from stillhouse.learner.reports.step_metrics import StepMetrics
+from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 
 log = logging.getLogger(__name__)
 

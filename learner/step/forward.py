@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, Microbatch, NonFiniteError, PackedBatch, TrainItem, divide, pack_share
-from learner.objectives.advantages import ValueTargets
-from learner.objectives.batch_terms import BatchTerms, teacher_coefs
-from learner.objectives.losses import TokenInputs
-from learner.ranks.group import Ranks
-from learner.reports.step_metrics import SUMS, StepSums
-from learner.step.critic import Critic, ValueTerms
-from learner.step.step_loss import MicrobatchTerms, Rollouts, StepLoss
-from models.divided import DividedLayout, Group
-from models.logprobs import LmHead, lm_head
-from models.packed import divided_hidden, packed_hidden
-from models.precision import products
-from models.transfer import read, upload
+from stillhouse.learner.batch import BatchError, Microbatch, NonFiniteError, PackedBatch, TrainItem, divide, pack_share
+from stillhouse.learner.objectives.advantages import ValueTargets
+from stillhouse.learner.objectives.batch_terms import BatchTerms, teacher_coefs
+from stillhouse.learner.objectives.losses import TokenInputs
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.reports.step_metrics import SUMS, StepSums
+from stillhouse.learner.step.critic import Critic, ValueTerms
+from stillhouse.learner.step.step_loss import MicrobatchTerms, Rollouts, StepLoss
+from stillhouse.models.divided import DividedLayout, Group
+from stillhouse.models.logprobs import LmHead, lm_head
+from stillhouse.models.packed import divided_hidden, packed_hidden
+from stillhouse.models.precision import products
+from stillhouse.models.transfer import read, upload
 
 
 class States(NamedTuple):

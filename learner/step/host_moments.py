@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from models.transfer import share_of
-from weights.staged_weights import Mark, WeightStreams
+from stillhouse.models.transfer import share_of
+from stillhouse.weights.staged_weights import Mark, WeightStreams
 
 PIECE: Final = 2**24
 """Numbers of a parameter that are updated at one time: 128 MiB of moments on the device."""

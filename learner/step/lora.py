@@ -30,10 +30,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from learner.checkpoints.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from learner.config import LoraConfig
-from protocol.atomic_file import usual_permissions
-from weights.staged_weights import Merged
+from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from stillhouse.learner.config import LoraConfig
+from stillhouse.protocol.atomic_file import usual_permissions
+from stillhouse.weights.staged_weights import Merged
 
 BASE: Final = "base.json"
 _ADAPTER: Final = "default"

@@ -13,20 +13,20 @@ from typing import Final
 
 import numpy as np
 
-from learner.batch import EmptyBatchError, TrainItem
-from learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
-from learner.config import LearnerConfig
-from learner.ranks.group import Ranks
-from learner.reports.step_metrics import StepMetrics, StepSums
-from learner.step.teacher_heads import HeadOf, no_heads
-from learner.step.train_step import Trainer
-from models.description import resolve_dtype
-from models.loading import load_causal_lm, resolve_device
-from models.precision import turn_tf32_off
+from stillhouse.learner.batch import EmptyBatchError, TrainItem
+from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.reports.step_metrics import StepMetrics, StepSums
+from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import load_causal_lm, resolve_device
+from stillhouse.models.precision import turn_tf32_off
 
 
 class FrozenTrainer(Trainer):
-    """A trainer that trains nothing, for runs that only record rollouts (python -m launch.write). The clock
+    """A trainer that trains nothing, for runs that only record rollouts (stillhouse write). The clock
     advances."""
 
     def step(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
@@ -128,7 +128,7 @@ def make_trainer(
     )
     if not lora.rank:
         return make()
-    from learner.step.lora import Adapters
+    from stillhouse.learner.step.lora import Adapters
 
     adapters = Adapters(model, lora, base=student)
     if checkpoint is not None and ranks.rank == 0:

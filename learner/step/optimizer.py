@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.checkpoints.tensor_file import Shares
-from learner.config import LearnerConfig
-from learner.step.host_moments import HostMomentsAdamW
-from models.transfer import Rows, host_copy, like, own_rows, rows_of, share_of
-from weights.staged_weights import streams_of
+from stillhouse.learner.checkpoints.tensor_file import Shares
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.host_moments import HostMomentsAdamW
+from stillhouse.models.transfer import Rows, host_copy, like, own_rows, rows_of, share_of
+from stillhouse.weights.staged_weights import streams_of
 
 _KEYS = ("step", "exp_avg", "exp_avg_sq")
 

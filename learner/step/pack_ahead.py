@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from learner.batch import BatchError, PackedBatch, TrainItem, pack
+from stillhouse.learner.batch import BatchError, PackedBatch, TrainItem, pack
 
 log = logging.getLogger(__name__)
 

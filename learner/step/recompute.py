@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from models.layers import layers
+from stillhouse.models.layers import layers
 
 
 def recompute(model: PreTrainedModel, share: float) -> int:

@@ -29,13 +29,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
-from learner.step.between import Ahead, Between, ChunkDivergences, ChunkMeans, ChunkParts, PayloadSums
-from learner.step.teacher_heads import HeadOf, no_heads
-from models.logprobs import LmHead
-from models.one_pass import one_pass_loss
+from stillhouse.learner.batch import Microbatch
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
+from stillhouse.learner.step.between import Ahead, Between, ChunkDivergences, ChunkMeans, ChunkParts, PayloadSums
+from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
+from stillhouse.models.logprobs import LmHead
+from stillhouse.models.one_pass import one_pass_loss
 
 
 class Rollouts(NamedTuple):

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-from learner.run_config import LearnerRunConfig, pools_with_heads
-from models.description import DtypeName, resolve_dtype
-from models.head_file import load_head
-from models.loading import resolve_device
-from models.logprobs import LmHead
+from stillhouse.learner.run_config import LearnerRunConfig, pools_with_heads
+from stillhouse.models.description import DtypeName, resolve_dtype
+from stillhouse.models.head_file import load_head
+from stillhouse.models.loading import resolve_device
+from stillhouse.models.logprobs import LmHead
 
 HeadOf: TypeAlias = Callable[[str], LmHead]
 """Name of a teacher pool -> the head of its model, on the learner's device, in the dtype of its matrix products."""

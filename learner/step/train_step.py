@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import (
+from stillhouse.learner.batch import (
     BatchError,
     EmptyBatchError,
     Microbatch,
@@ -41,14 +41,14 @@ from learner.batch import (
     divide,
     pack_share,
 )
-from learner.checkpoints.tensor_file import Shares
-from learner.config import LearnerConfig
-from learner.objectives.batch_terms import batch_terms
-from learner.ranks.group import Ranks
-from learner.ranks.messages import dump_items
-from learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
-from learner.step.critic import make_critic, value_metrics
-from learner.step.forward import (
+from stillhouse.learner.checkpoints.tensor_file import Shares
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.batch_terms import batch_terms
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.ranks.messages import dump_items
+from stillhouse.learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
+from stillhouse.learner.step.critic import make_critic, value_metrics
+from stillhouse.learner.step.forward import (
     BatchPart,
     PassLeft,
     States,
@@ -57,22 +57,22 @@ from learner.step.forward import (
     predictor_states,
     refuse_other_head,
 )
-from learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
-from learner.step.pack_ahead import PackAhead
-from learner.step.recompute import recompute
-from learner.step.step_loss import StepLoss, make_step_loss
-from learner.step.teacher_heads import HeadOf, no_heads
-from models.description import resolve_dtype
-from models.loading import converted_on_saving, weights_to_save
-from models.logprobs import lm_head
-from models.packed import refuse_undividable
-from models.precision import halve_frozen
-from models.transfer import read, share_of, upload, whole
-from weights.server_checks import prompt_logprobs
-from weights.staged_weights import Weight
+from stillhouse.learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from stillhouse.learner.step.pack_ahead import PackAhead
+from stillhouse.learner.step.recompute import recompute
+from stillhouse.learner.step.step_loss import StepLoss, make_step_loss
+from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import converted_on_saving, weights_to_save
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.packed import refuse_undividable
+from stillhouse.models.precision import halve_frozen
+from stillhouse.models.transfer import read, share_of, upload, whole
+from stillhouse.weights.server_checks import prompt_logprobs
+from stillhouse.weights.staged_weights import Weight
 
 if TYPE_CHECKING:
-    from learner.step.lora import Adapters  # loads peft
+    from stillhouse.learner.step.lora import Adapters  # loads peft
 
 __all__ = ["BatchError", "EmptyBatchError", "NonFiniteError", "Trainer"]
 

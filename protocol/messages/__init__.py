@@ -27,9 +27,9 @@ from __future__ import annotations
 # ruff: noqa: F403, F405 - all names of the three modules are this package's, so that callers need not know the files
 from typing import TypeAlias
 
-from protocol.messages.learner import *
-from protocol.messages.shared import *
-from protocol.messages.workers import *
+from stillhouse.protocol.messages.learner import *
+from stillhouse.protocol.messages.shared import *
+from stillhouse.protocol.messages.workers import *
 
 FromAny: TypeAlias = Hello | Heartbeat | Goodbye | SnapshotWanted
 FromActor: TypeAlias = TicketCredit | Segment | RolloutFailed

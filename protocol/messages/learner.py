@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from protocol.messages.shared import (
+from stillhouse.protocol.messages.shared import (
     Branch,
     Sampling,
     Snapshot,

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from protocol.messages.shared import Dropped, Sampling, TaskKind, TurnReward, VersionSpan, WeightVersion
+from stillhouse.protocol.messages.shared import Dropped, Sampling, TaskKind, TurnReward, VersionSpan, WeightVersion
 
 FailureReason: TypeAlias = Literal[
     "env_error", "env_timeout", "env_unknown", "engine_error", "engine_aborted", "engine_refused"

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self, TypeAlias
 
-from protocol.client import Client, worker_hello
-from protocol.codec import Array, Received
-from protocol.context import RoleContext
-from protocol.errors import LinkError
-from protocol.keys import ClientKeys, run_client_keys
-from protocol.messages import Hello, Message, WeightVersion, Welcome
-from protocol.shards.division import SEPARATOR
-from protocol.shards.merger import Merger
+from stillhouse.protocol.client import Client, worker_hello
+from stillhouse.protocol.codec import Array, Received
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.errors import LinkError
+from stillhouse.protocol.keys import ClientKeys, run_client_keys
+from stillhouse.protocol.messages import Hello, Message, WeightVersion, Welcome
+from stillhouse.protocol.shards.division import SEPARATOR
+from stillhouse.protocol.shards.merger import Merger
 
 
 class ShardedClient:

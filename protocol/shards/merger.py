@@ -22,8 +22,8 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from protocol.codec import Array, Received
-from protocol.messages import (
+from stillhouse.protocol.codec import Array, Received
+from stillhouse.protocol.messages import (
     Batch,
     BatchTrained,
     BatchTrainedAck,
@@ -40,8 +40,8 @@ from protocol.messages import (
     TasksOffered,
     WeightVersion,
 )
-from protocol.shards.division import of_shard, shard_of, task_of
-from protocol.shards.snapshots import summed, whole_snapshot
+from stillhouse.protocol.shards.division import of_shard, shard_of, task_of
+from stillhouse.protocol.shards.snapshots import summed, whole_snapshot
 
 replace = msgspec.structs.replace
 

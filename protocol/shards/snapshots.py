@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from protocol.messages import (
+from stillhouse.protocol.messages import (
     ForgottenPeers,
     Ledger,
     LedgerCounts,

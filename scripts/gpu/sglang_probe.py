@@ -17,13 +17,13 @@ import urllib.request
 import torch
 from transformers import AutoModelForCausalLM
 
-from engines.sglang.config import SGLangConfig
-from engines.sglang.features import probe_server
-from engines.sglang.requests import bucket_update, disk_update
-from weights.buckets import PackedLayout, WholeTensors, manifest_of
-from weights.group_operations import host_store
-from weights.manifest import smallest_tensor_bucket
-from weights.transports.servers import ServerGroup
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.features import probe_server
+from stillhouse.engines.sglang.requests import bucket_update, disk_update
+from stillhouse.weights.buckets import PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.group_operations import host_store
+from stillhouse.weights.manifest import smallest_tensor_bucket
+from stillhouse.weights.transports.servers import ServerGroup
 
 p = argparse.ArgumentParser()
 p.add_argument("url")
@@ -35,7 +35,9 @@ p.add_argument("--noise", type=float, default=0.02)
 p.add_argument("--bucket-mib", type=int, default=512)
 p.add_argument("--deadline", type=float, default=60.0)
 p.add_argument("--requests", type=int, default=64)
-p.add_argument("--tolerance", type=float, default=0.25, help="nats, mean: weights.checks allows 0.25 in 16 bits")
+p.add_argument(
+    "--tolerance", type=float, default=0.25, help="nats, mean: stillhouse.weights.checks allows 0.25 in 16 bits"
+)
 a = p.parse_args()
 failed, features = [], None
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Episode
-from actors.envs.registry import make_environment
-from builtin import STUDENT_DIR
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.episode import Episode
+from stillhouse.actors.envs.registry import make_environment
+from stillhouse.builtin import STUDENT_DIR
 
 
 @pytest.fixture(scope="session")

@@ -13,14 +13,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from torch import Tensor
 
-from actors.config import ActorConfig
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.episode_pool import EpisodePool
-from actors.episodes import EpisodeThreads
-from actors.failures import Failure
-from actors.rollouts_running import RunningRollouts
-from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
-from protocol.messages import Message, RolloutFailed, Sampling, Segment, Ticket, VersionSpan, WeightVersion
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.episode_pool import EpisodePool
+from stillhouse.actors.episodes import EpisodeThreads
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.rollouts_running import RunningRollouts
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest, Int32s
+from stillhouse.protocol.messages import Message, RolloutFailed, Sampling, Segment, Ticket, VersionSpan, WeightVersion
 from tests.patience import Limit
 
 STOP = 313

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.agent import Context, EpisodeOver
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.registry import UnknownEnvironment, check_options
-from protocol.messages import Segment
+from stillhouse.actors.agent import Context, EpisodeOver
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.registry import UnknownEnvironment, check_options
+from stillhouse.protocol.messages import Segment
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import PATIENCE_S
 
@@ -270,7 +270,7 @@ def test_an_agent_has_step_timeout_s_between_its_calls(
     agent: Callable[..., object],
     message: str,
 ) -> None:
-    monkeypatch.setattr("actors.env_runner.GRACE_S", 0.1)
+    monkeypatch.setattr("stillhouse.actors.env_runner.GRACE_S", 0.1)
     hand = start(agent, timeout_s=0.2)
     hand.until(lambda: "train-0-0-0/0" in engine.requests)
     waited_until_s = time.monotonic() + 0.6
@@ -284,7 +284,7 @@ def test_an_agent_has_step_timeout_s_between_its_calls(
 def test_an_agent_that_blocks_beside_a_waiting_line_is_noticed_when_that_is_answered(
     start: Callable[..., InHand], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.env_runner.GRACE_S", 0.1)
+    monkeypatch.setattr("stillhouse.actors.env_runner.GRACE_S", 0.1)
     hand = start(blocks_beside, timeout_s=0.2)
     answer(hand, engine, 0, 10, STOP)
     answer(hand, engine, 1, 20, STOP)

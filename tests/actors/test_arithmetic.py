@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.envs.calculator import ExpressionError, evaluate
+from stillhouse.actors.envs.calculator import ExpressionError, evaluate
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.failures import FIRST_S, LONGEST_S, Brake, TooManyFailures
+from stillhouse.actors.failures import FIRST_S, LONGEST_S, Brake, TooManyFailures
 
 
 def test_each_failure_in_a_row_doubles_the_pause_up_to_a_bound_and_one_success_ends_it() -> None:

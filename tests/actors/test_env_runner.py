@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-import actors.env_runner
-from actors.env_runner import EnvRunner, TooManyStuck
-from actors.env_thread import EnvironmentTimeout, Outcome
+import stillhouse.actors.env_runner
+from stillhouse.actors.env_runner import EnvRunner, TooManyStuck
+from stillhouse.actors.env_thread import EnvironmentTimeout, Outcome
 from tests.patience import PATIENCE_S, Limit
 
 
@@ -107,8 +107,8 @@ class Blocking:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads count as stuck right after their deadline."""
-    monkeypatch.setattr(actors.env_runner, "GRACE_S", 0.2)
-    monkeypatch.setattr(actors.env_runner, "CLOSE_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(stillhouse.actors.env_runner, "GRACE_S", 0.2)
+    monkeypatch.setattr(stillhouse.actors.env_runner, "CLOSE_TIMEOUT_S", PATIENCE_S)
 
 
 def test_each_call_comes_back_once_under_its_key(runner: EnvRunner) -> None:

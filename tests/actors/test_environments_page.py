@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from actors.config import ActorConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Continuation, Episode
-from actors.envs.registry import make_environment
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.episode import Continuation, Episode
+from stillhouse.actors.envs.registry import make_environment
 
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
 

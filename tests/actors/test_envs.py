@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.envs.episode import Continuation, EnvironmentFault, Episode
-from engines.base import Int32s
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.envs.episode import Continuation, EnvironmentFault, Episode
+from stillhouse.engines.base import Int32s
 
 MakeEpisode = Callable[..., Episode]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.agent import Context
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.episode_pool import EnvironmentsUnusable, EpisodePool
-from actors.episode_wire import Setup
-from builtin import STUDENT_DIR
+from stillhouse.actors.agent import Context
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.episode_pool import EnvironmentsUnusable, EpisodePool
+from stillhouse.actors.episode_wire import Setup
+from stillhouse.builtin import STUDENT_DIR
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import Limit
 
@@ -93,7 +93,7 @@ def processes_of_this_test() -> list[int]:
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except (OSError, IndexError):
                 continue
-            if b"actors.episode_process" in command and parent == os.getpid():
+            if b"stillhouse.actors.episode_process" in command and parent == os.getpid():
                 found.append(int(entry.name))
     return found
 
@@ -188,7 +188,7 @@ def test_environments_that_cannot_be_imported_are_an_error_at_the_start(tokenize
 def test_processes_that_die_again_and_again_end_the_actor(
     engine: ScriptedEngine, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.episode_pool.MAX_DEATHS", 1)
+    monkeypatch.setattr("stillhouse.actors.episode_pool.MAX_DEATHS", 1)
     dying = pytest.raises(RuntimeError, match=r"2 processes of environments died within .* ended with exit code 3")
     with in_pool(engine, tokenizer) as (hand, _), dying:
         for i in range(2):
@@ -205,7 +205,7 @@ def test_processes_end_with_an_actor_that_was_killed(tmp_path: Path, busy: str) 
         f"""
         import sys, time
         from tests.actors.test_episode_pool import *
-        from models.tokenizer_file import FileTokenizer
+        from stillhouse.models.tokenizer_file import FileTokenizer
         environments = CONFIG.environments_of("single_turn")
         pool = EpisodePool(1, Setup(environments, str(STUDENT_DIR), 4, (STOP,), 200, 3.0))
         engine = ScriptedEngine()

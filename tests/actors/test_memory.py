@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 from torch import Tensor
 
-from actors.config import ActorConfig
-from actors.envs.base import TextTokenizer
-from builtin import STUDENT_DIR
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from models.loading import load_causal_lm
-from protocol.messages import Sampling, WeightVersion
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Sampling, WeightVersion
 from tests.actors.in_hand import InHand, ticket
 
 SLOTS, PER_VERSION = 8, 4

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.base import TextTokenizer
 from tests.actors.adapters import verifiers_server
 from tests.patience import PATIENCE_S
 

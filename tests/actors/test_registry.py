@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import Action, EnvTask, TextTokenizer
-from actors.envs.calculator import Calculator
-from actors.envs.registry import (
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import Action, EnvTask, TextTokenizer
+from stillhouse.actors.envs.calculator import Calculator
+from stillhouse.actors.envs.registry import (
     UnknownEnvironment,
     check_options,
     find_environment,
     load_environments,
     make_environment,
 )
-from actors.envs.single_turn import SingleTurn
+from stillhouse.actors.envs.single_turn import SingleTurn
 
 OWN_ENVIRONMENT = """
-from actors.envs.base import Environment
-from actors.envs.single_turn import SingleTurn
+from stillhouse.actors.envs.base import Environment
+from stillhouse.actors.envs.single_turn import SingleTurn
 
 class Own(SingleTurn):
     pass
@@ -64,7 +64,7 @@ def own_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_built_in_names_and_paths(tokenizer: TextTokenizer) -> None:
     assert find_environment("single_turn") is SingleTurn
-    assert find_environment("actors.envs.calculator:Calculator") is Calculator
+    assert find_environment("stillhouse.actors.envs.calculator:Calculator") is Calculator
     assert isinstance(make_environment("calculator", tokenizer, {}), Calculator)
 
 

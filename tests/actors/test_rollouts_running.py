@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import TextTokenizer
-from actors.envs.registry import UnknownEnvironment
-from actors.rollouts_running import MAX_NAMES
-from builtin import STUDENT_DIR
-from engines.base import Int32s, ScoreRequest
-from engines.config import EngineConfig, ScorerSettings
-from engines.torch.engine import TorchEngine
-from engines.torch.scorer import TorchScorer
-from models.loading import load_causal_lm
-from protocol.messages import RolloutFailed, Sampling, Segment, VersionSpan
-from protocol.printable import in_one_line
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.registry import UnknownEnvironment
+from stillhouse.actors.rollouts_running import MAX_NAMES
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import Int32s, ScoreRequest
+from stillhouse.engines.config import EngineConfig, ScorerSettings
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import RolloutFailed, Sampling, Segment, VersionSpan
+from stillhouse.protocol.printable import in_one_line
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, V2, Breakable, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import PATIENCE_S
 

@@ -10,16 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.agent import Context
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.registry import BUILT_IN, UnknownEnvironment, find_environment, options_of_row
-from actors.rewards import Answered
-from actors.rewards.registry import BUILT_IN as REWARDS
-from actors.row_options import RowRefused, declared_by, row_may_set
-from launch.checks.prompt_files import ROWS_CHECKED, check_prompts
-from protocol.messages import RolloutFailed
-from protocol.plugins import load
+from stillhouse.actors.agent import Context
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.registry import BUILT_IN, UnknownEnvironment, find_environment, options_of_row
+from stillhouse.actors.rewards import Answered
+from stillhouse.actors.rewards.registry import BUILT_IN as REWARDS
+from stillhouse.actors.row_options import RowRefused, declared_by, row_may_set
+from stillhouse.launch.checks.prompt_files import ROWS_CHECKED, check_prompts
+from stillhouse.protocol.messages import RolloutFailed
+from stillhouse.protocol.plugins import load
 from tests.actors.in_hand import InHand, ScriptedEngine, ids_of, ticket
 
 HERE = __name__

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import TextTokenizer
-from protocol.messages import Segment
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.protocol.messages import Segment
 from tests.actors.in_hand import BREAKABLE, STOP, InHand, ScriptedEngine, ids_of, ticket
 
 

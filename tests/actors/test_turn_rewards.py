@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from actors.agent import Context
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from protocol.messages import Segment, TurnReward
+from stillhouse.actors.agent import Context
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.protocol.messages import Segment, TurnReward
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 
 

@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import actors.worker
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import TextTokenizer
-from actors.episodes import EpisodeThreads
-from actors.rollouts_running import RunningRollouts
-from actors.worker import ActorWorker
-from buffer.config import BufferConfig
-from builtin import STUDENT_DIR
-from engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from models.loading import load_causal_lm
-from protocol import messages as m
-from protocol.client import Client
+import stillhouse.actors.worker
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.episodes import EpisodeThreads
+from stillhouse.actors.rollouts_running import RunningRollouts
+from stillhouse.actors.worker import ActorWorker
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationEngine, GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
 from tests.actors.in_hand import BREAKABLE, STOP, V0, V1, Breakable, ScriptedEngine, ids_of, ticket
 from tests.patience import PATIENCE_S, Limit, eventually
 from tests.wire import Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
@@ -150,7 +150,7 @@ def test_credit_is_what_is_free_and_is_renewed_as_rollouts_end_but_not_as_ticket
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer subtracts the tickets that it sends."""
-    monkeypatch.setattr(actors.worker, "CREDIT_REPEAT_S", 3600.0)
+    monkeypatch.setattr(stillhouse.actors.worker, "CREDIT_REPEAT_S", 3600.0)
     engine = ScriptedEngine()
     with ScriptedBuffer() as peer, actor(peer.address, engine, tokenizer) as (ended, _):
         first = credit(peer, lambda c: True)
@@ -168,7 +168,7 @@ def test_credit_is_what_is_free_and_is_renewed_as_rollouts_end_but_not_as_ticket
 
 def test_credit_is_said_again_though_nothing_changed(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer that counted the actor as lost in between has forgotten it."""
-    monkeypatch.setattr(actors.worker, "CREDIT_REPEAT_S", 0.02)
+    monkeypatch.setattr(stillhouse.actors.worker, "CREDIT_REPEAT_S", 0.02)
     with ScriptedBuffer() as peer, actor(peer.address, ScriptedEngine(), tokenizer) as (ended, _):
         said = [message for message, _ in peer.expect(m.TicketCredit, 3)]
         assert {(c.n, c.tickets_received_total) for c in said} == {(3, 0)}
@@ -179,7 +179,7 @@ def test_credit_is_said_again_though_nothing_changed(tokenizer: TextTokenizer, m
 
 def test_credit_is_said_again_after_a_reconnect(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new buffer knows nothing of it, and all that was sent before has been confirmed by the former one."""
-    monkeypatch.setattr(actors.worker, "CREDIT_REPEAT_S", 3600.0)
+    monkeypatch.setattr(stillhouse.actors.worker, "CREDIT_REPEAT_S", 3600.0)
     with ExitStack() as stack:
         former = stack.enter_context(ScriptedBuffer(peer_timeout_s=0.4))
         ended, client = stack.enter_context(actor(former.address, ScriptedEngine(), tokenizer))

@@ -19,8 +19,8 @@ from bench.scale_limit import best_share, waits_s
 from bench.scale_peers import Actor, Learner
 from bench.scale_settings import PRESETS, Scenario
 from bench.scale_virtual import VirtualRun, virtual_run
-from protocol import messages as m
-from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Snapshot, VersionSpan, WeightVersion
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Snapshot, VersionSpan, WeightVersion
 from tests.patience import RUN_PATIENCE_S
 
 SMALL = Scenario(

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from buffer.config import BufferConfig, Release
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.messages import Role, TaskKind, VersionSpan, WeightVersion
+from stillhouse.buffer.config import BufferConfig, Release
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import Role, TaskKind, VersionSpan, WeightVersion
 
 Array = npt.NDArray[Any]
 MessageT = TypeVar("MessageT")

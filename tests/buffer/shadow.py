@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from buffer.blobs import Load
-from buffer.config import BufferConfig
-from buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
-from buffer.journal.image import make_image, restore_image
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.codec import Array, Received, encode
-from protocol.errors import RemoteProtocolError
-from protocol.handshake import Doorkeeper
-from protocol.messages import Role, WeightVersion
-from protocol.server import FromPeer
-from protocol.session import SessionBook
+from stillhouse.buffer.blobs import Load
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
+from stillhouse.buffer.journal.image import make_image, restore_image
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Array, Received, encode
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.handshake import Doorkeeper
+from stillhouse.protocol.messages import Role, WeightVersion
+from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.session import SessionBook
 
 EVENTS_PER_LIFE = 37
 """The shadow is restored from its image this often."""

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.acks import acknowledged_together
-from buffer.peers import Outgoing
-from protocol import messages as m
-from protocol.flow import acked_keys, concerns_caller
+from stillhouse.buffer.acks import acknowledged_together
+from stillhouse.buffer.peers import Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.flow import acked_keys, concerns_caller
 
 statuses = st.sampled_from(("accepted", "duplicate", "rejected"))
 rollouts = st.sampled_from(("train-0-0-0", "train-0-1-0", "eval-1-0-0"))

@@ -7,12 +7,12 @@ import struct
 import numpy as np
 import pytest
 
-import buffer.batch_size
-from buffer.batch_size import MOST_ROLLOUTS, Room, size_of
-from protocol import messages as m
-from protocol.codec import MAX_FRAME_BYTES, encode
-from protocol.topk_codec import encode_top_k
-from protocol.topk_layout import HEADER_BYTES
+import stillhouse.buffer.batch_size
+from stillhouse.buffer.batch_size import MOST_ROLLOUTS, Room, size_of
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import MAX_FRAME_BYTES, encode
+from stillhouse.protocol.topk_codec import encode_top_k
+from stillhouse.protocol.topk_layout import HEADER_BYTES
 from tests.buffer.driver import Driver, rollout_ids, v
 
 Make = type[Driver]
@@ -21,7 +21,7 @@ ROLLOUT_BYTES = 4 * (9 + 4)
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, n_rollouts: int) -> None:
-    monkeypatch.setattr(buffer.batch_size, "BATCH_BYTES", n_rollouts * ROLLOUT_BYTES)
+    monkeypatch.setattr(stillhouse.buffer.batch_size, "BATCH_BYTES", n_rollouts * ROLLOUT_BYTES)
 
 
 def payload(n_tokens: int, k: int) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from protocol import messages as m
-from protocol.messages import VersionSpan
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import VersionSpan
 from tests.buffer.driver import PROMPT, Driver, rollout_ids, tasks_of, v
 
 Make = type[Driver]

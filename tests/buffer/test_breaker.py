@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.breaker import Breaker
-from protocol import messages as m
+from stillhouse.buffer.breaker import Breaker
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import PROMPT, Driver
 
 Make = type[Driver]

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from buffer.config import BufferConfig
+from stillhouse.buffer.config import BufferConfig
 
 
 def test_defaults_are_asynchronous_distillation() -> None:

@@ -17,10 +17,10 @@ from typing import Final, Self
 import msgspec
 import pytest
 
-import protocol.link
-from buffer.config import BufferConfig
-from protocol.bundle import bundled
-from protocol.codec import Frame
+import stillhouse.protocol.link
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.protocol.bundle import bundled
+from stillhouse.protocol.codec import Frame
 from tests.patience import PATIENCE_S
 from tests.sim.synthetic_run import BufferProcess, Shape, SyntheticRun
 
@@ -113,7 +113,7 @@ def test_nothing_is_lost_or_repeated_when_links_are_cut_anywhere(
         sizes[len(messages)] += 1
         return bundled(messages)
 
-    monkeypatch.setattr(protocol.link, "bundled", counted)
+    monkeypatch.setattr(stillhouse.protocol.link, "bundled", counted)
     config = BufferConfig(heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, max_staleness=2, batch_rollouts=8)
     process, rng = BufferProcess(config, tmp_path), Random(kills)
     try:

@@ -8,9 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from buffer.config import Release
-from buffer.departure import Departure
-from protocol import messages as m
+from stillhouse.buffer.config import Release
+from stillhouse.buffer.departure import Departure
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, v
 
 STEP_S = 40.0

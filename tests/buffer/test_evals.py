@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol import messages as m
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, v
 
 Make = type[Driver]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from buffer.core import Core
-from buffer.ledger import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
-from protocol import messages as m
+from stillhouse.buffer.core import Core
+from stillhouse.buffer.ledger import MAX_CLASSES, MAX_EXAMPLES, MAX_TEXT
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 from tests.buffer.shadow import restored
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import messages as m
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, v
 
 Make = type[Driver]

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from buffer import history
-from buffer.history import EndedRollouts, Runs
+from stillhouse.buffer import history
+from stillhouse.buffer.history import EndedRollouts, Runs
 
 
 @pytest.mark.parametrize("seed", range(20))

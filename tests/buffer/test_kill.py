@@ -12,12 +12,12 @@ from random import Random
 
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.journal.recovery import JournalError
-from buffer.server import main
-from protocol import messages as m
-from protocol.client import Client
-from protocol.errors import HandshakeRefused
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.journal.recovery import JournalError
+from stillhouse.buffer.server import main
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.errors import HandshakeRefused
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
 from tests.sim.synthetic_run import RUN, VOCAB, WAIT_S, BufferProcess, Shape, SyntheticRun

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from buffer.ledger import LOST_AT_RESTART, MAX_REASONS, Held, KindHeld, LedgerBook, UnitCounts
-from protocol.messages import Ledger, LedgerCounts
+from stillhouse.buffer.ledger import LOST_AT_RESTART, MAX_REASONS, Held, KindHeld, LedgerBook, UnitCounts
+from stillhouse.protocol.messages import Ledger, LedgerCounts
 
 EMPTY = KindHeld(Held(0, 0), Held(0, 0), Held(0, 0))
 

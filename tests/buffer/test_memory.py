@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.config import Release
-from buffer.core import Core
-from buffer.history import Runs
-from buffer.journal.image import make_image
-from buffer.rollouts import Rollout, ScoreJob, Segment
-from protocol import messages as m
+from stillhouse.buffer.config import Release
+from stillhouse.buffer.core import Core
+from stillhouse.buffer.history import Runs
+from stillhouse.buffer.journal.image import make_image
+from stillhouse.buffer.rollouts import Rollout, ScoreJob, Segment
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, v
 from tests.buffer.shadow import new_book
 

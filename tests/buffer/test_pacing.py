@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.pacing import Pacing
-from protocol.messages import WeightVersion
+from stillhouse.buffer.pacing import Pacing
+from stillhouse.protocol.messages import WeightVersion
 from tests.buffer.driver import v
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.peers import PeerTable
-from protocol import messages as m
+from stillhouse.buffer.peers import PeerTable
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver
 
 Make = type[Driver]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from buffer.pools import MIN_TIMES, WINDOW, HedgeBudget, LeaseTimes
-from protocol import messages as m
+from stillhouse.buffer.pools import MIN_TIMES, WINDOW, HedgeBudget, LeaseTimes
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver
 
 Make = type[Driver]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.loop import refusal_in
-from protocol import messages as m
+from stillhouse.buffer.loop import refusal_in
+from stillhouse.protocol import messages as m
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.config import Release
-from protocol import messages as m
-from protocol.messages import VersionSpan
+from stillhouse.buffer.config import Release
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import VersionSpan
 from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
 
 Make = type[Driver]

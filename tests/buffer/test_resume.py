@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.core import Core
-from protocol import messages as m
+from stillhouse.buffer.core import Core
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, rollout_ids, v
 from tests.buffer.shadow import restored
 

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from buffer.breaker import Breaker
-from buffer.peers import TeacherPeer
-from buffer.rooms import MAX_OUTDATED, Rooms
-from protocol.messages import ScoreCredit
+from stillhouse.buffer.breaker import Breaker
+from stillhouse.buffer.peers import TeacherPeer
+from stillhouse.buffer.rooms import MAX_OUTDATED, Rooms
+from stillhouse.protocol.messages import ScoreCredit
 
 
 class Pool:

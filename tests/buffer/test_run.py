@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol import messages as m
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, v
 
 Make = type[Driver]

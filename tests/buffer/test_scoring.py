@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocol import messages as m
+from stillhouse.protocol import messages as m
 from tests.buffer.driver import PROMPT, Driver, rollout_ids
 
 Make = type[Driver]

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer.ledger import RejectReason as Reason
-from protocol import messages as m
-from protocol.messages import VersionSpan
+from stillhouse.buffer.ledger import RejectReason as Reason
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import VersionSpan
 from tests.buffer.driver import Array, Driver, v
 
 Make = type[Driver]

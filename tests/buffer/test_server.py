@@ -19,17 +19,17 @@ import numpy as np
 import pytest
 import zmq
 
-import buffer.server
-from buffer.config import BufferConfig
-from buffer.journal.journal import Journal
-from buffer.server import BufferAddress
-from buffer.state import BufferState
-from protocol import messages as m
-from protocol.addresses import outgoing_ports
-from protocol.client import Client
-from protocol.codec import Received
-from protocol.context import ExitCode
-from protocol.server import Server
+import stillhouse.buffer.server
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.server import BufferAddress
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.addresses import outgoing_ports
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.context import ExitCode
+from stillhouse.protocol.server import Server
 from tests.patience import PATIENCE_S, eventually
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -57,7 +57,9 @@ def in_thread(tmp_path: Path) -> Iterator[Future[int]]:
     """The buffer, in a thread of this process."""
     threads = set(threading.enumerate())
     with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(buffer.server.main, config=CONFIG, run_id=RUN, run_dir=tmp_path, vocab_fingerprint=VOCAB)
+        yield pool.submit(
+            stillhouse.buffer.server.main, config=CONFIG, run_id=RUN, run_dir=tmp_path, vocab_fingerprint=VOCAB
+        )
     assert set(threading.enumerate()) == threads
 
 
@@ -222,7 +224,7 @@ def test_a_core_that_breaks_is_told_to_all_and_raised(
 
     monkeypatch.setattr(BufferState, "handle", break_down)
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(buffer.server.main, config=CONFIG, run_id=RUN, run_dir=tmp_path)
+        future = pool.submit(stillhouse.buffer.server.main, config=CONFIG, run_id=RUN, run_dir=tmp_path)
         learner = connect("learner")
         shutdown, _ = receive(learner, m.Shutdown)
         assert shutdown == m.Shutdown(False, "the buffer broke: ArithmeticError: two and two are five")
@@ -232,7 +234,7 @@ def test_a_core_that_breaks_is_told_to_all_and_raised(
 
 
 def _run_main(run_dir: Path) -> None:
-    sys.exit(buffer.server.main(config=CONFIG, run_id=RUN, run_dir=run_dir))
+    sys.exit(stillhouse.buffer.server.main(config=CONFIG, run_id=RUN, run_dir=run_dir))
 
 
 @pytest.fixture
@@ -294,7 +296,7 @@ def test_sigterm_while_waiting_for_goodbyes_ends_the_wait_not_the_result(
 
 
 def test_the_buffer_imports_without_torch() -> None:
-    code = "import sys, buffer.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, stillhouse.buffer.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

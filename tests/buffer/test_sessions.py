@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from buffer.config import BufferConfig
-from buffer.core import Core, Entry, Joined, Left, Turn, replay
-from buffer.state import BufferState
-from protocol import messages as m
-from protocol.codec import Frame, Received, decode, encode
-from protocol.handshake import PeerId
-from protocol.messages import WeightVersion
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.session import SessionBook
-from protocol.sockets import receive_frames, send_frames
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Core, Entry, Joined, Left, Turn, replay
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Frame, Received, decode, encode
+from stillhouse.protocol.handshake import PeerId
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.session import SessionBook
+from stillhouse.protocol.sockets import receive_frames, send_frames
 from tests.buffer.shadow import new_book
 from tests.patience import PATIENCE_S
 

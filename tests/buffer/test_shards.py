@@ -10,10 +10,10 @@ from random import Random
 import msgspec
 import pytest
 
-from buffer.config import BufferConfig
-from buffer.server import shard_folder
-from protocol import messages as m
-from protocol.shards.snapshots import whole_snapshot
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.server import shard_folder
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.shards.snapshots import whole_snapshot
 from tests.patience import PATIENCE_S
 from tests.sim.synthetic_run import BufferProcess, Shape, SyntheticRun, start_all
 

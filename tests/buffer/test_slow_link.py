@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer.config import BufferConfig
-from protocol import messages as m
-from protocol.client import Client
-from protocol.context import ExitCode
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.context import ExitCode
 from tests.slow_link import SlowLink, slow_link
 from tests.wire import WAIT_S, connected, real_buffer, receive
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from buffer.config import BufferConfig, Release
+from stillhouse.buffer.config import BufferConfig, Release
 from tests.sim.buffer import actions as act
 from tests.sim.buffer import learner, workers
 from tests.sim.buffer.world import World

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer.core import Core
-from protocol import messages as m
-from protocol.top_ids import encode_top_ids
+from stillhouse.buffer.core import Core
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.top_ids import encode_top_ids
 from tests.buffer.driver import Driver
 from tests.buffer.shadow import restored
 

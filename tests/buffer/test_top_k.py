@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from buffer.core import Core, Turn, decode_turn, encode_turn
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.hidden_codec import encode_hidden
-from protocol.server import FromPeer
-from protocol.topk_codec import encode_top_k
+from stillhouse.buffer.core import Core, Turn, decode_turn, encode_turn
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.hidden_codec import encode_hidden
+from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.topk_codec import encode_top_k
 from tests.buffer.driver import Driver, v
 from tests.buffer.shadow import no_blobs, restored
 

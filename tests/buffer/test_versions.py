@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.ledger import RejectReason
-from buffer.versions import VersionTable
-from protocol.messages import WeightVersion
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.buffer.versions import VersionTable
+from stillhouse.protocol.messages import WeightVersion
 from tests.buffer.driver import v
 from tests.sim.buffer.model import VersionTree
 

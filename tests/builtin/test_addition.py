@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builtin.addition import (
+from stillhouse.builtin.addition import (
     STYLES,
     Chain,
     Operator,

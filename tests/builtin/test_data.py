@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from builtin import (
+from stillhouse.builtin import (
     CALCULATOR_EVAL_JSONL,
     CALCULATOR_TRAIN_JSONL,
     DATA_DIR,
@@ -21,8 +21,8 @@ from builtin import (
     TEACHER_DIR,
     TRAIN_JSONL,
 )
-from builtin.addition import STYLES, TOOL_TAGS, Problem, read_problems, solution, write_problems
-from builtin.tokenizer import build_tokenizer, prompt_token_ids
+from stillhouse.builtin.addition import STYLES, TOOL_TAGS, Problem, read_problems, solution, write_problems
+from stillhouse.builtin.tokenizer import build_tokenizer, prompt_token_ids
 from tests.patience import PATIENCE_S
 
 FOLDERS = [TEACHER_DIR, STUDENT_DIR]
@@ -118,6 +118,6 @@ def test_any_text_survives_the_tokenizer(tokenizer: PreTrainedTokenizerFast, tex
 
 
 def test_paths_and_problems_import_without_torch() -> None:
-    imports = "import sys, builtin, builtin.addition"
+    imports = "import sys, builtin, stillhouse.builtin.addition"
     code = f"{imports}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

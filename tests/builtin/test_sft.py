@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
-from builtin.addition import Chain, Problem, read_problems
-from builtin.build import draw_problem_sets
-from builtin.measure import accuracy, calculator_accuracy
-from builtin.sft import IGNORED, HeldOut, Recipe, encode_example, example_stream, lr_factor, new_model, train
+from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
+from stillhouse.builtin.addition import Chain, Problem, read_problems
+from stillhouse.builtin.build import draw_problem_sets
+from stillhouse.builtin.measure import accuracy, calculator_accuracy
+from stillhouse.builtin.sft import IGNORED, HeldOut, Recipe, encode_example, example_stream, lr_factor, new_model, train
 
 TINY = Recipe(hidden=32, mlp=64, steps=12, learning_rate=3e-3, seed=5, init_std=0.08, warmup_steps=2)
 NOTHING_HELD_OUT = HeldOut(frozenset(), frozenset())

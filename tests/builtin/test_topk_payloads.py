@@ -11,13 +11,13 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
-from engines.base import GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from learner.prompts.records import record_from_json
-from protocol.messages import Sampling
-from protocol.topk_codec import REST_BITS, TopK, decode_top_k, encode_top_k
+from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.learner.prompts.records import record_from_json
+from stillhouse.protocol.messages import Sampling
+from stillhouse.protocol.topk_codec import REST_BITS, TopK, decode_top_k, encode_top_k
 
 Floats = npt.NDArray[np.float64]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import VersionSpan, WeightVersion
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
 from tests.sim.chaos.audit import audit
 from tests.sim.chaos.tap import BatchSeen, ItemSeen, TrainedSeen
 

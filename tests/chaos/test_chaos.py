@@ -32,13 +32,19 @@ class Case(NamedTuple):
 KILLED = tuple(Fault("kill", name) for name in ("buffer-0", "learner-0", "actor-1", "teacher-0"))
 """Of each role one."""
 SAVED = Fault(
-    "trap", "learner-0", others=("launcher",), point="learner.checkpoints.checkpoint:write_checkpoint", side="after"
+    "trap",
+    "learner-0",
+    others=("launcher",),
+    point="stillhouse.learner.checkpoints.checkpoint:write_checkpoint",
+    side="after",
 )
 """The whole run dies when a checkpoint is there."""
-TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="recording.writer:BatchRecorder.add")
+TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="stillhouse.recording.writer:BatchRecorder.add")
 """The learner dies when the buffer knows of a trained batch and the record does not, and the buffer with it."""
 SHARDS = tuple(Fault("kill", name) for name in ("buffer-1", "buffer-0", "learner-0", "buffer-1"))
-SPLIT = Fault("trap", "buffer-1", others=("learner-0",), point="buffer.learner_desk:LearnerDesk.batch_trained")
+SPLIT = Fault(
+    "trap", "buffer-1", others=("learner-0",), point="stillhouse.buffer.learner_desk:LearnerDesk.batch_trained"
+)
 """A shard dies before it knows that its piece of a batch is trained, and the learner with it; the other may know."""
 CASES = (
     Case(4, 14, 1, "deadline", 4, 18, (*KILLED, SAVED)),

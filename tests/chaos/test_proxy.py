@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from protocol.client import Client
-from protocol.messages import Hello, Segment, SegmentAck, TicketCredit
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.messages import Hello, Segment, SegmentAck, TicketCredit
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
 from tests.patience import PATIENCE_S, SLOWNESS
 from tests.sim.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
 from tests.sim.chaos.meddling import MEDDLINGS, Meddling

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
-from actors.config import ActorConfig
-from engines.config import EngineConfig, ServerConfig
-from engines.registry import find_engine
-from weights.config import WeightsConfig
-from weights.roster import Members
+from stillhouse.actors.config import ActorConfig
+from stillhouse.engines.config import EngineConfig, ServerConfig
+from stillhouse.engines.registry import find_engine
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.roster import Members
 
 
 def members_of(actor: ActorConfig, weights: WeightsConfig, student: str) -> Members:

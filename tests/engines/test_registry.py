@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorConfig
-from engines.registry import UnknownEngine, find_engine, known_engines
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.files import write_config
-from launch.config.help import help_text
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, put
-from launch.errors import ConfigError
-from teachers.config import TeacherConfig
+from stillhouse.actors.config import ActorConfig
+from stillhouse.engines.registry import UnknownEngine, find_engine, known_engines
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.help import help_text
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, build, put
+from stillhouse.launch.errors import ConfigError
+from stillhouse.teachers.config import TeacherConfig
 
 SCRIPTED = """
-from engines.provider import EngineProvider
-from protocol.settings import PositiveInt, Settings
+from stillhouse.engines.provider import EngineProvider
+from stillhouse.protocol.settings import PositiveInt, Settings
 
 class Options(Settings, frozen=True, kw_only=True):
     echoes: PositiveInt = 3

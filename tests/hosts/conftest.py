@@ -1,4 +1,4 @@
-"""Hosts for tests, and a run with each role on a host of its own: `python -m launch.workers.roles` there."""
+"""Hosts for tests, and a run with each role on a host of its own: `python -m stillhouse.launch.workers.roles` there."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from typing import Any, Final
 import msgspec
 import pytest
 
-from launch.checks import preflight
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.files import write_config
-from launch.run import own_workers
-from launch.workers.roles import ENTRIES
-from launch.workers.start_role import StartRole
-from protocol.context import WorkerRole
-from protocol.keys import KEYS, make_keys
-from protocol.messages import Snapshot
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.run import own_workers
+from stillhouse.launch.workers.roles import ENTRIES
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.protocol.context import WorkerRole
+from stillhouse.protocol.keys import KEYS, make_keys
+from stillhouse.protocol.messages import Snapshot
 from tests.hosts.network import Network, NotPermitted, environment, hosts
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
@@ -73,7 +73,7 @@ class HostRun:
             buffer_address=self._address,
             resume=resume,
         )
-        command = [sys.executable, "-P", "-m", "launch.workers.roles", str(self.run_dir), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "stillhouse.launch.workers.roles", str(self.run_dir), str(os.getpid())]
         self.processes[start.name] = subprocess.Popen(
             self._network.command(host, command),
             env=environment(),

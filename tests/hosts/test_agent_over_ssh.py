@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actors.config import EnvConfig
-from actors.envs.base import TextTokenizer
-from builtin import STUDENT_DIR
-from models.tokenizer import load_tokenizer
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.models.tokenizer import load_tokenizer
 from tests.actors.endpoint.served import actor
 from tests.actors.in_hand import STOP, ticket
 from tests.hosts.conftest import hosts_or_skip

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import pytest
 
-from launch.audit.run import audit
-from protocol.context import WorkerRole
+from stillhouse.launch.audit.run import audit
+from stillhouse.protocol.context import WorkerRole
 from tests.hosts.conftest import HostRun, hosts_or_skip
 from tests.hosts.network import Network
 

@@ -10,7 +10,7 @@ from typing import Final
 
 import psutil
 
-from launch.buffer_link import CONNECT_TIMEOUT_S
+from stillhouse.launch.buffer_link import CONNECT_TIMEOUT_S
 from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.run_at_home import HOME, RunAtHome
 

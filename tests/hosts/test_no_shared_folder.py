@@ -13,7 +13,7 @@ from typing import Final
 
 import pytest
 
-from builtin import STUDENT_DIR
+from stillhouse.builtin import STUDENT_DIR
 from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.network import Network
 from tests.hosts.own_files import alone_on, names_in_bucket, seen_by

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from launch.workers.hosts import SILENT_S
+from stillhouse.launch.workers.hosts import SILENT_S
 from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.run_at_home import RunAtHome
 

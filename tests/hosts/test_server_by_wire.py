@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from sglang_server.servers import DEFAULT_PYTHON
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON
 from tests.hosts.conftest import hosts_or_skip
 from tests.hosts.run_at_home import RunAtHome
 

@@ -19,12 +19,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.torch.weights import EmbeddedWeights
-from protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver
 from tests.patience import PATIENCE_S
-from weights.config import WeightsConfig
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver
 
 ACTOR: Final = "actor-0"
 MARK: Final = b"these are secret weights of Still"

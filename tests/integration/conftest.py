@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.audit.report import Report
-from launch.audit.run import audit
+from stillhouse.launch.audit.report import Report
+from stillhouse.launch.audit.run import audit
 from tests.integration.joined import Join, Joined
 from tests.metrics_page import tags_of, unexplained
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit

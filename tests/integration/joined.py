@@ -1,4 +1,4 @@
-"""A `cluster.py join` in a process of its own, and somebody who looks at the run as it does."""
+"""A `stillhouse join` in a process of its own, and somebody who looks at the run as it does."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
-from launch.buffer_link import BufferLink
-from launch.join.target import find_target
-from launch.runfolder import read_record
-from protocol.keys import run_client_keys
-from protocol.messages import PeerView
+from stillhouse.launch.buffer_link import BufferLink
+from stillhouse.launch.join.target import find_target
+from stillhouse.launch.runfolder import read_record
+from stillhouse.protocol.keys import run_client_keys
+from stillhouse.protocol.messages import PeerView
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 if TYPE_CHECKING:

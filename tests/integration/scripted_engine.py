@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest
-from engines.provider import EngineProvider, Student, StudentSource
-from models.tokenizer_file import FileTokenizer
-from protocol.messages import VersionSpan, WeightVersion
-from protocol.settings import Settings
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
+from stillhouse.engines.provider import EngineProvider, Student, StudentSource
+from stillhouse.models.tokenizer_file import FileTokenizer
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
+from stillhouse.protocol.settings import Settings
 
 LOGPROB = -0.5
 
@@ -84,7 +84,7 @@ class Scripted(EngineProvider):
     options = MappingProxyType({"actor": ScriptedOptions})
 
     def student(self, ctx: Any) -> StudentSource:
-        from engines.torch.weights import EmbeddedWeights  # torch, in the worker only
+        from stillhouse.engines.torch.weights import EmbeddedWeights  # torch, in the worker only
 
         tokenizer = FileTokenizer(ctx.config.models.student)
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engines.provider import Student, StudentSource
-from engines.torch.provider import TorchProvider
+from stillhouse.engines.provider import Student, StudentSource
+from stillhouse.engines.torch.provider import TorchProvider
 
 STEP_S = "SLOW_ACTOR_STEP_S"
 """Environment variable: seconds per decode step."""

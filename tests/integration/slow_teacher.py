@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from engines.base import ScoreRequest, ScoreResult, ScoringEngine
-from engines.provider import ScorerSource
-from engines.torch.provider import TorchProvider
+from stillhouse.engines.base import ScoreRequest, ScoreResult, ScoringEngine
+from stillhouse.engines.provider import ScorerSource
+from stillhouse.engines.torch.provider import TorchProvider
 
 ITEM_S = "SLOW_TEACHER_ITEM_S"
 """Environment variable: seconds per item."""

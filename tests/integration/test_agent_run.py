@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from recording.reader import Recording
+from stillhouse.recording.reader import Recording
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

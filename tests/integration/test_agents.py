@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_server.servers import DEFAULT_PYTHON
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON
 from tests.actors.adapters import openenv_server, verifiers_server
 from tests.actors.sandbox.conftest import needs_bubblewrap
 from tests.integration.conftest import ROOT, Launched

@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import builtin
-from launch.audit.record import Batch, RecordFile
+from stillhouse import builtin
+from stillhouse.launch.audit.record import Batch, RecordFile
 from tests.integration.conftest import Launched
 from tests.integration.test_exactly_once import fates, interrupt
 from tests.integration.test_whole_run import assert_balanced
 
 CODE = '''
 import json, os
-from actors.envs.base import Environment, Observation, StepResult
+from stillhouse.actors.envs.base import Environment, Observation, StepResult
 
 
 class Known(Environment):

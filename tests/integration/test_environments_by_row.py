@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from actors.envs.base import TextTokenizer
-from builtin import STUDENT_DIR
-from recording.reader import Recording
-from replay import __main__ as replay
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from learner.reports.metrics import read_metrics
-from replay import __main__ as replay
+from stillhouse.learner.reports.metrics import read_metrics
+from stillhouse.replay import command as replay
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol.messages import Settled
-from recording.reader import Recording
+from stillhouse.protocol.messages import Settled
+from stillhouse.recording.reader import Recording
 from tests.integration.conftest import ROOT, Launched, alive
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S
 from tests.sim.chaos.traps import Traps
@@ -103,7 +103,7 @@ def test_a_learner_that_dies_in_its_first_step_goes_on(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffer knows that the batch is trained, and no file of the run knows of the learner."""
-    point = "learner.reports.metrics:MetricsWriter.step"
+    point = "stillhouse.learner.reports.metrics:MetricsWriter.step"
     traps = Traps(tmp_path / "traps", [point])
     for name, value in traps.environment(str(ROOT)).items():
         monkeypatch.setenv(name, value)

@@ -15,7 +15,7 @@ Launch = Callable[..., Launched]
 ENVIRONMENTS = """
 import time
 
-from actors.envs.single_turn import SingleTurn
+from stillhouse.actors.envs.single_turn import SingleTurn
 
 
 class Failing(SingleTurn):

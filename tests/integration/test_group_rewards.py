@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from recording.reader import Recording
-from replay import __main__ as replay
+from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol.keys import KEYS, make_keys
+from stillhouse.protocol.keys import KEYS, make_keys
 from tests.integration.conftest import Launched, alive
 from tests.integration.joined import HOLDS, Join, Onlooker, held
 from tests.patience import PATIENCE_S, Limit

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_server.servers import DEFAULT_PYTHON
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON
 from tests.integration.conftest import ROOT, Launched
 from tests.patience import PATIENCE_S, eventually
 

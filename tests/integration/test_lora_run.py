@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from safetensors.numpy import load_file
 
-from builtin import STUDENT_DIR
+from stillhouse.builtin import STUDENT_DIR
 from tests.integration.conftest import Launched
 
 LORA = ("--learner.lora.rank=8", "--learner.lora.alpha=16", "--learner.lr=5e-3", "--learner.schedule=constant")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.addresses import free_port
+from stillhouse.protocol.addresses import free_port
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

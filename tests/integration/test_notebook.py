@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from launch import Run, RunFailed
+from stillhouse import Run, RunFailed
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_a_run_that_fails_says_why() -> None:
 
 def test_a_run_whose_notebook_is_killed_stops_in_order_and_leaves_no_process() -> None:
     code = (
-        "import os, json, sys; from launch import Run\n"
+        "import os, json, sys; from stillhouse import Run\n"
         "run = Run(json.loads(sys.argv[1]), steps=1000, name='left').start()\n"
         "for row in run.watch(every_s=0.1):\n"
         "    if row['kind'] == 'step': os.kill(os.getpid(), 9)\n"

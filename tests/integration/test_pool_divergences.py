@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recording.reader import Recording
-from replay import __main__ as replay
+from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import Launched
 from tests.integration.test_replay import lines
 from tests.integration.test_whole_run import assert_balanced

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from builtin.addition import write_problems
-from builtin.specialists import problem_sets
-from replay import __main__ as replay
+from stillhouse.builtin.addition import write_problems
+from stillhouse.builtin.specialists import problem_sets
+from stillhouse.replay import command as replay
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import psutil
 
-from protocol.addresses import free_port
+from stillhouse.protocol.addresses import free_port
 from tests.integration.conftest import Launched
 from tests.integration.joined import Join
 from tests.patience import PATIENCE_S

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from replay import __main__ as replay
+from stillhouse.replay import command as replay
 from tests.integration.conftest import ROOT, SMALL, Launched
 from tests.patience import RUN_PATIENCE_S
 
@@ -24,7 +24,11 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 def write(*words: str) -> None:
     """In a process of its own: a launcher ends all that it finds below itself, the tests' own helpers too."""
     done = subprocess.run(
-        [sys.executable, "-m", "launch.write", *words], cwd=ROOT, capture_output=True, text=True, timeout=RUN_PATIENCE_S
+        [sys.executable, "-m", "stillhouse.launch.cluster", "write", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=RUN_PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from builtin import STUDENT_DIR
+from stillhouse.builtin import STUDENT_DIR
 from tests.integration.conftest import Launched
 
 

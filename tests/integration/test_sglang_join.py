@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from sglang_server.servers import DEFAULT_PYTHON
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON
 from tests.integration.conftest import Launched, alive
 from tests.integration.joined import HOLDS, Join, Onlooker, held
 from tests.integration.test_sglang_run import of_server

@@ -13,8 +13,8 @@ from typing import Final
 import psutil
 import pytest
 
-from builtin import STUDENT_DIR, TEACHER_DIR
-from sglang_server.servers import DEFAULT_PYTHON, Servers, answers
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, Servers, answers
 from tests.integration.conftest import Launched, alive
 from tests.integration.test_whole_run import assert_balanced
 from tests.patience import RUN_PATIENCE_S, Limit

@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from builtin import STUDENT_DIR
-from models.loading import load_causal_lm
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.models.loading import load_causal_lm
 from tests.faulty_store import Fault, FaultyStore
 from tests.integration.conftest import Launched
 from tests.patience import PATIENCE_S, eventually
@@ -45,7 +45,7 @@ def export(out: Path, *, hidden: Path | None = None) -> str:
     """What a machine that has only the store, and the student's folder, is told. Where `hidden` is, it sees an empty
     disk."""
     alone = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden)] if hidden else []
-    command = [*alone, sys.executable, "-m", "learner.export", URL, str(out)]
+    command = [*alone, sys.executable, "-m", "stillhouse.launch.cluster", "export-model", URL, str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout

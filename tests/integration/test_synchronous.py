@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.rollouts import ticket_seed
-from builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
-from engines.base import GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from learner.prompts.config import TaskConfig
-from learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
-from protocol.messages import Sampling, WeightVersion
+from stillhouse.buffer.rollouts import ticket_seed
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
+from stillhouse.protocol.messages import Sampling, WeightVersion
 from tests.integration.conftest import Launched
 
 STEPS, GROUP, PROMPTS_PER_STEP, SEED, WARMUP, LR = 4, 4, 4, 3, 10, 2e-4

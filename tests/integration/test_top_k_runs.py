@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from builtin import STUDENT_DIR, TEACHER_DIR
-from protocol.topk_codec import decode_top_k
-from recording.reader import Recording
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.protocol.topk_codec import decode_top_k
+from stillhouse.recording.reader import Recording
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 

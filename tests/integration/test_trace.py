@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from launch.trace.command import main
-from launch.trace.figures import read_figures
+from stillhouse.launch.trace.command import main
+from stillhouse.launch.trace.figures import read_figures
 from tests.integration.conftest import Launched
 from tests.launch.trace.chrome_trace import faults, load
 

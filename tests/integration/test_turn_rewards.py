@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from recording.reader import Recording
-from replay import __main__ as replay
+from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import ROOT, Launched
 from tests.integration.test_whole_run import assert_balanced
 
 CODE = '''
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 
 class Lengths(Environment):
     """Three turns; each is worth minus a tenth of its tokens, the second nothing."""

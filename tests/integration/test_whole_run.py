@@ -13,8 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-import builtin
-from protocol.messages import Snapshot
+from stillhouse import builtin
+from stillhouse.protocol.messages import Snapshot
 from tests.integration.conftest import Launched, alive
 from tests.patience import eventually
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from builtin import TEACHER_DIR, TRAIN_JSONL
-from recording.reader import Recording
-from replay import __main__ as replay
+from stillhouse.builtin import TEACHER_DIR, TRAIN_JSONL
+from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import SMALL
 from tests.integration.test_replay import write
 

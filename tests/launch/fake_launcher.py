@@ -11,16 +11,16 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import LaunchError
-from launch.processes.local import LocalProcesses
-from launch.run import run
-from launch.runfolder import RunFolder
-from launch.servers.plan import plan_servers
-from launch.terminal import lasting_output
-from launch.workers.launch_plan import LaunchPlan, MakeBackend
-from protocol.context import WorkerRole
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.run import run
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.launch.servers.plan import plan_servers
+from stillhouse.launch.terminal import lasting_output
+from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend
+from stillhouse.protocol.context import WorkerRole
 from tests.subprocess_backend import SubprocessBackend
 
 ENTRIES: dict[WorkerRole, str] = {

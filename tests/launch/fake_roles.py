@@ -19,16 +19,16 @@ from pathlib import Path
 
 import msgspec
 
-from buffer.journal.store import Store
-from buffer.server import BufferAddress
-from engines.provider import API_KEY_VARIABLE
-from launch.config.run import RunConfig
-from launch.workers.main_process import LEAVE_AGAIN_S
-from launch.workers.roles import run_buffer
-from protocol.client import Client
-from protocol.context import ExitCode, RoleContext
-from protocol.errors import LinkError
-from protocol.messages import (
+from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.server import BufferAddress
+from stillhouse.engines.provider import API_KEY_VARIABLE
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.workers.main_process import LEAVE_AGAIN_S
+from stillhouse.launch.workers.roles import run_buffer
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.errors import LinkError
+from stillhouse.protocol.messages import (
     Heartbeat,
     HeartbeatReply,
     Hello,
@@ -42,9 +42,9 @@ from protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
-from protocol.server import FromPeer, PeerDown, PeerUp, Server
-from sglang_server.servers import answers
-from teachers.leaving import on_sigterm
+from stillhouse.protocol.server import FromPeer, PeerDown, PeerUp, Server
+from stillhouse.sglang_server.servers import answers
+from stillhouse.teachers.leaving import on_sigterm
 from tests.patience import PATIENCE_S
 
 Context = RoleContext[RunConfig]

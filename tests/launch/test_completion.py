@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from launch.completion import main, script
+from stillhouse.launch.completion import main, script
 from tests.patience import PATIENCE_S
 
 BASH = """{script}

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from launcher_process import PATIENCE_S, ROOT
 
-import launch.run
-from launch.cluster import PACKAGES
-from launch.run import main
-from launch.runfolder import read_record
+import stillhouse.launch.run
+from stillhouse.launch.cluster import PACKAGES
+from stillhouse.launch.run import main
+from stillhouse.launch.runfolder import read_record
 
 
 @pytest.mark.parametrize("place", ["/proc/none/run", "file/run", "file"])
@@ -34,7 +34,7 @@ def test_ctrl_c_before_the_workers_leaves_a_run_that_was_stopped(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch.run, "write_config", interrupted)
+    monkeypatch.setattr(stillhouse.launch.run, "write_config", interrupted)
     assert main([f"--run-dir={tmp_path / 'run'}", "--steps=1"]) == 130
     assert capsys.readouterr().err == "stillhouse: stopped before anything was started\n"
     record = read_record(tmp_path / "run")
@@ -46,12 +46,12 @@ import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 class Slow:
     def find_spec(self, name, path=None, target=None):
-        if name == "launch.run":
+        if name == "stillhouse.launch.run":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Slow())
-from launch.cluster import main
+from stillhouse.launch.cluster import main
 sys.exit(main())
 """
 
@@ -63,7 +63,7 @@ def test_ctrl_c_in_the_first_second_while_modules_are_imported() -> None:
     assert (done.returncode, done.stderr) == (130, "stillhouse: stopped before anything was started\n")
 
 
-RUN_HELP = "import sys; from launch.cluster import main; sys.argv[1:] = ['--help']; sys.exit(main())"
+RUN_HELP = "import sys; from stillhouse.launch.cluster import main; sys.argv[1:] = ['--help']; sys.exit(main())"
 
 
 def run_help(*path: Path) -> subprocess.CompletedProcess[str]:
@@ -108,8 +108,8 @@ def test_what_is_on_this_machine_is_asked_without_a_proxy(former: dict[str, str]
     code = """if True:
         import sys, urllib.request, httpx
         sys.argv = ["cluster.py", "--version"]
-        import launch.cluster
-        launch.cluster.main()
+        import stillhouse.launch.cluster
+        stillhouse.launch.cluster.main()
         print([bool(urllib.request.proxy_bypass(host)) for host in ("127.0.0.1:80", "localhost", "own.net", "a.com")])
         client = httpx.Client()
         print(client._transport_for_url(httpx.URL("http://127.0.0.1:1/v1")) is client._transport)"""

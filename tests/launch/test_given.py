@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from builtin import STUDENT_DIR, TEACHER_DIR
-from launch import write
-from launch.errors import WRONG_CONFIG_EXIT_CODE
-from learner.objectives.config import ObjectiveConfig, OfflineConfig
-from learner.objectives.registry import DIVERGENCE
-from learner.offline import OfflineMixer, offline_item
-from models.loading import load_causal_lm
-from models.tokenizer import load_tokenizer
-from protocol.topk_codec import decode_top_k
-from recording.format import RecordError
-from recording.reader import Recording
-from replay.__main__ import main as replay
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.launch import write
+from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE
+from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
+from stillhouse.learner.objectives.registry import DIVERGENCE
+from stillhouse.learner.offline import OfflineMixer, offline_item
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.topk_codec import decode_top_k
+from stillhouse.recording.format import RecordError
+from stillhouse.recording.reader import Recording
+from stillhouse.replay.command import main as replay
 
 ROWS = [
     {"prompt": "1+2=", "response": "3"},

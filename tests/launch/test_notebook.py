@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from launch import Run, RunFailed
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.errors import ConfigError, LaunchError
-from launch.notebook import flags_of
+from stillhouse import Run, RunFailed
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.notebook import flags_of
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +56,8 @@ def test_a_key_and_its_short_name_may_not_both_be_given() -> None:
 def test_importing_the_package_imports_none_of_the_large_ones() -> None:
     """Each module of the launcher imports the package first."""
     code = (
-        "import sys, launch; assert 'launch.notebook' not in sys.modules and 'msgspec' not in sys.modules; "
-        "from launch import Run; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+        "import sys, launch; assert 'stillhouse.launch.notebook' not in sys.modules and 'msgspec' not in sys.modules; "
+        "from stillhouse import Run; print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import builtin
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.consistency import check_consistency
+from stillhouse import builtin
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.consistency import check_consistency
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))

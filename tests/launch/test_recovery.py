@@ -13,16 +13,16 @@ import psutil
 import pytest
 from launcher_process import Launcher, StartLauncher, eventually
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.processes.activity import Activity, vitals_of
-from launch.processes.backend import ProcessBackend, Vitals
-from launch.processes.slots import RestartBudget, Worker
-from launch.servers.watch import ServerWatch
-from launch.workers.crew import Crew
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.roles import ENTRIES, RANKS_ENTRY, entries_of
-from launch.workers.start_role import StartRole
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.processes.activity import Activity, vitals_of
+from stillhouse.launch.processes.backend import ProcessBackend, Vitals
+from stillhouse.launch.processes.slots import RestartBudget, Worker
+from stillhouse.launch.servers.watch import ServerWatch
+from stillhouse.launch.workers.crew import Crew
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.roles import ENTRIES, RANKS_ENTRY, entries_of
+from stillhouse.launch.workers.start_role import StartRole
 from tests.patience import SLOWNESS
 
 REAL_BUFFER = {"buffer-0": "real"}
@@ -185,7 +185,7 @@ def test_the_buffer_never_waits_for_the_import_of_torch(tmp_path: Path, resume: 
     recorded = _Recorded()
     workers = [Worker("buffer", 0), Worker("learner", 0), Worker("actor", 0)]
     servers = ServerWatch((), config, tmp_path, RestartBudget(config.launch), "")
-    plan = LaunchPlan(config=config, began_s=0.0, resume=resume, preload=("learner.worker",))
+    plan = LaunchPlan(config=config, began_s=0.0, resume=resume, preload=("stillhouse.learner.worker",))
     crew = Crew(plan, "run-1", cast(ProcessBackend, recorded), servers, workers)
     for worker in workers:
         crew.start(worker)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-import builtin
-from launch.checks.preflight import check
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.run import main
-from launch.runfolder import RunFolder
-from learner.checkpoints.files import CHECKPOINTS, OPTIMIZER, TRAINER, VALUE_HEAD, write_manifest
-from learner.prompts.tasks import TaskStream, load_prompts
-from models.tokenizer import load_tokenizer
-from protocol.messages import WeightVersion
+from stillhouse import builtin
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.run import main
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, OPTIMIZER, TRAINER, VALUE_HEAD, write_manifest
+from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.messages import WeightVersion
 
 Resume = Callable[..., int]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from buffer.journal.database import Database, StoreUnwritable
-from launch.errors import LaunchError
-from launch.runfolder import RunFolder, read_record
-from protocol.atomic_file import not_a_link
-from protocol.keys import ClientKeys, run_client_keys
-from recording.append_file import AppendFile, Unwritten
+from stillhouse.buffer.journal.database import Database, StoreUnwritable
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.runfolder import RunFolder, read_record
+from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.keys import ClientKeys, run_client_keys
+from stillhouse.recording.append_file import AppendFile, Unwritten
 
 
 @pytest.fixture(autouse=True)

@@ -13,20 +13,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.checks.preflight import check
-from launch.config.command_line import CommandLine, parse_arguments
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.runfolder import RunFolder
-from launch.store_guard import held_store
-from launch.stored_run import bring_run, check_store, put_end, put_run
-from learner.checkpoints.files import add as give_name
-from learner.checkpoints.files import new_draft, write_manifest
-from protocol.messages import WeightVersion
-from protocol.object_store import Store
-from protocol.store_owner import StoreOwner
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.command_line import CommandLine, parse_arguments
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.launch.store_guard import held_store
+from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
+from stillhouse.learner.checkpoints.files import add as give_name
+from stillhouse.learner.checkpoints.files import new_draft, write_manifest
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.protocol.store_owner import StoreOwner
 from tests.patience import eventually
 from tests.store_launches import owned, take_from_dead
 
@@ -115,7 +115,7 @@ def test_a_launch_that_is_displaced_changes_neither_record_nor_results(folder: R
 def test_a_dead_launch_of_the_same_folder_is_not_waited_for(
     folder: RunFolder, config: RunConfig, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocol.store_owner.SILENT_S", 1e9)
+    monkeypatch.setattr("stillhouse.protocol.store_owner.SILENT_S", 1e9)
     with held_store(config, folder.path, resume=True) as guard:
         assert guard is not None and guard.owner.confirm().run == "big"
         guard.owner.keep(folder.path)
@@ -127,7 +127,7 @@ def test_a_launch_that_lives_is_not_displaced_from_a_copy_of_its_folder(
     folder: RunFolder, config: RunConfig, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy has the token, and its lock is free."""
-    monkeypatch.setattr("protocol.store_owner.LOOK_S", 0.01)
+    monkeypatch.setattr("stillhouse.protocol.store_owner.LOOK_S", 0.01)
     copy = tmp_path / "copy"
     with held_store(config, folder.path, resume=True) as guard:
         assert guard is not None
@@ -147,7 +147,7 @@ def test_a_launch_that_lives_is_not_displaced_from_a_copy_of_its_folder(
 def test_a_launch_of_the_same_folder_that_lives_is_not_displaced(
     folder: RunFolder, config: RunConfig, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.store_guard.BEAT_S", 0.05)
+    monkeypatch.setattr("stillhouse.launch.store_guard.BEAT_S", 0.05)
     with (
         RunFolder.open(folder.path, resume=True) as opened,
         held_store(config, None, resume=True) as guard,
@@ -162,7 +162,7 @@ def test_a_launch_of_the_same_folder_that_lives_is_not_displaced(
 def test_the_user_hears_of_a_store_that_goes_comes_and_is_taken(
     config: RunConfig, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launch.store_guard.BEAT_S", 0.05)
+    monkeypatch.setattr("stillhouse.launch.store_guard.BEAT_S", 0.05)
     with held_store(config, None, resume=False) as guard:
         assert guard is not None
         (tmp_path / "store").rename(tmp_path / "away")

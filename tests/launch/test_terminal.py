@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launcher_process import PATIENCE_S, ROOT, StartLauncher, eventually
 
-from launch.cluster import COMMANDS
+from stillhouse.launch.cluster import COMMANDS
 
 
 def take_terminal() -> None:

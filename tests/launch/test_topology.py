@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.topology import beside_the_learner, flags_of_the_run, host_groups, shares, workers_text
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.topology import beside_the_learner, flags_of_the_run, host_groups, shares, workers_text
 
 PRIVATE: dict[str, Any] = {"weights": {"allow_plain_network": True}}
 

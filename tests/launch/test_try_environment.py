@@ -1,4 +1,4 @@
-"""`launch/cluster.py try`: real episodes of the built-in student, printed turn by turn."""
+"""`stillhouse try`: real episodes of the built-in student, printed turn by turn."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.try_environment import main
+from stillhouse.launch.try_environment import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents" / "coroutine.md"
 FAULTY = """
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 
 class Faulty(Environment):
     def __init__(self, tokenizer: TextTokenizer) -> None: ...

@@ -13,11 +13,11 @@ from typing import Final
 
 import pytest
 
-from launch.checks.preflight import check
-from launch.cluster import COMMANDS
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.render.command import main as render
-from launch.run import main
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.cluster import COMMANDS
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.render.command import main as render
+from stillhouse.launch.run import main
 from tests.test_docs import COMMAND, ROOT, words
 
 PAGES: Final = (ROOT / "README.md", ROOT / "docs" / "cluster.md")
@@ -53,7 +53,7 @@ TYPED: Final = {
     "render k8s --name big --private big-private --config topology.toml --cluster.image registry/stillhouse:1 "
     "--actor.engine torch --teacher.engine torch": AS_IT_STANDS,
     "render skypilot --name big --volume runs --accelerator H100 --config topology.toml": AS_IT_STANDS,
-    "-m replay": "tests/integration/test_replay.py",
+    "-m stillhouse.replay": "tests/integration/test_replay.py",
 }
 NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),
@@ -65,7 +65,7 @@ NEEDS: Final = {
 EXAMPLES: Final = sorted((ROOT / "examples").rglob("*.toml"))
 NEEDS_MORE: Final = {
     "off_policy": "no file '.*teacher.record'",
-    "seq_kd": "seq_kd is for learner.offline.divergence and python -m replay",
+    "seq_kd": "seq_kd is for learner.offline.divergence and stillhouse replay",
     "specialists": "no folder 'build/specialists/student'",
 }
 """Examples whose own text says what to type before, or instead -> what the launcher says otherwise."""

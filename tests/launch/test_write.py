@@ -1,11 +1,11 @@
-"""What `python -m launch.write` starts. What it records: tests/integration/test_written.py."""
+"""What `stillhouse write` starts. What it records: tests/integration/test_written.py."""
 
 from __future__ import annotations
 
 import pytest
 
-from builtin import TEACHER_DIR
-from launch import write
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.launch import write
 
 
 def test_the_student_is_the_teacher_is_never_trained_and_reads_the_text_for_teachers(
@@ -17,7 +17,7 @@ def test_the_student_is_the_teacher_is_never_trained_and_reads_the_text_for_teac
         started.extend(arguments)
         return 7
 
-    monkeypatch.setattr("launch.run.main", start)
+    monkeypatch.setattr("stillhouse.launch.run.main", start)
     assert write.main(["out.record", "--learner.tasks.privileged=Be brief. ", "--buffer.max_staleness=3"]) == 7
     wanted = {f"--models.student={TEACHER_DIR}", f"--models.teacher={TEACHER_DIR}", "--learner.frozen=true"}
     assert {*wanted, "--learner.record=out.record", "--learner.tasks.privileged=Be brief. "} <= set(started)

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from learner.batch import TrainItem, train_items
-from models import packed
-from protocol.messages import BatchItem
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.models import packed
+from stillhouse.protocol.messages import BatchItem
 
 VOCAB = 23
 

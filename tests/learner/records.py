@@ -8,10 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import Batch, BatchItem, Ledger, LedgerCounts, Settled, Snapshot, VersionSpan, WeightVersion
-from recording.append_file import Unwritten
-from recording.format import FORMAT, RecordHeader, Rollout, Writer
-from recording.writer import BatchRecorder
+from stillhouse.protocol.messages import (
+    Batch,
+    BatchItem,
+    Ledger,
+    LedgerCounts,
+    Settled,
+    Snapshot,
+    VersionSpan,
+    WeightVersion,
+)
+from stillhouse.recording.append_file import Unwritten
+from stillhouse.recording.format import FORMAT, RecordHeader, Rollout, Writer
+from stillhouse.recording.writer import BatchRecorder
 
 VOCABULARY = "ab" * 32
 NONE = LedgerCounts(0, 0, {}, {}, 0, 0)

@@ -6,9 +6,16 @@ from typing import Any, Final
 
 import msgspec
 
-from learner.config import LearnerConfig
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.registry import ADVANTAGE, COST_TRANSFORM, DIVERGENCE, LENGTH_PENALTY, REJECTION, WEIGHT
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.registry import (
+    ADVANTAGE,
+    COST_TRANSFORM,
+    DIVERGENCE,
+    LENGTH_PENALTY,
+    REJECTION,
+    WEIGHT,
+)
 
 CHOICES: Final = {
     "divergence": DIVERGENCE,

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.batch import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
-from protocol.messages import Branch
+from stillhouse.learner.batch import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
+from stillhouse.protocol.messages import Branch
 
 Make = Callable[..., TrainItem]
 

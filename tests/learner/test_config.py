@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from learner.config import LearnerConfig
-from learner.objectives.losses import make_objective
-from learner.objectives.options import Bounded, TokenAdvantage, ValueConfig
-from learner.prompts.config import TaskConfig
-from protocol.settings import Member
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.learner.objectives.options import Bounded, TokenAdvantage, ValueConfig
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.protocol.settings import Member
 from tests.learner.settings import learner_config, objective_config
 from tests.patience import PATIENCE_S
 
@@ -199,5 +199,5 @@ def test_rewards_alone_are_enough_to_learn_from() -> None:
 
 
 def test_configuration_imports_without_torch() -> None:
-    code = "import sys, learner.config; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    code = "import sys, stillhouse.learner.config; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.batch import BatchError, TrainItem
-from learner.feed import PUMP_S, BatchFeed
-from learner.inbox import Inbox, RunStopped, StopAsked, StopRequest
-from learner.reports.wait_clock import WaitClock
-from protocol import messages as m
-from protocol.shards.client import AnyClient, client_of_all
-from protocol.shards.division import SEPARATOR
+from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.feed import PUMP_S, BatchFeed
+from stillhouse.learner.inbox import Inbox, RunStopped, StopAsked, StopRequest
+from stillhouse.learner.reports.wait_clock import WaitClock
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.shards.client import AnyClient, client_of_all
+from stillhouse.protocol.shards.division import SEPARATOR
 from tests.wire import RUN, VOCAB, WAIT_S, ScriptedBuffer, acknowledgement, connected
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")

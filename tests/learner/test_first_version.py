@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.reports.metrics import METRICS_FILE, newest_epoch
-from learner.worker import first_version
-from protocol.messages import WeightVersion as Version
+from stillhouse.learner.reports.metrics import METRICS_FILE, newest_epoch
+from stillhouse.learner.worker import first_version
+from stillhouse.protocol.messages import WeightVersion as Version
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.group_rewards import GroupRewards, GroupRewardsFailed
-from learner.prompts.config import TaskConfig
-from protocol.messages import Batch, BatchItem, Branch, TurnReward, VersionSpan, WeightVersion
+from stillhouse.learner.group_rewards import GroupRewards, GroupRewardsFailed
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.protocol.messages import Batch, BatchItem, Branch, TurnReward, VersionSpan, WeightVersion
 from tests.learner.records import NONE, batch
 from tests.learner.settings import learner_config
 

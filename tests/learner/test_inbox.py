@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.inbox import Inbox, RunStopped
-from protocol import messages as m
-from protocol.client import Client
+from stillhouse.learner.inbox import Inbox, RunStopped
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
 from tests.wire import WAIT_S, ScriptedBuffer, connected
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")

@@ -22,27 +22,27 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-import learner.feed
-import learner.loop
-from buffer.config import BufferConfig
-from learner.checkpoints.writer import CheckpointWriter, Write
-from learner.config import LearnerConfig
-from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import Evaluation, render_eval_set
-from learner.feed import LearnerStalled
-from learner.inbox import RunStopped, StopAsked, StopRequest
-from learner.loop import LearnerLoop
-from learner.prompts.config import TaskConfig
-from learner.prompts.tasks import TaskStream, load_prompts
-from learner.reports.metrics import MetricsWriter, read_metrics
-from learner.step.train_step import Trainer
-from protocol import messages as m
-from protocol.client import Client
-from protocol.server import FromPeer
+import stillhouse.learner.feed
+import stillhouse.learner.loop
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.desk import EvalDesk
+from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+from stillhouse.learner.feed import LearnerStalled
+from stillhouse.learner.inbox import RunStopped, StopAsked, StopRequest
+from stillhouse.learner.loop import LearnerLoop
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+from stillhouse.learner.reports.metrics import MetricsWriter, read_metrics
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.server import FromPeer
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.publisher import Publisher
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
-from weights.config import WeightsConfig
-from weights.publisher import Publisher
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
 V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
@@ -249,7 +249,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_is_put_off_until
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=8, checkpoint_every=2) as made, crowd(address):
             made.may_write.clear()
-            step = learner.loop.finite_step
+            step = stillhouse.learner.loop.finite_step
 
             def freed_in_the_fifth(*arguments: Any) -> Any:
                 if made.trainer.steps_done == 4:
@@ -259,7 +259,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_is_put_off_until
                     thread.join(WAIT_S)
                 return step(*arguments)
 
-            monkeypatch.setattr(learner.loop, "finite_step", freed_in_the_fifth)
+            monkeypatch.setattr(stillhouse.learner.loop, "finite_step", freed_in_the_fifth)
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     assert [saved.version.step for saved in made.saved] == [2, 5, 6, 8]
@@ -288,7 +288,7 @@ def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=50) as made, crowd(address):
             asked_at: list[int] = []
-            step = learner.loop.finite_step
+            step = stillhouse.learner.loop.finite_step
 
             def asked_in_the_third(*arguments: Any) -> Any:
                 if made.trainer.steps_done == 2:
@@ -296,7 +296,7 @@ def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(
                     asked_at.append(made.trainer.steps_done)
                 return step(*arguments)
 
-            monkeypatch.setattr(learner.loop, "finite_step", asked_in_the_third)
+            monkeypatch.setattr(stillhouse.learner.loop, "finite_step", asked_in_the_third)
             with made.stop, pytest.raises(StopAsked):
                 made.loop.run()
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "a second SIGTERM must not cut the leaving"
@@ -335,7 +335,7 @@ def test_reports_that_cannot_be_written_cost_no_step(
             def full(*_: object) -> int:
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr("recording.append_file.AppendFile._write", full)
+            monkeypatch.setattr("stillhouse.recording.append_file.AppendFile._write", full)
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     assert made.trainer.steps_done == 3 and read_metrics(tmp_path) == []
@@ -409,7 +409,7 @@ def test_a_streak_of_equal_rewards_ends_the_run_with_a_checkpoint(
     learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rewards of a group differ in the first tasks only; all made-up rollouts get 1, and here some get 0."""
-    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 0.05)
     by_itself = made_up
 
     def rewarded(ticket: m.Ticket, *arguments: Any) -> Any:
@@ -435,7 +435,7 @@ def test_a_streak_of_equal_rewards_ends_the_run_with_a_checkpoint(
 def test_a_stall_says_what_the_buffer_holds(
     learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 0.05)
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=1, stall_timeout_s=1.0) as made:
             with pytest.raises(LearnerStalled, match=r"no batch for step 0 .* holds .*tasks_queued \d+.*learner-0"):
@@ -478,7 +478,7 @@ def acknowledge_tasks_and_show(message: m.Message) -> m.Message | None:
 def test_a_batch_is_asked_for_until_it_comes_and_trained_once_if_it_comes_twice(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.feed, "ASK_AGAIN_S", 0.02)
+    monkeypatch.setattr(stillhouse.learner.feed, "ASK_AGAIN_S", 0.02)
     with (
         ScriptedBuffer(acknowledge_tasks_and_show) as peer,
         learning(peer.address, steps=2) as made,
@@ -505,14 +505,14 @@ def test_the_next_batch_is_asked_for_and_packed_while_one_trains(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_step, go_on, packed = threading.Event(), threading.Event(), threading.Event()
-    step = learner.loop.finite_step
+    step = stillhouse.learner.loop.finite_step
 
     def held_up(*arguments: Any) -> Any:
         in_step.set()
         assert go_on.wait(WAIT_S)
         return step(*arguments)
 
-    monkeypatch.setattr(learner.loop, "finite_step", held_up)
+    monkeypatch.setattr(stillhouse.learner.loop, "finite_step", held_up)
     with ScriptedBuffer(acknowledge_tasks_and_show) as peer, learning(peer.address, steps=3) as made:
         ahead, taken = made.trainer._ahead, list[tuple[int, bool]]()
         make, take = ahead.make, ahead.take
@@ -652,7 +652,7 @@ def test_a_teacher_that_finds_all_tokens_alike_is_doubted(
 def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_after_it(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 3600.0)
     with (
         ScriptedBuffer(acknowledge_tasks) as peer,
         learning(peer.address, steps=1) as made,
@@ -678,9 +678,9 @@ def test_a_batch_that_was_begun_before_the_step_does_not_stand_for_the_snapshot_
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several shards, one may have sent its piece long before the last one does."""
-    monkeypatch.setattr(learner.feed, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 3600.0)
     # The loop's thread receives it:
-    monkeypatch.setattr(learner.feed.BatchFeed, "_fetch", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(stillhouse.learner.feed.BatchFeed, "_fetch", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType]
     with (
         ScriptedBuffer(acknowledge_tasks) as peer,
         learning(peer.address, steps=2, checkpoint_every=1) as made,
@@ -725,7 +725,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launcher has heard of the end, and the buffer was killed."""
-    monkeypatch.setattr(learner.loop, "GOODBYE_S", 3600.0)
+    monkeypatch.setattr(stillhouse.learner.loop, "GOODBYE_S", 3600.0)
     with (
         ScriptedBuffer(acknowledge_tasks) as peer,
         learning(peer.address, steps=1) as made,

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig
-from learner.objectives.config import OfflineConfig
-from learner.objectives.options import Capped, Distributions, LogRatio
-from learner.offline import OfflineMixer, open_mixer
-from learner.step.train_step import NonFiniteError, Trainer
-from protocol.settings import Member
-from recording.format import RecordError, Rollout
-from recording.reader import Recording
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.config import OfflineConfig
+from stillhouse.learner.objectives.options import Capped, Distributions, LogRatio
+from stillhouse.learner.offline import OfflineMixer, open_mixer
+from stillhouse.learner.step.train_step import NonFiniteError, Trainer
+from stillhouse.protocol.settings import Member
+from stillhouse.recording.format import RecordError, Rollout
+from stillhouse.recording.reader import Recording
 from tests.learner.records import VOCABULARY, record, rollout
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.prompts.config import TaskConfig
-from learner.prompts.sample_book import Trained
-from learner.prompts.tasks import load_prompts
-from learner.written import WrittenStream, with_prompt
-from protocol.branches import path_to
-from protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
-from recording.append_file import Unwritten
-from recording.format import Rollout
-from recording.reader import Recording
-from recording.writer import BatchRecorder
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.sample_book import Trained
+from stillhouse.learner.prompts.tasks import load_prompts
+from stillhouse.learner.written import WrittenStream, with_prompt
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
+from stillhouse.recording.append_file import Unwritten
+from stillhouse.recording.format import Rollout
+from stillhouse.recording.reader import Recording
+from stillhouse.recording.writer import BatchRecorder
 from tests.learner.records import add, batch, header, rollout
 
 V = WeightVersion(0, 1)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import attention
-from models.attention import attend, attend_last, computed_in, repeats_heads
+from stillhouse.models import attention
+from stillhouse.models.attention import attend, attend_last, computed_in, repeats_heads
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 

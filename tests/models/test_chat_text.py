@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from actors.envs.base import TextTokenizer
-from learner.prompts.answers import answer_lines
-from learner.prompts.config import TaskConfig
-from learner.prompts.records import PromptRecord
-from models.files import TokenizerError
-from models.tokenizer import render_prompt
-from models.tokenizer_file import FileTokenizer
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.learner.prompts.answers import answer_lines
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer import render_prompt
+from stillhouse.models.tokenizer_file import FileTokenizer
 
 SPACE = "\u2581"
 CHATML = (

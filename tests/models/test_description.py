@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.description import known_vocabulary_size, vocabulary_size
+from stillhouse.models.description import known_vocabulary_size, vocabulary_size
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from models.divided import DividedLayout, Group, Part, chunks_of
-from models.packed import PackingError, divided_hidden, packed_attention, refuse_undividable
+from stillhouse.models.divided import DividedLayout, Group, Part, chunks_of
+from stillhouse.models.packed import PackingError, divided_hidden, packed_attention, refuse_undividable
 from tests.learner.conftest import build_student
 from tests.patience import PATIENCE_S
 

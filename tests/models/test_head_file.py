@@ -22,9 +22,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from models.head_file import load_head
-from models.loading import ModelError, load_causal_lm
-from models.logprobs import lm_head
+from stillhouse.models.head_file import load_head
+from stillhouse.models.loading import ModelError, load_causal_lm
+from stillhouse.models.logprobs import lm_head
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,

@@ -25,9 +25,9 @@ from transformers import (
     T5Config,
 )
 
-from builtin import STUDENT_DIR
-from models.loading import IMPLEMENTATIONS, ModelError, load_causal_lm, save_hf
-from models.packed import packed_hidden
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.models.loading import IMPLEMENTATIONS, ModelError, load_causal_lm, save_hf
+from stillhouse.models.packed import packed_hidden
 
 VOCAB = 29
 TINY: dict[str, Any] = {

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import FalconH1Config, FalconH1ForCausalLM
 
-from models.logprobs import LmHead, lm_head, token_scores
+from stillhouse.models.logprobs import LmHead, lm_head, token_scores
 
 
 def _inputs(n_tokens: int = 7, hidden: int = 4, vocab: int = 11, dtype: Any = torch.float64) -> tuple[Tensor, ...]:

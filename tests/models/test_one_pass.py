@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.logprobs import LmHead, token_scores
-from models.one_pass import one_pass_loss
+from stillhouse.models.logprobs import LmHead, token_scores
+from stillhouse.models.one_pass import one_pass_loss
 from tests.sim.sampled_tokens import SampledTokens
 
 

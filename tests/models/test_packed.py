@@ -39,11 +39,11 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from models import packed
-from models.logprobs import lm_head
-from models.packed import PackingError, packed_hidden
-from models.packed_layout import first_fit_decreasing
-from models.past import Around, Cells, Past, Piece
+from stillhouse.models import packed
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.packed import PackingError, packed_hidden
+from stillhouse.models.packed_layout import first_fit_decreasing
+from stillhouse.models.past import Around, Cells, Past, Piece
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from models import packed, precision
-from models.packed import PackingError, probe
-from models.precision import relative_tolerance, tf32_forced, turn_tf32_off
+from stillhouse.models import packed, precision
+from stillhouse.models.packed import PackingError, probe
+from stillhouse.models.precision import relative_tolerance, tf32_forced, turn_tf32_off
 
 
 @pytest.fixture(autouse=True)

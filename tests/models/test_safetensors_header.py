@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from models.safetensors_header import read_header
+from stillhouse.models.safetensors_header import read_header
 
 Header = dict[str, Any]
 

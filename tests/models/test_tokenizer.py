@@ -11,7 +11,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.tokenizer import TokenizerError, load_tokenizer, render_prompt, stop_token_ids, token_map_fingerprint
+from stillhouse.models.tokenizer import (
+    TokenizerError,
+    load_tokenizer,
+    render_prompt,
+    stop_token_ids,
+    token_map_fingerprint,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'forbidden' %}{{ raise_exception('no such role here') }}{% endif %}"

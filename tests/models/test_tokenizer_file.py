@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.envs.base import TextTokenizer
-from builtin import STUDENT_DIR, TEACHER_DIR
-from models.tokenizer import TokenizerError, load_tokenizer, stop_token_ids, token_map_fingerprint
-from models.tokenizer_file import FileTokenizer
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.models.tokenizer import TokenizerError, load_tokenizer, stop_token_ids, token_map_fingerprint
+from stillhouse.models.tokenizer_file import FileTokenizer
 from tests.models.test_tokenizer import make_tokenizer
 from tests.patience import PATIENCE_S
 
@@ -144,8 +144,10 @@ def test_no_stop_token_is_an_error(tmp_path: Path) -> None:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        f"import sys; from models.tokenizer_file import FileTokenizer; t = FileTokenizer({str(STUDENT_DIR)!r})\n"
-        "from actors.envs.base import TextTokenizer; TextTokenizer(t).chat_turn('x'); t.stop_token_ids; t.fingerprint\n"
+        f"import sys; from stillhouse.models.tokenizer_file import FileTokenizer\n"
+        f"t = FileTokenizer({str(STUDENT_DIR)!r})\n"
+        "from stillhouse.actors.envs.base import TextTokenizer\n"
+        "TextTokenizer(t).chat_turn('x'); t.stop_token_ids; t.fingerprint\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

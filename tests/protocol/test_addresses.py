@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol import addresses
-from protocol.addresses import free_port, is_local, lasting_ports, outgoing_ports
+from stillhouse.protocol import addresses
+from stillhouse.protocol.addresses import free_port, is_local, lasting_ports, outgoing_ports
 
 LOCAL = (
     *("tcp://127.0.0.1:0", "tcp://127.0.0.1:*", "tcp://127.8.8.8:5555", "tcp://[::1]:5555", "tcp://localhost:1"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.atomic_file import replacing, write_atomic
+from stillhouse.protocol.atomic_file import replacing, write_atomic
 from tests.power_cut import PowerCut
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.bit_words import MOST_BITS, n_bytes, pack_words, unpack_words
+from stillhouse.protocol.bit_words import MOST_BITS, n_bytes, pack_words, unpack_words
 from tests.protocol.slow_planes import slow_pack, slow_unpack
 
 

@@ -13,12 +13,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import messages as m
-from protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES, bundled, unbundled
-from protocol.codec import Frame, decode, encode
-from protocol.errors import MalformedMessage
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sockets import CHECKSUM_BYTES, checksum, new_socket, receive_frames, send_frames
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES, bundled, unbundled
+from stillhouse.protocol.codec import Frame, decode, encode
+from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.sockets import CHECKSUM_BYTES, checksum, new_socket, receive_frames, send_frames
 from tests.patience import Limit
 from tests.sim.messages import EXAMPLES
 from tests.wire import RUN, VOCAB

@@ -22,11 +22,11 @@ import psutil
 import pytest
 import zmq
 
-from protocol import messages as m
-from protocol.client import Client, worker_client
-from protocol.codec import Received, decode, encode
-from protocol.context import RoleContext
-from protocol.errors import (
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client, worker_client
+from stillhouse.protocol.codec import Received, decode, encode
+from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.errors import (
     ConnectTimeout,
     HandshakeRefused,
     LocalProtocolError,
@@ -36,9 +36,9 @@ from protocol.errors import (
     PeerLost,
     SendTimeout,
 )
-from protocol.link import UNREADABLE_IN_WINDOW
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sockets import NO_WAIT_MORE, new_socket, receive_from_router, send_frames
+from stillhouse.protocol.link import UNREADABLE_IN_WINDOW
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.sockets import NO_WAIT_MORE, new_socket, receive_from_router, send_frames
 from tests.patience import PATIENCE_S
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -560,8 +560,8 @@ def test_a_client_works_in_a_forked_child_of_a_process_with_a_client(buffer: Buf
 
 _CONNECT_AND_STAY = """
 import sys
-from protocol.client import Client
-from protocol.messages import Hello
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.messages import Hello
 client = Client(sys.argv[1], Hello("actor", "actor-0", "first", "run-1", "ab" * 32))
 client.connect()
 for _ in sys.stdin:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import threading
 
-from protocol.client import Client
-from protocol.messages import BatchTrainedAck, Hello, Message, Shutdown, TasksAck, WeightVersion
-from protocol.server import Server
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.messages import BatchTrainedAck, Hello, Message, Shutdown, TasksAck, WeightVersion
+from stillhouse.protocol.server import Server
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, ScriptedBuffer, connected, running
 

@@ -12,11 +12,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec
-from protocol import messages as m
-from protocol.codec import Array, Frame, decode, encode
-from protocol.errors import EncodeError, MalformedMessage, MessageTooLarge, RemoteProtocolError
-from protocol.sockets import new_socket, receive_from_router, send_frames
+from stillhouse.protocol import codec
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Array, Frame, decode, encode
+from stillhouse.protocol.errors import EncodeError, MalformedMessage, MessageTooLarge, RemoteProtocolError
+from stillhouse.protocol.sockets import new_socket, receive_from_router, send_frames
 from tests.patience import PATIENCE_S
 from tests.sim.messages import EXAMPLES, SEGMENT, SNAPSHOT, ids, logprobs, mask
 

@@ -14,13 +14,20 @@ import numpy as np
 import pytest
 import zmq
 
-from protocol import messages as m
-from protocol.client import Client
-from protocol.codec import encode
-from protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
-from protocol.keys import ClientKeys, ServerKeys, encrypt_client, load_client_keys, load_server_keys, make_keys
-from protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.sockets import new_socket, receive_frames, send_frames
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.codec import encode
+from stillhouse.protocol.errors import ConnectTimeout, HandshakeRefused, ProtocolError
+from stillhouse.protocol.keys import (
+    ClientKeys,
+    ServerKeys,
+    encrypt_client,
+    load_client_keys,
+    load_server_keys,
+    make_keys,
+)
+from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S
 
 RUN, VOCAB = "run-1", "ab" * 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.handshake import vocab_fingerprint
+from stillhouse.protocol.handshake import vocab_fingerprint
 
 
 def test_order_of_the_map_does_not_matter() -> None:

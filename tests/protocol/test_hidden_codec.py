@@ -7,9 +7,16 @@ import struct
 import numpy as np
 import pytest
 
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.hidden_codec import check_hidden, decode_hidden, encode_hidden, head_of_states, is_hidden, most_bytes
-from protocol.topk_codec import encode_top_k
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.hidden_codec import (
+    check_hidden,
+    decode_hidden,
+    encode_hidden,
+    head_of_states,
+    is_hidden,
+    most_bytes,
+)
+from stillhouse.protocol.topk_codec import encode_top_k
 
 FINITE = np.array([[0x3F80, 0xBF80, 0x0000, 0x8001, 0x7F7F], [1, 2, 3, 0x4049, 0xFF7F]], np.uint16)
 

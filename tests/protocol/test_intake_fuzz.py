@@ -14,11 +14,11 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol import messages as m
-from protocol.codec import decode, encode
-from protocol.errors import RemoteProtocolError
-from protocol.server import Event, FromPeer, Server
-from protocol.sockets import new_socket, receive_frames, send_frames
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import decode, encode
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.server import Event, FromPeer, Server
+from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]

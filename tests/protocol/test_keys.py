@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import KeysUnusable
-from protocol.keys import (
+from stillhouse.protocol.errors import KeysUnusable
+from stillhouse.protocol.keys import (
     KEYS,
     OWNERS,
     Owner,
@@ -19,7 +19,7 @@ from protocol.keys import (
     run_client_keys,
     speaks_for,
 )
-from protocol.messages import Role
+from stillhouse.protocol.messages import Role
 
 
 @pytest.fixture

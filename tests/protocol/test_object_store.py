@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.object_store import Store, StoreError, check_store_url
+from stillhouse.protocol.object_store import Store, StoreError, check_store_url
 from tests.patience import PATIENCE_S
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, s3_server
 
@@ -123,7 +123,7 @@ def test_slow_answers_are_waited_for(server: Server, tmp_path: Path, monkeypatch
 
 
 def test_a_server_that_never_answers_is_given_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.object_store.READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("stillhouse.protocol.object_store.READ_TIMEOUT_S", 0.2)
     with Gate(server) as gate:
         use(gate.url, monkeypatch)
         gate.delay_s = 2.0

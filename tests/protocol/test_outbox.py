@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from protocol.bundle import BUNDLE_MESSAGES, SMALL_BYTES
-from protocol.flow import AckKey
-from protocol.outbox import Entry, Outbox
+from stillhouse.protocol.bundle import BUNDLE_MESSAGES, SMALL_BYTES
+from stillhouse.protocol.flow import AckKey
+from stillhouse.protocol.outbox import Entry, Outbox
 
 
 def key(n: int) -> frozenset[AckKey]:

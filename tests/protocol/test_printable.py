@@ -13,16 +13,16 @@ import msgspec
 import pytest
 import zmq
 
-from launch.workers.start_role import WorkFolder
-from protocol import messages as m
-from protocol.codec import encode
-from protocol.printable import LineFormatter, in_one_line, printable, printable_texts
-from protocol.server import FromPeer, Server
-from protocol.sockets import new_socket, send_frames
+from stillhouse.launch.workers.start_role import WorkFolder
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import encode
+from stillhouse.protocol.printable import LineFormatter, in_one_line, printable, printable_texts
+from stillhouse.protocol.server import FromPeer, Server
+from stillhouse.protocol.sockets import new_socket, send_frames
 from tests.wire import RUN, VOCAB, WAIT_S
 
-FORGED = "x\n12:00:00.000 buffer ERROR buffer.loop: forged\r\x1b[2J\u202e\x9b\u2028y"
-SHOWN = r"x\n12:00:00.000 buffer ERROR buffer.loop: forged\r\x1b[2J\u202e\x9b\u2028y"
+FORGED = "x\n12:00:00.000 buffer ERROR stillhouse.buffer.loop: forged\r\x1b[2J\u202e\x9b\u2028y"
+SHOWN = r"x\n12:00:00.000 buffer ERROR stillhouse.buffer.loop: forged\r\x1b[2J\u202e\x9b\u2028y"
 
 
 def test_what_cannot_be_printed_is_written_as_in_python() -> None:

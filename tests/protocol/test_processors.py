@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol.processors import has_quota, share_used, usable_cores
+from stillhouse.protocol.processors import has_quota, share_used, usable_cores
 
 
 class Groups:

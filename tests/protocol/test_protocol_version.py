@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from protocol import messages
+from stillhouse.protocol import messages
 
 SCHEMA_OF_VERSION = {
     3: "d354f50f43b2ed1e",
@@ -47,5 +47,5 @@ def test_other_messages_have_another_version() -> None:
     _, schemas = msgspec.json.schema_components(get_args(messages.Message))
     digest = hashlib.sha256(json.dumps(without_words(schemas), sort_keys=True).encode()).hexdigest()[:16]
     assert SCHEMA_OF_VERSION.get(messages.PROTOCOL_VERSION) == digest, (
-        f"the messages changed (now {digest}): raise protocol.messages.PROTOCOL_VERSION, and note the new pair here"
+        f"the messages changed (now {digest}): raise messages.PROTOCOL_VERSION, and note the new pair here"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from protocol.handshake import REMEMBERED_PEERS, Doorkeeper
-from protocol.messages import Hello
-from protocol.ratelimit import OncePerInterval
+from stillhouse.protocol.handshake import REMEMBERED_PEERS, Doorkeeper
+from stillhouse.protocol.messages import Hello
+from stillhouse.protocol.ratelimit import OncePerInterval
 
 
 class Seconds:

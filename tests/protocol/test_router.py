@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import zmq
 
-from protocol import messages as m
-from protocol import router as router_module
-from protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
-from protocol.errors import MessageTooLarge
-from protocol.ratelimit import RateLimitedLog
-from protocol.router import WAITING_MESSAGES, Router
-from protocol.sockets import FromRouter, new_socket, send_frames
+from stillhouse.protocol import messages as m
+from stillhouse.protocol import router as router_module
+from stillhouse.protocol.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
+from stillhouse.protocol.errors import MessageTooLarge
+from stillhouse.protocol.ratelimit import RateLimitedLog
+from stillhouse.protocol.router import WAITING_MESSAGES, Router
+from stillhouse.protocol.sockets import FromRouter, new_socket, send_frames
 from tests.patience import PATIENCE_S, SLOWNESS, Limit
 
 MAX_UNREAD_BYTES = 8 << 20

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import zmq
 
-from protocol import messages as m
-from protocol.codec import Received, decode, encode
-from protocol.errors import AddressUnusable
-from protocol.handshake import PeerId
-from protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
-from protocol.session import Session
-from protocol.sockets import new_socket, receive_frames, send_frames
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received, decode, encode
+from stillhouse.protocol.errors import AddressUnusable
+from stillhouse.protocol.handshake import PeerId
+from stillhouse.protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.session import Session
+from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
 
 MakeServer: TypeAlias = Callable[..., Server]

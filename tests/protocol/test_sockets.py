@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from protocol.sockets import CHECKSUM_BYTES, checksum, damage
+from stillhouse.protocol.sockets import CHECKSUM_BYTES, checksum, damage
 
 FRAMES = [b"header", b"", bytes(range(256)) * 5, memoryview(b"masks")]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import OWNER, Displaced, StoreOwner, StoreTaken, read_held, read_owner, take
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import OWNER, Displaced, StoreOwner, StoreTaken, read_held, read_owner, take
 from tests.patience import PATIENCE_S
 from tests.s3_server import BUCKET, Gate, Server, environment_of, overwrite, s3_server
 from tests.store_launches import claim, owner_in, take_from_dead
@@ -33,8 +33,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(params=["s3", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("protocol.store_owner.SILENT_S", 0.6)
-    monkeypatch.setattr("protocol.store_owner.LOOK_S", 0.05)
+    monkeypatch.setattr("stillhouse.protocol.store_owner.SILENT_S", 0.6)
+    monkeypatch.setattr("stillhouse.protocol.store_owner.LOOK_S", 0.05)
     if request.param == "file":
         return f"file://{tmp_path}/store"
     server: Server = request.getfixturevalue("server")
@@ -60,7 +60,8 @@ def test_processes_that_change_a_file_at_once_lose_no_change(tmp_path: Path) -> 
     url = f"file://{tmp_path}/store"
     take(Store(url), claim("mine"), new=True)
     code = (
-        "import sys; from protocol.object_store import Store; from protocol.store_owner import StoreOwner\n"
+        "import sys; from stillhouse.protocol.object_store import Store\n"
+        "from stillhouse.protocol.store_owner import StoreOwner\n"
         "owner = StoreOwner(Store(sys.argv[1]), 'mine')\n"
         "for _ in range(40): owner.beat()"
     )
@@ -107,7 +108,7 @@ def test_a_silent_launch_is_displaced_and_can_write_no_more(url: str) -> None:
 def test_one_that_ended_in_order_or_is_known_to_be_dead_is_not_waited_for(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protocol.store_owner.SILENT_S", 1e9)
+    monkeypatch.setattr("stillhouse.protocol.store_owner.SILENT_S", 1e9)
     take(Store(url), claim("first"), new=True).end()
     take(Store(url), claim("second"), new=False)
     third = take(Store(url), claim("third"), new=False, dead=lambda found: found.token == "second")

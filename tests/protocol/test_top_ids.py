@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import decode, encode
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.messages import ScoreItem, ScoreWork, Segment
-from protocol.top_ids import HEADER_BYTES, check_top_ids, decode_top_ids, encode_top_ids
-from protocol.topk_layout import MAX_TOKENS_KEPT
+from stillhouse.protocol.codec import decode, encode
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.messages import ScoreItem, ScoreWork, Segment
+from stillhouse.protocol.top_ids import HEADER_BYTES, check_top_ids, decode_top_ids, encode_top_ids
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 from tests.protocol.slow_planes import slow_pack
 
 SETS = st.lists(st.lists(st.integers(0, 200_000), min_size=1, max_size=20, unique=True), max_size=12)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import topk_layout
-from protocol.bit_words import n_bytes
-from protocol.errors import EncodeError, MalformedMessage
-from protocol.topk_codec import LOG_TAIL_FLOOR, TopK, decode_joined, decode_top_k, encode_given, encode_top_k
-from protocol.topk_layout import HEADER_BYTES, check_payload, most_bytes, n_positions
+from stillhouse.protocol import topk_layout
+from stillhouse.protocol.bit_words import n_bytes
+from stillhouse.protocol.errors import EncodeError, MalformedMessage
+from stillhouse.protocol.topk_codec import LOG_TAIL_FLOOR, TopK, decode_joined, decode_top_k, encode_given, encode_top_k
+from stillhouse.protocol.topk_layout import HEADER_BYTES, check_payload, most_bytes, n_positions
 from tests.protocol.slow_planes import slow_pack
 from tests.protocol.topk_oracle import HEADER, Borderline, slow_decode, slow_encode
 

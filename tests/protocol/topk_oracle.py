@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protocol.topk_codec import TopK
+from stillhouse.protocol.topk_codec import TopK
 from tests.protocol.slow_planes import slow_pack, slow_unpack
 
 LOWEST_TAIL = math.log(1e-7)

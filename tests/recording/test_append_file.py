@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from recording import append_file
-from recording.append_file import AppendFile, Unwritten
+from stillhouse.recording import append_file
+from stillhouse.recording.append_file import AppendFile, Unwritten
 from tests.full_disk import fill, small_disk
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

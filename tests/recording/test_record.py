@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.messages import WeightVersion
-from recording.append_file import Unwritten
-from recording.format import (
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.recording.append_file import Unwritten
+from stillhouse.recording.format import (
     HEAD,
     MAGIC,
     BatchRecord,
@@ -25,8 +25,8 @@ from recording.format import (
     encode_header,
     scan,
 )
-from recording.reader import Recording
-from recording.writer import DEFAULT_NAME, BatchRecorder
+from stillhouse.recording.reader import Recording
+from stillhouse.recording.writer import DEFAULT_NAME, BatchRecorder
 from tests.learner.records import VOCABULARY, add, batch, header, record, rollout, same
 
 BATCHES = [
@@ -216,7 +216,7 @@ def test_a_full_disk_costs_batches_and_not_the_file(tmp_path: Path, monkeypatch:
         def no_room(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
-        full.setattr("recording.append_file.AppendFile._write", no_room)
+        full.setattr("stillhouse.recording.append_file.AppendFile._write", no_room)
         add(recorder, *batch(1, BATCHES[1]))
     add(recorder, *batch(2, BATCHES[2]))
     recorder.close()

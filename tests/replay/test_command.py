@@ -1,4 +1,4 @@
-"""`python -m replay`: what it refuses and how it says so, what it prints, and Ctrl-C."""
+"""`stillhouse replay`: what it refuses and how it says so, what it prints, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-import builtin
-from engines.base import ScoreRequest
-from engines.torch.scorer import TorchScorer
-from launch.checks.model_files import read_vocabulary
-from launch.checks.preflight import check, check_recorded
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.run import main
-from protocol.handshake import vocab_fingerprint
-from protocol.hidden_codec import encode_hidden
-from protocol.messages import TopKPiece
-from recording.format import Rollout, Writer
-from replay import __main__ as replay
-from teachers.config import TeacherConfig
+from stillhouse import builtin
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.launch.checks.model_files import read_vocabulary
+from stillhouse.launch.checks.preflight import check, check_recorded
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.run import main
+from stillhouse.protocol.handshake import vocab_fingerprint
+from stillhouse.protocol.hidden_codec import encode_hidden
+from stillhouse.protocol.messages import TopKPiece
+from stillhouse.recording.format import Rollout, Writer
+from stillhouse.replay import command as replay
+from stillhouse.teachers.config import TeacherConfig
 from tests.learner.records import record, rollout
 from tests.patience import RUN_PATIENCE_S, Limit
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from learner.reports.metrics import read_metrics
-from replay import __main__ as replay
-from replay import run as replaying
+from stillhouse.learner.reports.metrics import read_metrics
+from stillhouse.replay import command as replay
+from stillhouse.replay import run as replaying
 from tests.replay.test_command import recorded
 
 STEPS = 6
@@ -165,7 +165,7 @@ def test_a_runs_folder_is_no_replays(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder.mkdir()
     (folder / "run.json").write_text("{}")
     assert run(file, folder, "--resume") == 2
-    assert "To resume a run, use launch/cluster.py --resume" in capsys.readouterr().err
+    assert "To resume a run, use stillhouse --resume" in capsys.readouterr().err
 
 
 def test_slow_steps_are_not_silent(
@@ -179,7 +179,7 @@ def test_slow_steps_are_not_silent(
         time.sleep(0.3)
         return step(*words)
 
-    monkeypatch.setattr("replay.training.read_batch", slow)
+    monkeypatch.setattr("stillhouse.replay.training.read_batch", slow)
     assert run(recorded(tmp_path / "r"), tmp_path / "run", *FLAGS) == 0
     said = capsys.readouterr().out
     assert re.search(r"step 0/\d+ is done; working for \d+ s since", said)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from engines.base import GenerationRequest
-from engines.sglang.config import SGLangConfig, SwapMode
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.features import ServerMismatch
-from models.description import vocabulary_size
-from models.loading import load_causal_lm
-from protocol.messages import Sampling, TopIdsWanted, VersionSpan
-from sglang_server.servers import DEFAULT_PYTHON, Server, Servers
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.features import ServerMismatch
+from stillhouse.models.description import vocabulary_size
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, Server, Servers
 from tests.patience import PATIENCE_S, Limit
 
 DATA: Final = Path(__file__).resolve().parents[2] / "builtin" / "data"

@@ -14,20 +14,26 @@ import msgspec
 import pytest
 import torch
 
-from engines.config import ServerConfig, WorkerSettings
-from engines.provider import AdapterWish
-from engines.sglang.adapters import ServerAdapters
-from engines.sglang.config import SwapMode
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import ServerLost
-from engines.sglang.provider import SERVERS
-from engines.sglang.requests import generate_body
-from learner.config import LoraConfig
-from learner.step.lora import Adapters
-from models.loading import load_causal_lm
-from protocol.messages import Membership, WeightPlan, WeightVersion
-from protocol.object_store import Store
-from sglang_server.servers import Server, Servers
+from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.provider import AdapterWish
+from stillhouse.engines.sglang.adapters import ServerAdapters
+from stillhouse.engines.sglang.config import SwapMode
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import ServerLost
+from stillhouse.engines.sglang.provider import SERVERS
+from stillhouse.engines.sglang.requests import generate_body
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.roster import Members
+from stillhouse.weights.server_checks import LearnerCanary
+from stillhouse.weights.sink import Interrupted
+from stillhouse.weights.staged_weights import tensor_of
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     READY_S,
@@ -42,12 +48,6 @@ from tests.sglang.conftest import (
 )
 from tests.sglang.test_weight_push import CONFIG, SGLANG, WAIT_S, ReferenceOf, failure_of, wait_until
 from tests.sglang.test_weight_swap import prompt_of
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver
-from weights.roster import Members
-from weights.server_checks import LearnerCanary
-from weights.sink import Interrupted
-from weights.staged_weights import tensor_of
 
 RANK = 8
 V1, V2, V3 = (WeightVersion(0, step) for step in (1, 2, 3))
@@ -182,7 +182,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
         body["sampling_params"]["ignore_eos"] = True
         return body
 
-    monkeypatch.setattr("engines.sglang.engine.generate_body", endless)
+    monkeypatch.setattr("stillhouse.engines.sglang.engine.generate_body", endless)
     run = Run(tmp_path, getattr(request, "param", "folder"))
     yield run
     run.close()

@@ -1,4 +1,4 @@
-"""`cluster.py doctor` with real SGLang servers: sound ones pass, and faults of a server's start are found."""
+"""`stillhouse doctor` with real SGLang servers: sound ones pass, and faults of a server's start are found."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 import psutil
 import pytest
 
-from launch.doctor.command import Report, main
-from launch.doctor.finding import Finding
-from sglang_server.servers import Server, Servers
+from stillhouse.launch.doctor.command import Report, main
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.sglang_server.servers import Server, Servers
 from tests.sglang.conftest import READY_S, TEACHER, start
 
 SERVED = "servers,off-by-one,temperature,known-text,replica-noise,weights-taken"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from models.loading import load_causal_lm
-from sglang_server.servers import Server, Servers
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.sglang_server.servers import Server, Servers
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE
 from tests.sglang.test_weight_push import (
     V1,

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sglang_server.servers import ServerError, Servers
+from stillhouse.sglang_server.servers import ServerError, Servers
 from tests.patience import Limit
 from tests.sglang.conftest import READY_S, STUDENT
 
@@ -75,7 +75,7 @@ def test_without_the_environment_one_is_told_how_to_make_it(tmp_path: Path) -> N
 
 def test_servers_die_with_a_killed_owner(servers: Servers, tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from sglang_server.servers import Servers\n"
+        "import sys, time; from pathlib import Path; from stillhouse.sglang_server.servers import Servers\n"
         "servers = Servers(Path(sys.argv[1])); server = servers.start('orphan', sys.argv[2])\n"
         "servers.wait_ready([server], 60); print(server.pid, flush=True); time.sleep(600)"
     )

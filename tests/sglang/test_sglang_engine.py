@@ -14,12 +14,12 @@ import numpy as np
 import psutil
 import pytest
 
-from engines.sglang.config import SGLangConfig
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.features import ServerMismatch
-from engines.sglang.http import ServerLost, ServerUnavailable
-from protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
-from sglang_server.servers import SERVER_ARGS, Server, Servers
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.features import ServerMismatch
+from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
+from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.sglang_server.servers import SERVER_ARGS, Server, Servers
 from tests.engines.sglang.test_features import TRIED
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
@@ -290,7 +290,8 @@ def test_a_server_that_is_not_there_is_reported_in_time() -> None:
 
 def test_nothing_of_it_imports_torch() -> None:
     code = (
-        "import sys, engines.sglang.engine, engines.sglang.scorer, sglang_server.servers\n"
+        "import sys, stillhouse.engines.sglang.engine\n"
+        "import stillhouse.engines.sglang.scorer, stillhouse.sglang_server.servers\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

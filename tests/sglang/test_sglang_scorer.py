@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engines.base import ScoreRequest
-from engines.sglang.config import SGLangConfig
-from engines.sglang.http import ServerLost
-from engines.sglang.scorer import SGLangScorer
-from sglang_server.servers import Server, Servers
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.http import ServerLost
+from stillhouse.engines.sglang.scorer import SGLangScorer
+from stillhouse.sglang_server.servers import Server, Servers
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 
 import pytest
 
-from actors.tool_calls import Parsed, ToolCall, ToolDialect, parse_tool_calls, render_tool_call
-from sglang_server.servers import DEFAULT_PYTHON, server_environment
+from stillhouse.actors.tool_calls import Parsed, ToolCall, ToolDialect, parse_tool_calls, render_tool_call
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, server_environment
 from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.skipif(not DEFAULT_PYTHON.exists(), reason="no .venv-sglang: make sglang-cpu")

@@ -19,14 +19,23 @@ import msgspec
 import pytest
 import torch
 
-import weights.snapshot
-from engines.sglang.config import SGLangConfig, SwapMode
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import ServerLost
-from engines.sglang.weights import ServerWeights
-from models.loading import load_causal_lm
-from protocol.messages import Membership, WeightPlan, WeightVersion
-from sglang_server.servers import Server, Servers
+import stillhouse.weights.snapshot
+from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import ServerLost
+from stillhouse.engines.sglang.weights import ServerWeights
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.weights.buckets import WholeTensors
+from stillhouse.weights.checkpoint_names import checkpoint_pieces
+from stillhouse.weights.config import WeightsConfig, sent_dtype
+from stillhouse.weights.manifest import Bucket, Manifest
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
+from stillhouse.weights.roster import CheckBy, Members
+from stillhouse.weights.server_checks import LearnerCanary
+from stillhouse.weights.sink import GroupBroken, Interrupted
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     STUDENT,
@@ -42,15 +51,6 @@ from tests.sglang.conftest import (
     take,
 )
 from tests.sglang.test_weight_swap import differences, post, prompt_of
-from weights.buckets import WholeTensors
-from weights.checkpoint_names import checkpoint_pieces
-from weights.config import WeightsConfig, sent_dtype
-from weights.manifest import Bucket, Manifest
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver, WeightReceiverFailed
-from weights.roster import CheckBy, Members
-from weights.server_checks import LearnerCanary
-from weights.sink import GroupBroken, Interrupted
 
 WAIT_S = PATIENCE_S
 CONFIG = WeightsConfig(
@@ -474,13 +474,13 @@ def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
 def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
     run: Run, three: list[Server], other_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = weights.snapshot.write_content
+    write = stillhouse.weights.snapshot.write_content
 
     def write_other(folder: Path, version: WeightVersion, manifest: Manifest, content: object, *, keep: int) -> Any:
         return write(folder, version, manifest, WholeTensors(changed(run.weights(version), 9)), keep=keep)
 
     if other_file:
-        monkeypatch.setattr(weights.snapshot, "write_content", write_other)
+        monkeypatch.setattr(stillhouse.weights.snapshot, "write_content", write_other)
     publisher = run.start(three[:1], rejoin_delay_s=60.0)
     run.publish(V1)
     if other_file:

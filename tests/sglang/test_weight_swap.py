@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from engines.sglang.config import SGLangConfig, SwapMode
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import ServerLost
-from engines.sglang.stream import Labels, StreamError
-from models.loading import load_causal_lm
-from protocol.messages import WeightVersion
-from sglang_server.servers import Server, Servers
+from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import ServerLost
+from stillhouse.engines.sglang.stream import Labels, StreamError
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
 

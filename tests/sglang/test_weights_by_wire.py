@@ -11,12 +11,12 @@ from typing import Any, Final
 
 import pytest
 
-import weights.transports.wire
-import weights.wire
-from sglang_server.servers import Server, Servers
+import stillhouse.weights.transports.wire
+import stillhouse.weights.wire
+from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.weights.wire import WINDOW
 from tests.sglang.conftest import Named, start
 from tests.sglang.test_weight_push import V1, V2, WAIT_S, Run, wait_until
-from weights.wire import WINDOW
 
 PIECE_BYTES: Final = 32 << 10
 """So small that a version of the built-in student does not fit into one window."""
@@ -27,7 +27,7 @@ def run(tmp_path: Path, student_weights: Named, monkeypatch: pytest.MonkeyPatch)
     files = tmp_path / "files"
     files.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(files))
-    for module in (weights.wire, weights.transports.wire):
+    for module in (stillhouse.weights.wire, stillhouse.weights.transports.wire):
         monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
     assert sum(tensor.nbytes for _, tensor in student_weights) > WINDOW * PIECE_BYTES
     run = Run(tmp_path, student_weights)

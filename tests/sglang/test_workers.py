@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 import tests.wire
-from models.tokenizer_file import FileTokenizer
-from protocol import messages as m
-from protocol.context import ExitCode
-from sglang_server.servers import Server, Servers
+from stillhouse.models.tokenizer_file import FileTokenizer
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.context import ExitCode
+from stillhouse.sglang_server.servers import Server, Servers
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TEACHER, TOLERANCE, Reference
 from tests.wire import RUN, ScriptedBuffer
@@ -29,10 +29,10 @@ import faulthandler, logging, sys
 from pathlib import Path
 from types import SimpleNamespace
 import msgspec
-from actors.config import ActorConfig
-from protocol.context import RoleContext
-from teachers.config import TeacherConfig
-from weights.config import WeightsConfig
+from stillhouse.actors.config import ActorConfig
+from stillhouse.protocol.context import RoleContext
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.weights.config import WeightsConfig
 import {role}s.worker
 
 faulthandler.dump_traceback_later(60, exit=True)

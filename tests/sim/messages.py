@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from protocol import messages as m
-from protocol.codec import Array
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Array
 
 VERSION = m.WeightVersion(1, 7)
 WEIGHTS = m.WeightsRef(VERSION, "weights/1.7.safetensors", "ab" * 32)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 
 TOKENS = 10
 """Tokens of a rollout."""

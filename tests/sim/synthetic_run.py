@@ -22,14 +22,14 @@ from random import Random
 import msgspec
 import numpy as np
 
-import buffer.server
-from buffer.config import BufferConfig
-from buffer.server import BufferAddress, shard_folder
-from protocol import messages as m
-from protocol.codec import Array, Received
-from protocol.messages import WeightVersion
-from protocol.shards.client import AnyClient, client_of_all
-from protocol.shards.division import all_addresses, shard_address
+import stillhouse.buffer.server
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.server import BufferAddress, shard_folder
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Array, Received
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.shards.client import AnyClient, client_of_all
+from stillhouse.protocol.shards.division import all_addresses, shard_address
 
 RUN, VOCAB = "run-1", "ab" * 32
 WAIT_S = 60.0
@@ -362,5 +362,7 @@ def start_all(config: BufferConfig, run_dir: Path) -> tuple[str, list[BufferProc
 
 def _main(config: BufferConfig, run_dir: Path, shard: int, bind: str | None) -> None:
     sys.exit(
-        buffer.server.main(config=config, run_id=RUN, run_dir=run_dir, shard=shard, bind=bind, vocab_fingerprint=VOCAB)
+        stillhouse.buffer.server.main(
+            config=config, run_id=RUN, run_dir=run_dir, shard=shard, bind=bind, vocab_fingerprint=VOCAB
+        )
     )

@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from actors.trajectory.graph import Call, TokenGraph
-from actors.trajectory.segments import Cut, SegmentCutter
-from protocol.messages import Dropped, VersionSpan, WeightVersion
+from stillhouse.actors.trajectory.graph import Call, TokenGraph
+from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
+from stillhouse.protocol.messages import Dropped, VersionSpan, WeightVersion
 from tests.sim.conversations import Conversation, Tokens, check_sequences
 
 VERSION = WeightVersion(1, 1)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from builtin import TEACHER_DIR
-from engines.base import EngineMismatch, ScoreRequest
-from engines.torch.scorer import TorchScorer
-from models.head_file import load_head
-from protocol import messages as m
-from protocol.client import Client
-from protocol.hidden_codec import decode_hidden, head_of_states
-from teachers.config import TeacherConfig
-from teachers.worker import TeacherWorker
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.engines.base import EngineMismatch, ScoreRequest
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.models.head_file import load_head
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.hidden_codec import decode_hidden, head_of_states
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.worker import TeacherWorker
 from tests.teachers.test_worker import TEACHER, Fake, end, teacher
 from tests.wire import ScriptedBuffer
 

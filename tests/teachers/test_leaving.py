@@ -16,13 +16,13 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from engines.base import ScoreRequest, ScoreResult
-from engines.provider import ScorerSource
-from protocol import messages as m
-from protocol.context import ExitCode, RoleContext
-from protocol.server import PeerDown
-from teachers.config import TeacherConfig
-from teachers.worker import _run  # pyright: ignore[reportPrivateUsage]
+from stillhouse.engines.base import ScoreRequest, ScoreResult
+from stillhouse.engines.provider import ScorerSource
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.server import PeerDown
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.worker import _run  # pyright: ignore[reportPrivateUsage]
 from tests.patience import PATIENCE_S, eventually
 from tests.wire import RUN, VOCAB, ScriptedBuffer
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from builtin import TEACHER_DIR
-from engines.base import ScoreRequest, ScoreResult
-from engines.torch.scorer import TorchScorer
-from teachers.config import TeacherConfig
-from teachers.self_check import LENGTHS, self_check
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.engines.base import ScoreRequest, ScoreResult
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.self_check import LENGTHS, self_check
 
 
 class Moody:

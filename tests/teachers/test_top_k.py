@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from builtin import STUDENT_DIR
-from engines.base import ScoreRequest
-from engines.torch.scorer import TorchScorer
-from protocol import messages as m
-from protocol.errors import EncodeError
-from protocol.top_ids import encode_top_ids
-from protocol.topk_codec import REST_BITS, decode_top_k
-from teachers.config import TeacherConfig
-from teachers.top_k import TopKSets
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.errors import EncodeError
+from stillhouse.protocol.top_ids import encode_top_ids
+from stillhouse.protocol.topk_codec import REST_BITS, decode_top_k
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.top_k import TopKSets
 from tests.teachers.test_worker import TEACHER, end, teacher
 from tests.wire import ScriptedBuffer
 

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-import teachers.worker
-from buffer.config import BufferConfig
-from builtin import STUDENT_DIR
-from engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
-from engines.torch.scorer import TorchScorer
-from models.loading import load_causal_lm
-from protocol import messages as m
-from protocol.client import Client
-from teachers.config import TeacherConfig
-from teachers.worker import TeacherWorker
+import stillhouse.teachers.worker
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.worker import TeacherWorker
+from stillhouse.weights.snapshot import write_snapshot
 from tests.patience import PATIENCE_S
 from tests.wire import ScriptedBuffer, connected, real_buffer, receive, running
-from weights.snapshot import write_snapshot
 
 TEACHER: tuple[m.Role, str] = ("teacher", "teacher-0")
 VOCAB, CONTEXT = 50, 100
@@ -215,7 +215,7 @@ def test_scores_that_are_not_finite_are_failures_of_their_item() -> None:
 
 def test_credit_is_what_is_not_held_and_comes_back_with_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer subtracts what it sends, so a teacher says nothing when that arrives."""
-    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 3600.0)
+    monkeypatch.setattr(stillhouse.teachers.worker, "CREDIT_REPEAT_S", 3600.0)
     engine = Fake()
     engine.gate.clear()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
@@ -241,7 +241,7 @@ def test_an_item_that_takes_more_than_the_buffer_counts_is_news(
     monkeypatch: pytest.MonkeyPatch, cache_mb: int, expected: tuple[int, int] | None
 ) -> None:
     """Without a prefix cache, what the teacher was sent before is computed again."""
-    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 3600.0)
+    monkeypatch.setattr(stillhouse.teachers.worker, "CREDIT_REPEAT_S", 3600.0)
     engine = Fake()
     engine.gate.clear()
     config = msgspec.structs.replace(CONFIG, prefix_cache_mb=cache_mb)
@@ -260,8 +260,8 @@ def test_an_item_that_takes_more_than_the_buffer_counts_is_news(
 
 
 def test_an_idle_teacher_says_its_credit_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teachers.worker, "CREDIT_REPEAT_S", 0.01)
-    monkeypatch.setattr(teachers.worker, "IDLE_WAIT_S", 0.02)
+    monkeypatch.setattr(stillhouse.teachers.worker, "CREDIT_REPEAT_S", 0.01)
+    monkeypatch.setattr(stillhouse.teachers.worker, "IDLE_WAIT_S", 0.02)
     with ScriptedBuffer() as peer, teacher(peer.address, Fake()) as (ended, _):
         said = [message for message, _ in peer.expect(m.ScoreCredit, 3)]
         assert {(c.tokens, c.items_received_total) for c in said} == {(120, 0)}

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from stillhouse.tracing import events
 from tests.patience import PATIENCE_S
-from tracing import events
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_a_process_that_is_killed_keeps_what_it_wrote(tmp_path: Path) -> None:
     script = f"""
         import os, signal
         from pathlib import Path
-        from tracing import events
+        from stillhouse.tracing import events
         events.FLUSH_S = 0.0
         events.begin(Path({str(tmp_path)!r}), role="actor", worker="actor-0", incarnation="ab")
         for number in range(100):
@@ -172,7 +172,7 @@ def test_a_fork_does_not_write_what_its_parent_holds(tmp_path: Path) -> None:
     script = f"""
         import os
         from pathlib import Path
-        from tracing import events
+        from stillhouse.tracing import events
         events.begin(Path({str(tmp_path)!r}), role="actor", worker="actor-0", incarnation="ab")
         events.counter("n", value=1)
         child = os.fork()

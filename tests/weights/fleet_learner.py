@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from protocol.messages import WeightPlan, WeightVersion
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.publisher import Publisher
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, digest_of
 from tests.slow_link import SlowLink
-from weights.config import WeightsConfig
-from weights.publisher import Publisher
 
 
 def version(step: int) -> WeightVersion:

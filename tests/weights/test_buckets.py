@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weights.buckets import Layout, byte_views, checksum, checksum_by_place, manifest_of
+from stillhouse.weights.buckets import Layout, byte_views, checksum, checksum_by_place, manifest_of
 
 Named = list[tuple[str, Tensor]]
 

@@ -13,21 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from actors.config import ActorConfig
-from engines.config import ServerConfig
-from launch.config.run import ModelsConfig, RunConfig
-from learner.config import LearnerConfig, LoraConfig
-from learner.prompts.config import TaskConfig
-from learner.step.lora import Adapters
-from learner.worker import main
-from models.loading import load_causal_lm, save_hf
-from protocol.context import ExitCode, RoleContext
-from protocol.messages import WeightVersion
-from weights.buckets import PackedLayout, manifest_of
-from weights.checkpoint_names import NamesError, checkpoint_pieces
-from weights.manifest import Piece
-from weights.roster import Members
-from weights.staged_weights import StagedWeights, Weight
+from stillhouse.actors.config import ActorConfig
+from stillhouse.engines.config import ServerConfig
+from stillhouse.launch.config.run import ModelsConfig, RunConfig
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.worker import main
+from stillhouse.models.loading import load_causal_lm, save_hf
+from stillhouse.protocol.context import ExitCode, RoleContext
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import PackedLayout, manifest_of
+from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
+from stillhouse.weights.manifest import Piece
+from stillhouse.weights.roster import Members
+from stillhouse.weights.staged_weights import StagedWeights, Weight
 
 SERVERS = Members(kind="servers")
 V1 = WeightVersion(0, 1)

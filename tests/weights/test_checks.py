@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from weights.checks import Canary, CanaryWatch, Precision, differences, parse_checksums
+from stillhouse.weights.checks import Canary, CanaryWatch, Precision, differences, parse_checksums
 
 
 def test_a_reply_gives_the_checksums_of_each_rank() -> None:

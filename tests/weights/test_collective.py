@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import weights.transports.collective
+import stillhouse.weights.transports.collective
+from stillhouse.weights.buckets import Layout, WholeTensors, manifest_of
+from stillhouse.weights.group_operations import Store, connect_store, host_store
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, WeightsRefused
+from stillhouse.weights.transports.collective import WeightGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import Fault, doomed_rank, fork_server
-from weights.buckets import Layout, WholeTensors, manifest_of
-from weights.group_operations import Store, connect_store, host_store
-from weights.sink import GroupBroken, GroupInterrupted, WeightsRefused
-from weights.transports.collective import WeightGroup
 
 Named = list[tuple[str, Tensor]]
 HOST = "127.0.0.1"
@@ -139,7 +139,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
     four_ranks.join()
     layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
     receive_started = threading.local()
-    honest = weights.transports.collective.checksum
+    honest = stillhouse.weights.transports.collective.checksum
 
     def receive(group: WeightGroup) -> list[tuple[str, Tensor]]:
         receive_started.here = True
@@ -148,7 +148,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
     def lie(bucket_b: Tensor) -> Tensor:
         return honest(bucket_b) + (0 if hasattr(receive_started, "here") else 1)
 
-    monkeypatch.setattr(weights.transports.collective, "checksum", lie)
+    monkeypatch.setattr(stillhouse.weights.transports.collective, "checksum", lie)
     sent = four_ranks.pool.submit(four_ranks.groups[0].send, 1, layout, WholeTensors(mixed_tensors(1)), TIMEOUT_S)
     received = [four_ranks.pool.submit(receive, group) for group in four_ranks.groups[1:]]
     sent.result()

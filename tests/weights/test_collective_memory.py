@@ -17,7 +17,7 @@ few dozen, for threads and sockets settle in."""
 
 MEASURE = f"""
 from tests.weights.test_collective import Ranks, mixed_tensors
-from weights.buckets import Layout, manifest_of
+from stillhouse.weights.buckets import Layout, manifest_of
 from tests.heap import heap_bytes
 
 ranks, named = Ranks(2), mixed_tensors(0)

@@ -10,9 +10,17 @@ import msgspec
 import pytest
 import torch
 
+from stillhouse.weights.config import (
+    PublishDtype,
+    Staging,
+    WeightsConfig,
+    bucket_size,
+    sent_dtype,
+    server_dtype,
+    staged_in,
+)
+from stillhouse.weights.group_operations import choose_backend
 from tests.patience import PATIENCE_S
-from weights.config import PublishDtype, Staging, WeightsConfig, bucket_size, sent_dtype, server_dtype, staged_in
-from weights.group_operations import choose_backend
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,7 @@ def test_a_backend_that_cannot_be_had_is_refused_and_what_nobody_decided_is_gloo
 
 
 def test_settings_and_roster_load_without_torch() -> None:
-    code = "import sys, weights.config, weights.roster; sys.exit('torch' in sys.modules)"
+    code = "import sys, stillhouse.weights.config, stillhouse.weights.roster; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=PATIENCE_S).returncode == 0
 
 

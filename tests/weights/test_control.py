@@ -13,12 +13,19 @@ import psutil
 import pytest
 import zmq
 
-from protocol.keys import ClientKeys, encrypt_client, load_client_keys, load_server_keys, make_keys
-from protocol.messages import Role, WeightPlan, WeightVersion
-from protocol.sockets import new_socket
+from stillhouse.protocol.keys import ClientKeys, encrypt_client, load_client_keys, load_server_keys, make_keys
+from stillhouse.protocol.messages import Role, WeightPlan, WeightVersion
+from stillhouse.protocol.sockets import new_socket
+from stillhouse.weights.control import (
+    LONGEST_WORDS,
+    MESSAGES_PER_MEMBER,
+    ControlHost,
+    ControlMember,
+    Waker,
+    member_keys,
+)
+from stillhouse.weights.control_messages import Answer, FromMember, Go, Joined, Ready, Want
 from tests.patience import PATIENCE_S
-from weights.control import LONGEST_WORDS, MESSAGES_PER_MEMBER, ControlHost, ControlMember, Waker, member_keys
-from weights.control_messages import Answer, FromMember, Go, Joined, Ready, Want
 
 JOINED = Joined(1, 1, WeightVersion(0, 3))
 MEMBERS = ("actor-0", "actor-host-0")
@@ -126,7 +133,7 @@ def test_in_a_run_without_keys_nobody_comes_in_but_who_was_told_the_plan() -> No
 
 FLOOD = """
 import sys, zmq
-from protocol.sockets import new_socket
+from stillhouse.protocol.sockets import new_socket
 endpoint, n, n_bytes, *keys = sys.argv[1:]
 peer = new_socket(zmq.Context(), zmq.DEALER)
 if keys:

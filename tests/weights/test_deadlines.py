@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from weights.config import WeightsConfig
-from weights.control_messages import Check, Leave, Round
-from weights.deadlines import MOST_PATIENCE, Limits, kind_of
-from weights.roster import Seat
-from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights
-from weights.transport import Setup
-from weights.transports.collective import CollectiveTransport
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.control_messages import Check, Leave, Round
+from stillhouse.weights.deadlines import MOST_PATIENCE, Limits, kind_of
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.snapshot import SnapshotKeeper
+from stillhouse.weights.staged_weights import StagedWeights
+from stillhouse.weights.transport import Setup
+from stillhouse.weights.transports.collective import CollectiveTransport
 
 CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,

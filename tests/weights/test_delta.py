@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from protocol.messages import WeightVersion
-from weights import delta
-from weights.buckets import place_checksum
-from weights.config import DELTA_MIN_BYTES, DeltaUse
-from weights.delta import Deltas, FullReason, apply, changes, delta_bytes, encode, most_changes, unit_bytes
-from weights.manifest import Manifest, TensorSpec
-from weights.staged_weights import StagedWeights
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights import delta
+from stillhouse.weights.buckets import place_checksum
+from stillhouse.weights.config import DELTA_MIN_BYTES, DeltaUse
+from stillhouse.weights.delta import Deltas, FullReason, apply, changes, delta_bytes, encode, most_changes, unit_bytes
+from stillhouse.weights.manifest import Manifest, TensorSpec
+from stillhouse.weights.staged_weights import StagedWeights
 
 Places: TypeAlias = dict[int, bytes]
 Damage: TypeAlias = Callable[[Tensor], Tensor]

@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.torch.weights import EmbeddedWeights
-from protocol.messages import Membership, WeightVersion
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.protocol.messages import Membership, WeightVersion
+from stillhouse.weights import delta
+from stillhouse.weights.buckets import Layout
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.delta import DeltaSent
+from stillhouse.weights.group_operations import connect_store, host_store
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.sink import DeltaRefused
+from stillhouse.weights.staged_weights import Former, StagedWeights
+from stillhouse.weights.transports.collective import WeightGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.group_campaign import MemoryEngine
-from weights import delta
-from weights.buckets import Layout
-from weights.config import WeightsConfig
-from weights.delta import DeltaSent
-from weights.group_operations import connect_store, host_store
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver
-from weights.sink import DeltaRefused
-from weights.staged_weights import Former, StagedWeights
-from weights.transports.collective import WeightGroup
 
 HOST = "127.0.0.1"
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import WeightsRef
+from stillhouse.protocol.messages import WeightsRef
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.snapshot import snapshots
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet
 from tests.weights.fleet_learner import FleetLearner, version
-from weights.config import WeightsConfig
-from weights.snapshot import snapshots
 
 NAMES = ("actor-0", "actor-1")
 
@@ -39,7 +39,7 @@ def test_every_version_is_a_file_that_every_member_loads_and_no_process_group_is
     def no_store(*_: object) -> None:
         raise AssertionError("a folder needs no store")
 
-    monkeypatch.setattr("weights.transports.collective.host_store", no_store)
+    monkeypatch.setattr("stillhouse.weights.transports.collective.host_store", no_store)
     with learner.start(every_version=True) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())
@@ -64,7 +64,7 @@ def damage(path: Path) -> None:
 def test_a_file_that_was_damaged_is_refused_counted_and_written_anew(
     learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weights import snapshot
+    from stillhouse.weights import snapshot
 
     write, written = snapshot.write_content, 0
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_is_counted_and_no_version_is_announced_
 
 
 def test_a_transport_of_another_package_is_taken_by_its_name(learner: FleetLearner) -> None:
-    with learner.start(transport="weights.transports.folder:FolderTransport"):
+    with learner.start(transport="stillhouse.weights.transports.folder:FolderTransport"):
         pass
     with pytest.raises(
         ValueError, match=r"weights\.transport: got 'carrier_pigeon', expected one of auto, collective, wir"
@@ -131,7 +131,7 @@ def test_a_transport_in_a_module_of_the_working_directory_is_found(
 ) -> None:
     """As engines, environments and divergences are: the launcher starts Python without the directory on its path."""
     (tmp_path / "my_own_transport.py").write_text(
-        "from weights.transports.folder import FolderTransport\nSLOW = 'not a transport'\n"
+        "from stillhouse.weights.transports.folder import FolderTransport\nSLOW = 'not a transport'\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])

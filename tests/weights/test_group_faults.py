@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from stillhouse.weights.delta import DeltaSent
+from stillhouse.weights.group_operations import GroupOperations
+from stillhouse.weights.transports.collective import WeightGroup
 from tests.sim.weights.group_campaign import Kind, run_campaign
-from weights.delta import DeltaSent
-from weights.group_operations import GroupOperations
-from weights.transports.collective import WeightGroup
 
 
 @pytest.mark.parametrize("kind", ["engines", "servers"])

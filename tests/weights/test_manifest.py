@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weights.buckets import PackedLayout, manifest_of
-from weights.manifest import ITEM_BYTES, Manifest, TensorSpec, whole_tensor_buckets
+from stillhouse.weights.buckets import PackedLayout, manifest_of
+from stillhouse.weights.manifest import ITEM_BYTES, Manifest, TensorSpec, whole_tensor_buckets
 
 specs = st.builds(
     TensorSpec,

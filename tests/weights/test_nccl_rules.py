@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import weights.group_operations
-from engines.torch.weights import EmbeddedWeights
-from protocol.messages import WeightVersion
+import stillhouse.weights.group_operations
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import Layout, PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.control_messages import Agreed, Round
+from stillhouse.weights.group_operations import host_store, wait_for_device
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted
+from stillhouse.weights.transports.collective import WeightGroup
+from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S, eventually
-from weights.buckets import Layout, PackedLayout, WholeTensors, manifest_of
-from weights.control_messages import Agreed, Round
-from weights.group_operations import host_store, wait_for_device
-from weights.sink import GroupBroken, GroupInterrupted
-from weights.transports.collective import WeightGroup
-from weights.transports.servers import ServerGroup
 
 HOST = "127.0.0.1"
 NAMED = [("large", torch.arange(1_000, dtype=torch.float32))]
@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGroup]:
     def new_group(*_: object) -> FakeGroup:
         return fake
 
-    monkeypatch.setattr(weights.group_operations, "new_nccl_group", new_group)
+    monkeypatch.setattr(stillhouse.weights.group_operations, "new_nccl_group", new_group)
     yield fake
     fake.connected.set()  # whoever is stuck in it ends
 
@@ -164,7 +164,7 @@ def test_a_group_that_cannot_be_aborted_is_kept_for_a_kernel_may_still_write_int
         raise RuntimeError("ProcessGroup abort timed out")
 
     kept: list[list[Any]] = []
-    monkeypatch.setattr(weights.group_operations, "_never_freed", kept)
+    monkeypatch.setattr(stillhouse.weights.group_operations, "_never_freed", kept)
     monkeypatch.setattr(fake, "abort", abort)
     group = embedded()
     group.join(PATIENCE_S)
@@ -218,7 +218,7 @@ def test_a_group_of_ours_is_made_without_torchs_watchdogs_whatever_is_set(monkey
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
-    weights.group_operations.new_nccl_group(host_store(HOST), 0, 2, timedelta(seconds=7))
+    stillhouse.weights.group_operations.new_nccl_group(host_store(HOST), 0, 2, timedelta(seconds=7))
     assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert seen["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert seen["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
@@ -295,7 +295,7 @@ def test_the_first_operation_is_queued_behind_what_this_thread_has_queued(
         asked_by.append(threading.current_thread().name)
         return stream()
 
-    monkeypatch.setattr(weights.group_operations, "_present_stream", present_stream)
+    monkeypatch.setattr(stillhouse.weights.group_operations, "_present_stream", present_stream)
     group = embedded()
     group.join(PATIENCE_S)
     assert (asked_by, entered_by) == ([threading.current_thread().name], ["weight-group-connect"])
@@ -322,7 +322,7 @@ def event(monkeypatch: pytest.MonkeyPatch) -> FakeEvent:
     def behind_all(device: torch.device) -> FakeEvent:
         return event
 
-    monkeypatch.setattr(weights.group_operations, "_event_behind_all", behind_all)
+    monkeypatch.setattr(stillhouse.weights.group_operations, "_event_behind_all", behind_all)
     return event
 
 
@@ -410,5 +410,5 @@ def test_members_that_may_use_sockets_only_say_that_they_are_hosts_of_their_own(
     monkeypatch.delenv("NCCL_HOSTID")
     monkeypatch.setenv("NCCL_P2P_DISABLE", disabled)
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
-    weights.group_operations.new_nccl_group(host_store(HOST), rank, 2, timedelta(seconds=1))
+    stillhouse.weights.group_operations.new_nccl_group(host_store(HOST), rank, 2, timedelta(seconds=1))
     assert bool(seen[0]) is own

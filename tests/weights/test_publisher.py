@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.weights import deadlines
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.publisher import Publisher, PublisherFailed, PublishTimeout
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
-from weights import deadlines
-from weights.config import WeightsConfig
-from weights.publisher import Publisher, PublisherFailed, PublishTimeout
 
 CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from protocol.messages import WeightVersion
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.publisher import Publisher
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
-from weights.config import WeightsConfig
-from weights.publisher import Publisher
 
 CONFIG = WeightsConfig(
     bucket_bytes=1 << 16,

@@ -12,24 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from engines.torch.weights import EmbeddedWeights
-from models.loading import load_causal_lm
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.control import ControlHost
+from stillhouse.weights.control_messages import Agreed, Answer, Check, Go, Leave, Round
+from stillhouse.weights.group_operations import host_store
+from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import Taken
+from stillhouse.weights.snapshot import SnapshotKeeper
+from stillhouse.weights.staged_weights import StagedWeights
+from stillhouse.weights.transport import Setup
+from stillhouse.weights.transports.collective import CollectiveTransport, WeightGroup
 from tests.patience import PATIENCE_S, eventually
-from weights.config import WeightsConfig
-from weights.control import ControlHost
-from weights.control_messages import Agreed, Answer, Check, Go, Leave, Round
-from weights.group_operations import host_store
-from weights.receiver import WeightReceiver, WeightReceiverFailed
-from weights.roster import Seat
-from weights.sink import Taken
-from weights.snapshot import SnapshotKeeper
-from weights.staged_weights import StagedWeights
-from weights.transport import Setup
-from weights.transports.collective import CollectiveTransport, WeightGroup
 
 WAIT_S = PATIENCE_S
 NAME = "actor-0"
@@ -288,7 +288,7 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
 
 def test_the_embedded_engine_runs_on_what_was_broadcast(host: CollectiveTransport) -> None:
     """The built-in student's parameters, changed, through a real group into a real engine."""
-    from builtin import STUDENT_DIR
+    from stillhouse.builtin import STUDENT_DIR
 
     torch.set_num_threads(1)
     model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")

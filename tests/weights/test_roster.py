@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weights.config import WeightsConfig
-from weights.roster import Roster, Seat
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.roster import Roster, Seat
 
 CONFIG = WeightsConfig(join_window_s=2.0, rejoin_delay_s=5.0)
 A, B, C = Seat("a", "1"), Seat("b", "1"), Seat("c", "1")

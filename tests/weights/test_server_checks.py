@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from learner.config import LoraConfig
-from learner.step.lora import Adapters
-from models.loading import load_causal_lm, save_hf
-from weights.checks import Canary
-from weights.roster import Members
-from weights.server_checks import TOKENS, CheckSchedule, Due, LearnerCanary
-from weights.staged_weights import tensor_of
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.models.loading import load_causal_lm, save_hf
+from stillhouse.weights.checks import Canary
+from stillhouse.weights.roster import Members
+from stillhouse.weights.server_checks import TOKENS, CheckSchedule, Due, LearnerCanary
+from stillhouse.weights.staged_weights import tensor_of
 
 SERVERS = Members(kind="servers", check_by="reload")
 NOTHING = Due("off", canary=False)

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from stillhouse.weights.buckets import PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.group_operations import host_store
+from stillhouse.weights.manifest import Bucket
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted
+from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import fork_server
-from weights.buckets import PackedLayout, WholeTensors, manifest_of
-from weights.group_operations import host_store
-from weights.manifest import Bucket
-from weights.sink import GroupBroken, GroupInterrupted
-from weights.transports.servers import ServerGroup
 
 HOST = "127.0.0.1"
 NAME = "weights-test-1"

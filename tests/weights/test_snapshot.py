@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.manifest import ITEM_BYTES
+from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.snapshot import read_snapshot, snapshots, write_snapshot
+from stillhouse.weights.snapshot_format import FILE_NAME
 from tests.full_disk import fill, small_disk
 from tests.power_cut import PowerCut
-from weights.manifest import ITEM_BYTES
-from weights.sink import SnapshotRefused
-from weights.snapshot import read_snapshot, snapshots, write_snapshot
-from weights.snapshot_format import FILE_NAME
 
 VERSION = WeightVersion(1, 7)
 
@@ -134,7 +134,7 @@ def test_a_snapshot_that_was_written_survives_a_loss_of_power(tmp_path: Path, mo
 def test_a_file_written_in_pieces_is_read_by_safetensors_with_every_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr("weights.snapshot.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("stillhouse.weights.snapshot.PIECE_BYTES", piece_bytes)
     values = torch.arange(12).view(3, 4) % 2
     named = {dtype: values.to(getattr(torch, dtype)) for dtype in ITEM_BYTES}
     named |= {"empty": torch.zeros(0, 7), "scalar": torch.tensor(5.0), "slice": torch.randn(6, 8)[:, 2:5]}

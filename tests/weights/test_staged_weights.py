@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protocol.messages import Membership, WeightVersion
+from stillhouse.protocol.messages import Membership, WeightVersion
+from stillhouse.weights.buckets import PackedLayout, manifest_of
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.roster import EMBEDDED, Members, Seat
+from stillhouse.weights.staged_weights import CudaStreams, Merged, NoStreams, StagedWeights, streams_of
+from stillhouse.weights.transport import Result
 from tests.patience import PATIENCE_S
-from weights.buckets import PackedLayout, manifest_of
-from weights.config import WeightsConfig
-from weights.deadlines import Limits
-from weights.publisher import Publisher
-from weights.roster import EMBEDDED, Members, Seat
-from weights.staged_weights import CudaStreams, Merged, NoStreams, StagedWeights, streams_of
-from weights.transport import Result
 
 V1 = WeightVersion(0, 1)
 SERVERS = Members(kind="servers")
@@ -150,7 +150,7 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
     def make(setup: object) -> Reads:
         return Reads()
 
-    monkeypatch.setattr("weights.publisher.make_transport", make)
+    monkeypatch.setattr("stillhouse.weights.publisher.make_transport", make)
     with Publisher(
         WeightsConfig(),
         snapshot_dir=tmp_path,

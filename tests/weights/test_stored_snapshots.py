@@ -10,16 +10,16 @@ import msgspec
 import pytest
 import torch
 
-from protocol.messages import WeightsRef, WeightVersion
-from protocol.object_store import Store, StoreError
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.snapshot import put_snapshot, read_snapshot, write_snapshot
 from tests.patience import PATIENCE_S, eventually
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
 from tests.sim.weights.weight_actors import ActorFleet, digest_of
 from tests.weights.fleet_learner import quick, version
 from tests.weights.test_folder import NAMES, weights
-from weights.publisher import Publisher
-from weights.sink import SnapshotRefused
-from weights.snapshot import put_snapshot, read_snapshot, write_snapshot
 
 
 @pytest.fixture(scope="module")

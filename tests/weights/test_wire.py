@@ -17,10 +17,10 @@ import zmq
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
+from stillhouse.weights.wire import PIECE_BYTES, WINDOW
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet
 from tests.weights.fleet_learner import FleetLearner, version
-from weights.wire import PIECE_BYTES, WINDOW
 
 NAMES = ("actor-0", "actor-1", "actor-2")
 ROWS = (WINDOW + 3) * PIECE_BYTES // (4 * 256) + 1
@@ -48,7 +48,7 @@ def test_every_version_reaches_every_member_by_one_port_without_a_file_or_a_proc
     def no_store(*_: object) -> None:
         raise AssertionError("this way needs no store")
 
-    monkeypatch.setattr("weights.transports.collective.host_store", no_store)
+    monkeypatch.setattr("stillhouse.weights.transports.collective.host_store", no_store)
     with learner.start(every_version=True) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())

@@ -10,15 +10,15 @@ from unittest.mock import MagicMock
 import msgspec
 import pytest
 
-from weights.config import WeightsConfig
-from weights.control import ControlHost, Request
-from weights.control_messages import Answer, FromMember, Want
-from weights.deadlines import Limits
-from weights.roster import Seat
-from weights.sink import GroupBroken
-from weights.transports import wire
-from weights.transports.wire import WireChannel
-from weights.wire import PIECE_BYTES
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.control import ControlHost, Request
+from stillhouse.weights.control_messages import Answer, FromMember, Want
+from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import GroupBroken
+from stillhouse.weights.transports import wire
+from stillhouse.weights.transports.wire import WireChannel
+from stillhouse.weights.wire import PIECE_BYTES
 
 MEMBERS = 16
 PIECES = 100

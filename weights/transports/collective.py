@@ -35,12 +35,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from protocol.messages import WeightVersion
-from weights import delta
-from weights.buckets import BucketLayout, Content, Layout, checksum, checksum_by_place
-from weights.delta import DeltaSent
-from weights.group_host import Channel, GroupHost
-from weights.group_operations import (
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights import delta
+from stillhouse.weights.buckets import BucketLayout, Content, Layout, checksum, checksum_by_place
+from stillhouse.weights.delta import DeltaSent
+from stillhouse.weights.group_host import Channel, GroupHost
+from stillhouse.weights.group_operations import (
     COMPARED,
     BackendName,
     GroupOperations,
@@ -50,11 +50,11 @@ from weights.group_operations import (
     prefixed,
     wait_for_device,
 )
-from weights.manifest import Manifest
-from weights.roster import Seat
-from weights.sink import DeltaRefused, GroupBroken, Interrupted, WeightsRefused
-from weights.staged_weights import Former
-from weights.transport import Setup
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import DeltaRefused, GroupBroken, Interrupted, WeightsRefused
+from stillhouse.weights.staged_weights import Former
+from stillhouse.weights.transport import Setup
 
 
 def _never() -> str | None:

@@ -11,14 +11,14 @@ file that a member refuses is written again for the next attempt.
 
 from __future__ import annotations
 
-from protocol.messages import WeightsRef
-from weights.buckets import ALIGN_BYTES, BucketLayout, Content, Layout
-from weights.control_messages import Check
-from weights.group_host import GroupHost, NotSent
-from weights.manifest import Manifest
-from weights.roster import Seat
-from weights.staged_weights import Staged
-from weights.transport import Result
+from stillhouse.protocol.messages import WeightsRef
+from stillhouse.weights.buckets import ALIGN_BYTES, BucketLayout, Content, Layout
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.group_host import GroupHost, NotSent
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.staged_weights import Staged
+from stillhouse.weights.transport import Result
 
 
 class NoGroup:

@@ -19,8 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from weights.buckets import BucketLayout, Content, PackedLayout
-from weights.group_operations import (
+from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout
+from stillhouse.weights.group_operations import (
     WAIT_SLICE_S,
     BackendName,
     GroupOperations,
@@ -29,11 +29,11 @@ from weights.group_operations import (
     host_store,
     prefixed,
 )
-from weights.manifest import Manifest, smallest_tensor_bucket
-from weights.roster import Seat
-from weights.sink import GroupBroken, Interrupted
-from weights.transport import Setup, Transport
-from weights.transports.collective import CollectiveTransport
+from stillhouse.weights.manifest import Manifest, smallest_tensor_bucket
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import GroupBroken, Interrupted
+from stillhouse.weights.transport import Setup, Transport
+from stillhouse.weights.transports.collective import CollectiveTransport
 
 LATE_S: Final = 1.5
 """Time between the request to a server to join and its arrival at the store."""

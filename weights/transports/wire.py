@@ -21,14 +21,14 @@ from typing import Final
 import torch
 import zmq
 
-from weights.buckets import BucketLayout, Content
-from weights.control import ControlHost, Request
-from weights.control_messages import Answer, FromMember
-from weights.group_host import Channel, GroupHost
-from weights.manifest import Manifest
-from weights.roster import Seat
-from weights.sink import GroupBroken, GroupInterrupted
-from weights.wire import PIECE_BYTES, WINDOW, n_pieces
+from stillhouse.weights.buckets import BucketLayout, Content
+from stillhouse.weights.control import ControlHost, Request
+from stillhouse.weights.control_messages import Answer, FromMember
+from stillhouse.weights.group_host import Channel, GroupHost
+from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.roster import Seat
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted
+from stillhouse.weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
 KEPT_PIECES: Final = 2 * WINDOW
 """The pieces wanted last. A member that is further behind than this has them read again for it."""

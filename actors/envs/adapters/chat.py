@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from actors.envs.base import TextTokenizer
-from engines.base import Int32s
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.engines.base import Int32s
 
 Message = dict[str, Any]
 

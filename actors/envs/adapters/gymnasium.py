@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from actors.envs.adapters.chat import own_prompt, reply, whole_number
-from actors.envs.adapters.packages import import_package
-from actors.envs.adapters.spaces import Actions, describe, show
-from actors.envs.adapters.toy_text import GAMES, MARK, picture
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.rewards.answer import AnswerCheck
-from actors.row_options import refuse_module
-from protocol.plugins import import_module
+from stillhouse.actors.envs.adapters.chat import own_prompt, reply, whole_number
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.spaces import Actions, describe, show
+from stillhouse.actors.envs.adapters.toy_text import GAMES, MARK, picture
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.rewards.answer import AnswerCheck
+from stillhouse.actors.row_options import refuse_module
+from stillhouse.protocol.plugins import import_module
 
 _gymnasium = import_package("gymnasium", environment="gymnasium", package="gymnasium", extra="gymnasium")
 

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from actors.agent import Context, EpisodeOver, options_checked_by
-from actors.envs.adapters import address
-from actors.envs.adapters.packages import import_package
-from actors.envs.base import EnvTask
-from actors.envs.tool_loop import converse, read_notation
-from actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
-from actors.row_options import row_may_set
-from actors.tool_calls import ToolCall
+from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
+from stillhouse.actors.envs.adapters import address
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.tool_loop import converse, read_notation
+from stillhouse.actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
+from stillhouse.actors.row_options import row_may_set
+from stillhouse.actors.tool_calls import ToolCall
 
 _mcp = import_package("mcp", environment="mcp", package="mcp", extra="mcp")
 

@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 
 import aiohttp
 
-from actors.agent import Context, options_checked_by
-from actors.envs.adapters import address
-from actors.envs.adapters.chat import own_prompt, whole_number
-from actors.envs.base import EnvTask
-from actors.envs.single_turn import AnswerCheck
-from actors.row_options import row_may_set
+from stillhouse.actors.agent import Context, options_checked_by
+from stillhouse.actors.envs.adapters import address
+from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.single_turn import AnswerCheck
+from stillhouse.actors.row_options import row_may_set
 
 OBSERVATION_PLACE: Final = "{observation}"
 """Stands for the first observation in a row's prompt; without it that follows the prompt."""

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from actors.agent import Context, EpisodeOver, options_checked_by
-from actors.envs.base import EnvTask
-from actors.envs.episode import EnvironmentFault
-from actors.envs.tool_loop import converse, read_notation
-from actors.tool_calls import ToolCall
-from protocol.plugins import load
+from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.episode import EnvironmentFault
+from stillhouse.actors.envs.tool_loop import converse, read_notation
+from stillhouse.actors.tool_calls import ToolCall
+from stillhouse.protocol.plugins import load
 
 
 def _check(

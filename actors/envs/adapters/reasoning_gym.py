@@ -13,10 +13,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from actors.envs.adapters.chat import own_prompt, whole_number
-from actors.envs.adapters.packages import import_package
-from actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from actors.rewards.answer import AnswerCheck
+from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
+from stillhouse.actors.rewards.answer import AnswerCheck
 
 _package = import_package("reasoning_gym", environment="reasoning_gym", package="reasoning-gym", extra="reasoning-gym")
 

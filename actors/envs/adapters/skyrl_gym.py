@@ -13,13 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from actors.agent import Context, options_checked_by
-from actors.envs.adapters.chat import turns_of
-from actors.envs.adapters.packages import import_package
-from actors.envs.base import EnvTask
-from actors.envs.episode import EnvironmentFault
-from actors.row_options import refuse_module, row_may_set
-from protocol.plugins import import_module
+from stillhouse.actors.agent import Context, options_checked_by
+from stillhouse.actors.envs.adapters.chat import turns_of
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.episode import EnvironmentFault
+from stillhouse.actors.row_options import refuse_module, row_may_set
+from stillhouse.protocol.plugins import import_module
 
 _package = import_package("skyrl_gym", environment="skyrl_gym", package="skyrl-gym", extra="skyrl-gym")
 _omegaconf = import_package("omegaconf", environment="skyrl_gym", package="skyrl-gym", extra="skyrl-gym")

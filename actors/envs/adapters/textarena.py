@@ -15,13 +15,13 @@ from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
-from actors.agent import Context, EpisodeOver, options_checked_by
-from actors.envs.adapters.chat import own_prompt, whole_number
-from actors.envs.adapters.packages import import_package
-from actors.envs.base import EnvTask
-from actors.envs.single_turn import AnswerCheck
-from actors.row_options import row_may_set
-from protocol.plugins import load
+from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
+from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.single_turn import AnswerCheck
+from stillhouse.actors.row_options import row_may_set
+from stillhouse.protocol.plugins import load
 
 _package = import_package("textarena", environment="textarena", package="textarena", extra="textarena")
 

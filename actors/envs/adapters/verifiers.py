@@ -20,10 +20,10 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from actors.agent import Context, Endpoint, EpisodeOver, options_checked_by
-from actors.endpoint import KEY_IN_MODEL
-from actors.envs.base import EnvTask
-from actors.envs.episode import EnvironmentFault
+from stillhouse.actors.agent import Context, Endpoint, EpisodeOver, options_checked_by
+from stillhouse.actors.endpoint import KEY_IN_MODEL
+from stillhouse.actors.envs.base import EnvTask
+from stillhouse.actors.envs.episode import EnvironmentFault
 
 COLUMN: Final = "task"
 """Column of a row: the data of one of the taskset's tasks, as its `model_dump(mode="json")` gives them."""

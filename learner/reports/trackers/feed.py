@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from learner.reports.settings import Setting, without_secrets
-from learner.reports.trackers.registry import TrackedRun, Tracker, make_tracker
+from stillhouse.learner.reports.settings import Setting, without_secrets
+from stillhouse.learner.reports.trackers.registry import TrackedRun, Tracker, make_tracker
 
 log = logging.getLogger(__name__)
 

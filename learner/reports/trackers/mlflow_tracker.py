@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from learner.reports.trackers.registry import TrackedRun
-from protocol.atomic_file import write_atomic
+from stillhouse.learner.reports.trackers.registry import TrackedRun
+from stillhouse.protocol.atomic_file import write_atomic
 
 ID_FILE: Final = "id"
 EXPERIMENT: Final = "stillhouse"

@@ -16,13 +16,13 @@ from typing import Any, Final, Protocol, cast
 
 import msgspec
 
-from learner.reports.settings import Setting
-from protocol.plugins import installed, load
+from stillhouse.learner.reports.settings import Setting
+from stillhouse.protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP: Final = "stillhouse.trackers"
 BUILT_IN: Final = {
-    "wandb": "learner.reports.trackers.wandb_tracker:WandbTracker",
-    "mlflow": "learner.reports.trackers.mlflow_tracker:MlflowTracker",
+    "wandb": "stillhouse.learner.reports.trackers.wandb_tracker:WandbTracker",
+    "mlflow": "stillhouse.learner.reports.trackers.mlflow_tracker:MlflowTracker",
 }
 NEEDED: Final = {"wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 """Packages that a built-in tracker needs, beyond those of Stillhouse."""

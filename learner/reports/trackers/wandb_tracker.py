@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from learner.reports.trackers.registry import TrackedRun
-from protocol.atomic_file import write_atomic
+from stillhouse.learner.reports.trackers.registry import TrackedRun
+from stillhouse.protocol.atomic_file import write_atomic
 
 ID_FILE: Final = "id"
 ROWS_FILE: Final = "rows"

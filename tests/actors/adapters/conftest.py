@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.config import EnvConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from actors.envs.episode import Continuation, Episode
-from actors.envs.registry import make_environment
-from actors.episodes import EpisodeEnded, EpisodeStart, EpisodeThreads
-from actors.failures import Failure
-from actors.running_episode import Ask, EpisodeEnd, Response
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.actors.envs.episode import Continuation, Episode
+from stillhouse.actors.envs.registry import make_environment
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, EpisodeThreads
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import Ask, EpisodeEnd, Response
 from tests.patience import PATIENCE_S
 
 MADE_BY = "make agents installs what this needs"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.registry import check_options
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters.conftest import MADE_BY, Play
 
 pytest.importorskip("gymnasium", reason=MADE_BY)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.envs.base import TextTokenizer
-from actors.envs.registry import check_options
-from actors.failures import Failure
-from actors.running_episode import EpisodeEnd
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.registry import check_options
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import EpisodeEnd
 from tests.actors.adapters.conftest import MADE_BY, Talk
 from tests.patience import SLOWNESS, Limit
 
@@ -181,7 +181,7 @@ def test_a_call_in_the_reasoning_is_not_made(
 
 
 def test_a_search_for_a_call_ends(talk: Talk, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.envs.tool_loop.SEARCH_S", 0.1)
+    monkeypatch.setattr("stillhouse.actors.envs.tool_loop.SEARCH_S", 0.1)
     notation = {**CALC, "pattern": r"((?:a|a|aa)+)(?:a|aa)*$"}
     end = talk("mcp", ["a" * 40 + "b"], {"url": url, "notation": notation}, row=SUM).end
     assert isinstance(end, Failure) and "notation.pattern took longer than 0.1 s" in end.detail

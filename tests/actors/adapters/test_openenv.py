@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.envs.registry import check_options
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters.conftest import Talk
 from tests.actors.adapters.openenv_server import MADE_BY, PYTHON, ROOT, free_port, serving
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from actors.envs.registry import check_options
-from actors.failures import Failure
-from actors.running_episode import EpisodeEnd
+from stillhouse.actors.envs.registry import check_options
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import EpisodeEnd
 from tests.actors.adapters import openenv_server
 from tests.actors.adapters.conftest import Talk
 from tests.patience import PATIENCE_S

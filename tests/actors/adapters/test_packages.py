@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.adapters.packages import import_package
-from actors.envs.registry import BUILT_IN, UnknownEnvironment, check_options, find_environment
+from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.registry import BUILT_IN, UnknownEnvironment, check_options, find_environment
 
 ADAPTERS = {
     "gymnasium": ("gymnasium", "gymnasium"),
@@ -25,7 +25,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(name: str, monkeypat
     module, extra = ADAPTERS[name]
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     for part in ("spaces", *ADAPTERS):
-        monkeypatch.delitem(sys.modules, f"actors.envs.adapters.{part}", raising=False)
+        monkeypatch.delitem(sys.modules, f"stillhouse.actors.envs.adapters.{part}", raising=False)
     find_environment.cache_clear()
     with pytest.raises(UnknownEnvironment) as raised:
         check_options(name, {})

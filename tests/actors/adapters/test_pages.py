@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import ActorConfig
-from actors.envs.registry import check_options
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters import verifiers_server
 from tests.actors.adapters.conftest import MADE_BY
 from tests.patience import PATIENCE_S

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.envs.registry import check_options
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters.conftest import MADE_BY, Play
 
 SUMS: dict[str, object] = {"dataset": "chain_sum", "config": {"max_terms": 2, "seed": 7}}
@@ -77,7 +77,7 @@ def test_a_checker_that_fails_on_an_answer_is_counted(play: Play) -> None:
 
 def test_data_sets_whose_checker_runs_the_answer_are_known_by_name(package: Any) -> None:
     """What `eval` or `parse_expr` of sympy is given is a program. The names are compared with the package's sources."""
-    from actors.envs.adapters.reasoning_gym import EVALUATES_ANSWERS
+    from stillhouse.actors.envs.adapters.reasoning_gym import EVALUATES_ANSWERS
 
     running: set[str] = set()
     for name, (made, _) in package.factory.DATASETS.items():

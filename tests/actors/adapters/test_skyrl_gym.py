@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actors.envs.registry import check_options
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters.conftest import MADE_BY, Talk
 
 package: Any = pytest.importorskip("skyrl_gym", reason=MADE_BY)
@@ -109,7 +109,7 @@ def test_what_a_row_lacks_fails_its_rollout_by_name(talk: Talk) -> None:
 
 
 def test_environments_that_run_what_the_student_writes_are_known_by_name() -> None:
-    from actors.envs.adapters.skyrl_gym import RUNS_CODE
+    from stillhouse.actors.envs.adapters.skyrl_gym import RUNS_CODE
 
     running: set[str] = set()
     for name, spec in package.registry.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.envs.registry import check_options
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.adapters.conftest import MADE_BY, Talk
 
 package: Any = pytest.importorskip("textarena", reason=MADE_BY)
@@ -135,7 +135,7 @@ def test_games_that_need_no_download_begin_and_answer(talk: Talk, id: str) -> No
 
 
 def test_games_that_are_played_at_the_same_time_draw_their_own_random_numbers() -> None:
-    from actors.envs.adapters.textarena import _Game  # pyright: ignore[reportPrivateUsage]
+    from stillhouse.actors.envs.adapters.textarena import _Game  # pyright: ignore[reportPrivateUsage]
 
     def boards(seed: int) -> list[str]:
         """2048 draws a tile after each move."""

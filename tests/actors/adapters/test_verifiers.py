@@ -13,11 +13,11 @@ import msgpack
 import pytest
 import zmq
 
-from actors.config import EnvConfig
-from actors.envs.base import TextTokenizer
-from actors.envs.registry import check_options
-from engines.base import Int32s
-from protocol.messages import Sampling
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.registry import check_options
+from stillhouse.engines.base import Int32s
+from stillhouse.protocol.messages import Sampling
 from tests.actors.adapters.openenv_server import free_port
 from tests.actors.adapters.verifiers_server import MADE_BY, PYTHON, ROOT, Served, packed, serving
 from tests.actors.endpoint.served import Actor, actor, trained

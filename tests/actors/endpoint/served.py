@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from actors.agent import Context, Endpoint
-from actors.config import ActorConfig, EnvConfig
-from actors.envs.base import EnvTask, TextTokenizer
-from engines.base import Int32s
-from protocol.messages import Sampling, Ticket
+from stillhouse.actors.agent import Context, Endpoint
+from stillhouse.actors.config import ActorConfig, EnvConfig
+from stillhouse.actors.envs.base import EnvTask, TextTokenizer
+from stillhouse.engines.base import Int32s
+from stillhouse.protocol.messages import Sampling, Ticket
 from tests.actors.in_hand import STOP, InHand, ScriptedEngine, ids_of, ticket
 from tests.patience import PATIENCE_S, Limit
 

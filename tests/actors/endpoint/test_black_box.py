@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from actors.config import EnvConfig
-from actors.envs.base import TextTokenizer
-from actors.envs.registry import check_options
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.registry import check_options
 from tests.actors.endpoint.served import actor, trained
 from tests.actors.in_hand import STOP, ticket
 from tests.patience import Limit

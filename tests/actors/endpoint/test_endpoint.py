@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.endpoint import KEY_IN_MODEL
-from actors.envs.base import TextTokenizer
-from protocol.messages import Segment
+from stillhouse.actors.endpoint import KEY_IN_MODEL
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.protocol.messages import Segment
 from tests.actors.endpoint.served import Reply, actor, call, chat, trained
 from tests.actors.in_hand import STOP
 from tests.patience import PATIENCE_S
@@ -204,7 +204,7 @@ def hermes(template: str | None) -> str:
 
 def test_tool_calls_are_read_and_their_results_go_on(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    monkeypatch.setattr("stillhouse.actors.endpoint.session.tool_dialect", hermes)
     with actor(tokenizer, lambda _: [*tokenizer.encode(written).tolist(), STOP]) as one:
         episode = one.begin(0)
         tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -234,7 +234,7 @@ def test_under_other_tools_a_conversation_begins_anew(
     """The student would else read the former tools. Its answer is rendered again, from its text."""
     listed = "{% if tools %}tools: {{ tools | tojson }}{% endif %}"
     monkeypatch.setattr(hf_tokenizer, "chat_template", listed + str(hf_tokenizer.chat_template))
-    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    monkeypatch.setattr("stillhouse.actors.endpoint.session.tool_dialect", hermes)
     add, minus = (
         [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}]
         for name in ("add", "minus")
@@ -256,7 +256,7 @@ def test_a_response_that_was_cut_ends_by_its_length_whatever_it_calls(
 ) -> None:
     """It may have gone on with another call: who runs what there is must know."""
     ids = tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>').tolist()
-    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    monkeypatch.setattr("stillhouse.actors.endpoint.session.tool_dialect", hermes)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     with actor(tokenizer, lambda _: None) as one:
         episode = one.begin(0)
@@ -281,7 +281,7 @@ def test_the_schemas_of_tools_say_what_their_arguments_are(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = "<tool_call><function=pay><parameter=to>007</parameter><parameter=n>7</parameter></function></tool_call>"
-    monkeypatch.setattr("actors.endpoint.session.tool_dialect", qwen_xml)
+    monkeypatch.setattr("stillhouse.actors.endpoint.session.tool_dialect", qwen_xml)
     properties = {"to": {"type": "string"}, "n": {"type": "integer"}}
     tools = [{"type": "function", "function": {"name": "pay", "parameters": {"properties": properties}}}]
     with actor(tokenizer, lambda _: [*tokenizer.encode(written).tolist(), STOP]) as one:
@@ -297,7 +297,7 @@ def test_a_call_in_the_reasoning_is_a_thought(
 ) -> None:
     opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
     monkeypatch.setattr(hf_tokenizer, "chat_template", str(hf_tokenizer.chat_template) + opened)
-    monkeypatch.setattr("actors.endpoint.session.tool_dialect", hermes)
+    monkeypatch.setattr("stillhouse.actors.endpoint.session.tool_dialect", hermes)
     written = '<tool_call>{"name": "add"}</tool_call>? No.</think>5'
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     with actor(tokenizer, lambda _: [*tokenizer.encode(written).tolist(), STOP]) as one:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.base import TextTokenizer
 from tests.actors.endpoint.served import actor, call, chat, trained
 from tests.actors.in_hand import STOP
 from tests.patience import PATIENCE_S, Limit
@@ -102,7 +102,7 @@ def test_a_reward_that_comes_too_late_is_refused(tokenizer: TextTokenizer) -> No
 def test_a_stream_whose_episode_ends_says_so_in_an_event(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.endpoint.streams.BEAT_S", 0.05)
+    monkeypatch.setattr("stillhouse.actors.endpoint.streams.BEAT_S", 0.05)
     replies: list[Any] = []
     with actor(tokenizer, lambda _: None) as one:
         episode = one.begin(0)
@@ -121,7 +121,7 @@ def test_a_stream_whose_episode_ends_says_so_in_an_event(
 def test_what_would_change_the_student_s_words_is_counted_and_said_once(
     tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.endpoint.server._SAID", set[str]())
+    monkeypatch.setattr("stillhouse.actors.endpoint.server._SAID", set[str]())
     with actor(tokenizer) as one:
         episode = one.begin(0)
         for said in ("hello", "again"):
@@ -143,7 +143,7 @@ def test_connections_that_send_no_whole_head_are_ended(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one that goes on dripping, and one that has had its answer."""
-    monkeypatch.setattr("actors.endpoint.connections.IDLE_S", 0.2)
+    monkeypatch.setattr("stillhouse.actors.endpoint.connections.IDLE_S", 0.2)
     with actor(tokenizer) as one:
         endpoint = one.begin(0).endpoint
         where = urlsplit(endpoint.base_url)
@@ -164,7 +164,7 @@ def test_connections_that_send_no_whole_head_are_ended(
 
 
 def test_connections_are_limited_in_number(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.endpoint.connections.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("stillhouse.actors.endpoint.connections.MAX_CONNECTIONS", 2)
     with actor(tokenizer) as one:
         endpoint = one.begin(0).endpoint
         where = urlsplit(endpoint.base_url)

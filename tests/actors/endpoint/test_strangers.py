@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from actors.agent import Endpoint
-from actors.endpoint import text_work
-from actors.envs.base import TextTokenizer
-from engines.base import Int32s
+from stillhouse.actors.agent import Endpoint
+from stillhouse.actors.endpoint import text_work
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.engines.base import Int32s
 from tests.actors.endpoint.served import actor, call, chat
 from tests.patience import PATIENCE_S
 
@@ -151,7 +151,7 @@ def test_all_that_have_shown_no_key_share_one_budget(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a key in the body, which ends it, as with a head that does not end."""
-    monkeypatch.setattr("actors.endpoint.connections.STRANGERS_BYTES", 1 << 20)
+    monkeypatch.setattr("stillhouse.actors.endpoint.connections.STRANGERS_BYTES", 1 << 20)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Api-Key: model\r\nContent-Length: 9999999\r\n\r\n"
     with actor(tokenizer) as one:
         endpoint = one.begin(0).endpoint

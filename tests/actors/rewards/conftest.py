@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from actors.rewards import Answered, Verdict, make_reward
+from stillhouse.actors.rewards import Answered, Verdict, make_reward
 
 Judge: TypeAlias = Callable[..., Verdict]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from actors.rewards import Answered, checkers, make_reward
-from actors.rewards.base import Verdict
-from actors.rewards.checkers import CHECKERS, CheckerLost, Checkers
+from stillhouse.actors.rewards import Answered, checkers, make_reward
+from stillhouse.actors.rewards.base import Verdict
+from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost, Checkers
 from tests.actors.adapters.conftest import MADE_BY
 from tests.actors.rewards.conftest import Judge
 from tests.patience import PATIENCE_S
@@ -101,8 +101,8 @@ def test_a_process_that_was_killed_leaves_unscored_and_is_replaced(own: Checkers
 
 
 def test_no_free_process_is_unscored_not_wrong(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rewards.checked.CHECKERS", Checkers(0))
-    monkeypatch.setattr("actors.rewards.checked.WAIT_S", 0.05)
+    monkeypatch.setattr("stillhouse.actors.rewards.checked.CHECKERS", Checkers(0))
+    monkeypatch.setattr("stillhouse.actors.rewards.checked.WAIT_S", 0.05)
     verdict = judge("math", "7", "7", limit_s=0.05)
     assert (verdict.reward, verdict.info["reward_unscored_checkers_busy"]) == (None, 1.0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.rewards import Answered, Verdict, make_reward
+from stillhouse.actors.rewards import Answered, Verdict, make_reward
 from tests.actors.rewards.conftest import Judge
 from tests.patience import PATIENCE_S
 
@@ -126,7 +126,7 @@ def test_a_judge_that_is_not_well(
     verdict: Verdict,
     asked: int,
 ) -> None:
-    monkeypatch.setattr("actors.rewards.judge.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("stillhouse.actors.rewards.judge.FIRST_PAUSE_S", 0.01)
     server.says = says
     slow = (asked == 2 and "timeout" in str(verdict)) or verdict.reward == 0.5
     limits: dict[str, Any] = {"timeout_s": 1.0, "tries": 2} if slow else {"timeout_s": PATIENCE_S}

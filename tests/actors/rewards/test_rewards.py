@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from actors.envs.base import Action, EnvTask, no_tokens
-from actors.envs.registry import check_options, make_environment, options_of_row
-from actors.rewards import Answered, UnknownReward, Verdict, make_reward
-from actors.rewards.answer import AnswerCheck
-from actors.row_options import RowRefused
+from stillhouse.actors.envs.base import Action, EnvTask, no_tokens
+from stillhouse.actors.envs.registry import check_options, make_environment, options_of_row
+from stillhouse.actors.rewards import Answered, UnknownReward, Verdict, make_reward
+from stillhouse.actors.rewards.answer import AnswerCheck
+from stillhouse.actors.row_options import RowRefused
 from tests.actors.rewards.conftest import Judge
 
 HERE = __name__
@@ -63,7 +63,7 @@ def test_a_catastrophic_pattern_is_given_up_and_other_threads_run_meanwhile(judg
 
 
 def test_an_answer_pattern_is_given_up_too(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.rewards.answer.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("stillhouse.actors.rewards.answer.TIMEOUT_S", 0.1)
     verdict = judge("answer", "a" * 40 + "b", "a", answer_pattern=r"((?:a|a|aa)+)(?:a|aa)*$")
     assert verdict == Verdict(None, {"reward_unscored": 1.0, "reward_unscored_pattern_timeout": 1.0})
     with pytest.raises(TimeoutError, match=r"answer_pattern took longer than 0.1 s to search 41 characters"):

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from actors.config import ActorConfig
-from actors.envs.registry import check_options, options_of_row
-from actors.rewards import Answered
-from actors.rewards.custom import custom_reward
-from actors.rewards.registry import BUILT_IN
-from protocol.plugins import load
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.registry import check_options, options_of_row
+from stillhouse.actors.rewards import Answered
+from stillhouse.actors.rewards.custom import custom_reward
+from stillhouse.actors.rewards.registry import BUILT_IN
+from stillhouse.protocol.plugins import load
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "rewards.md").read_text()

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from actors.sandbox.isolation import Isolation
-from actors.sandbox.sandbox import Ran, Sandbox
-from actors.sandbox.supervise import Kept
+from stillhouse.actors.sandbox.isolation import Isolation
+from stillhouse.actors.sandbox.sandbox import Ran, Sandbox
+from stillhouse.actors.sandbox.supervise import Kept
 from tests.actors.sandbox.conftest import ISOLATIONS, needs_bubblewrap
 from tests.actors.sandbox.test_sandbox import LIMITS, inside, python
 
@@ -133,6 +133,6 @@ def test_an_output_of_which_nothing_is_kept_takes_no_memory() -> None:
 
 
 def test_virtual_sockets_are_none_of_the_families_that_are_allowed() -> None:
-    from actors.sandbox.syscalls import ARGUMENTS
+    from stillhouse.actors.sandbox.syscalls import ARGUMENTS
 
     assert set(ARGUMENTS["socket"].values) == {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6}

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rewards import Answered, make_reward
-from actors.rewards.base import Verdict
-from actors.rewards.code import last_program
+from stillhouse.actors.rewards import Answered, make_reward
+from stillhouse.actors.rewards.base import Verdict
+from stillhouse.actors.rewards.code import last_program
 from tests.patience import Limit
 
 DOUBLE = "```python\nfor line in open(0):\n    print(int(line) * 2)\n```"

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import pytest
 
-from actors.sandbox.isolation import Isolation, Limits, prefixes
-from actors.sandbox.sandbox import Ran, Sandbox, SandboxFailed, make_sandbox
-from actors.sandbox.syscalls import seccomp_filter
+from stillhouse.actors.sandbox.isolation import Isolation, Limits, prefixes
+from stillhouse.actors.sandbox.sandbox import Ran, Sandbox, SandboxFailed, make_sandbox
+from stillhouse.actors.sandbox.syscalls import seccomp_filter
 from tests.actors.sandbox.conftest import ISOLATIONS, needs_bubblewrap
 from tests.patience import Limit
 
@@ -343,8 +343,8 @@ def test_nothing_goes_on_after_the_actor_was_killed(isolation: Isolation, tmp_pa
     word = f"word{uuid.uuid4().hex}"
     source = f"""
 import asyncio
-from actors.sandbox.sandbox import Sandbox
-from actors.sandbox.isolation import Limits
+from stillhouse.actors.sandbox.sandbox import Sandbox
+from stillhouse.actors.sandbox.isolation import Limits
 async def main():
     async with Sandbox({isolation!r}, Limits(time_limit_s=60.0)) as sandbox:
         await sandbox.bash("exec sh -c 'trap : TERM; while :; do sleep 0.1; done' {word}")

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.config import ActorConfig
-from actors.envs.registry import check_options
-from actors.failures import Failure
-from actors.running_episode import EpisodeEnd
+from stillhouse.actors.config import ActorConfig
+from stillhouse.actors.envs.registry import check_options
+from stillhouse.actors.failures import Failure
+from stillhouse.actors.running_episode import EpisodeEnd
 from tests.actors.adapters.conftest import Talk
 from tests.actors.sandbox.conftest import needs_bubblewrap
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.tool_calls import Parsed, ToolCall, parse_tool_calls
+from stillhouse.actors.tool_calls import Parsed, ToolCall, parse_tool_calls
 
 
 def function(*parameters: str) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from actors.envs.base import TextTokenizer
-from actors.tool_calls import Parsed, ToolCall, ToolDialect, parse_tool_calls
-from models.tokenizer_file import FileTokenizer
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.tool_calls import Parsed, ToolCall, ToolDialect, parse_tool_calls
+from stillhouse.models.tokenizer_file import FileTokenizer
 from tests.actors.conftest import STUDENT_DIR
 
 TAGS = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.tool_calls import MAX_CALLS, Parsed, ToolCall, ToolDialect, parse_tool_calls, render_tool_call, tool_dialect
+from stillhouse.actors.tool_calls import (
+    MAX_CALLS,
+    Parsed,
+    ToolCall,
+    ToolDialect,
+    parse_tool_calls,
+    render_tool_call,
+    tool_dialect,
+)
 
 DIALECTS: tuple[ToolDialect, ...] = get_args(ToolDialect)
 ADD = ToolCall("add", {"a": 1, "b": [2, "x"]})

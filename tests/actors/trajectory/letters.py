@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.trajectory.graph import Call, TokenGraph
-from engines.base import Int32s
-from protocol.messages import VersionSpan, WeightVersion
+from stillhouse.actors.trajectory.graph import Call, TokenGraph
+from stillhouse.engines.base import Int32s
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
 
 V1 = WeightVersion(1, 1)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from actors.trajectory.graph import Drop, Origin, TokenGraph
-from protocol.messages import VersionSpan, WeightVersion
+from stillhouse.actors.trajectory.graph import Drop, Origin, TokenGraph
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
 from tests.actors.trajectory.letters import V1, answer, ids, write
 from tests.sim.token_graph import run_conversations
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.trajectory.rollout import CutSegment, NoRoom, Rollout
-from engines.base import GenerationDelta, GenerationRequest
-from protocol.messages import Sampling, Ticket, VersionSpan, WeightVersion
+from stillhouse.actors.trajectory.rollout import CutSegment, NoRoom, Rollout
+from stillhouse.engines.base import GenerationDelta, GenerationRequest
+from stillhouse.protocol.messages import Sampling, Ticket, VersionSpan, WeightVersion
 
 
 def ticket(max_new_tokens: int) -> Ticket:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.trajectory.graph import TokenGraph
-from actors.trajectory.segments import Cut, SegmentCutter
-from protocol.messages import Dropped
+from stillhouse.actors.trajectory.graph import TokenGraph
+from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
+from stillhouse.protocol.messages import Dropped
 from tests.actors.trajectory.letters import answer, ids, write
 
 

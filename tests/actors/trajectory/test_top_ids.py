@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.trajectory.rollout import CutSegment, Rollout
-from engines.base import GenerationDelta
-from protocol.messages import Ticket, TopIdsWanted, VersionSpan, WeightVersion
-from protocol.top_ids import decode_top_ids
+from stillhouse.actors.trajectory.rollout import CutSegment, Rollout
+from stillhouse.engines.base import GenerationDelta
+from stillhouse.protocol.messages import Ticket, TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.protocol.top_ids import decode_top_ids
 from tests.actors.trajectory.test_rollout import ticket
 
 V0 = WeightVersion(0, 0)

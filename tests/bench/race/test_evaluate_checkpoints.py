@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.race.evaluate_checkpoints import scores
-from builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
-from builtin.addition import read_problems
-from builtin.measure import MAX_NEW_TOKENS
+from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
+from stillhouse.builtin.addition import read_problems
+from stillhouse.builtin.measure import MAX_NEW_TOKENS
 
 N = 12
 

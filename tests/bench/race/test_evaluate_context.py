@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench.race.evaluate_context import PRIVILEGED, prompt_ids, scores, write
-from builtin import STUDENT_DIR
+from stillhouse.builtin import STUDENT_DIR
 
 QUESTIONS = ["12+34=", "1+1="]
 SEED, MAX_NEW_TOKENS = 3, 6

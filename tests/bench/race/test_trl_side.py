@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from bench.race.against_trl import SAME
 from bench.race.race import PEER
 from bench.race.race_runs import TRL_PYTHON, trl
-from builtin import STUDENT_DIR
+from stillhouse.builtin import STUDENT_DIR
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,22 +11,22 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer.blobs import BLOB_BYTES
-from buffer.core import Core, Joined, Turn, decode_turn, encode_turn
-from buffer.journal.database import StoreCorrupt
-from buffer.journal.freezer import Frozen
-from buffer.journal.image import make_image
-from buffer.journal.imaging import ImageFork, Outcome, read_blobs, read_image, write_image
-from buffer.journal.journal import Journal
-from buffer.journal.parts import PART_BYTES, blob_key
-from buffer.journal.recovery import JournalError, start
-from buffer.journal.store import Store
-from buffer.journal.sweep import LOOKED_AT
-from buffer.state import BufferState
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.messages import VersionSpan, WeightVersion
-from protocol.server import FromPeer
+from stillhouse.buffer.blobs import BLOB_BYTES
+from stillhouse.buffer.core import Core, Joined, Turn, decode_turn, encode_turn
+from stillhouse.buffer.journal.database import StoreCorrupt
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.image import make_image
+from stillhouse.buffer.journal.imaging import ImageFork, Outcome, read_blobs, read_image, write_image
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.journal.parts import PART_BYTES, blob_key
+from stillhouse.buffer.journal.recovery import JournalError, start
+from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.sweep import LOOKED_AT
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
+from stillhouse.protocol.server import FromPeer
 from tests.buffer.journal.test_imaging import outcome_of
 from tests.buffer.journal.test_journal import BEGINNING, on_disk
 from tests.buffer.shadow import new_book, no_blobs, restored

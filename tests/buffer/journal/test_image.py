@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from buffer.core import Core, Joined, Left, Turn, decode_turn, encode_turn
-from buffer.journal import image
-from buffer.journal.freezer import FreezeError, Freezer, Frozen, ThawError
-from buffer.journal.image import make_image, release_hash, restore_image
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.messages import WeightVersion
-from protocol.server import FromPeer
+from stillhouse.buffer.core import Core, Joined, Left, Turn, decode_turn, encode_turn
+from stillhouse.buffer.journal import image
+from stillhouse.buffer.journal.freezer import FreezeError, Freezer, Frozen, ThawError
+from stillhouse.buffer.journal.image import make_image, release_hash, restore_image
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.server import FromPeer
 from tests.buffer.driver import Driver
 from tests.buffer.shadow import ShadowedState, new_book, no_blobs, restored
 from tests.patience import PATIENCE_S
@@ -36,7 +36,7 @@ def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_co
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.sim.buffer.world.BufferState", ShadowedState)
-    monkeypatch.setattr("buffer.blobs.BLOB_BYTES", 16)
+    monkeypatch.setattr("stillhouse.buffer.blobs.BLOB_BYTES", 16)
     monkeypatch.setattr(ShadowedState, "most_blobs", 0)
     totals = buffer_sim.run(5_000, seed, check_every=200)
     for happened in ("tokens_trained", "learner_restarts", "tokens_evaluated", "hedges_won", "breaker_probes"):
@@ -46,9 +46,9 @@ def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_co
 
 def test_an_image_is_the_same_bytes_whatever_the_hash_seed() -> None:
     code = (
-        "import hashlib; from random import Random; from buffer.core import Core;"
+        "import hashlib; from random import Random; from stillhouse.buffer.core import Core;"
         "from tests.sim.buffer import sim as buffer_sim;"
-        "from tests.sim.buffer.actions import ACTIONS; from buffer.journal.image import make_image;"
+        "from tests.sim.buffer.actions import ACTIONS; from stillhouse.buffer.journal.image import make_image;"
         "from tests.buffer.shadow import new_book; rng = Random(5); world = buffer_sim.random_world(rng, 1000);"
         "[rng.choice(ACTIONS)[0](world, rng) for _ in range(1500)];"
         "print(hashlib.sha256(make_image(Core(world.state), new_book(), 1.0).body).hexdigest())"
@@ -90,7 +90,7 @@ def test_another_class_of_a_field_is_refused() -> None:
 
 
 def test_the_release_is_the_same_for_all_processes() -> None:
-    code = "from buffer.journal.image import release_hash; print(release_hash())"
+    code = "from stillhouse.buffer.journal.image import release_hash; print(release_hash())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout.strip()
     assert told == release_hash()
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.core import Core
-from buffer.journal.database import StoreCorrupt
-from buffer.journal.freezer import Frozen
-from buffer.journal.image import make_checked_image, restore_image
-from buffer.journal.imaging import Finished, ImageFork, Outcome, read_image, write_image
-from buffer.journal.journal import Journal
-from buffer.journal.store import SWEPT_PARTS, Store
+from stillhouse.buffer.core import Core
+from stillhouse.buffer.journal.database import StoreCorrupt
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.image import make_checked_image, restore_image
+from stillhouse.buffer.journal.imaging import Finished, ImageFork, Outcome, read_image, write_image
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.journal.store import SWEPT_PARTS, Store
 from tests.buffer.driver import Driver
 from tests.buffer.journal.test_journal import opened
 from tests.buffer.shadow import new_book, no_blobs
@@ -177,7 +177,7 @@ def test_an_image_that_a_full_disk_does_not_take_is_removed(tmp_path: Path) -> N
 def test_the_fork_holds_nothing_of_the_buffer_and_dies_with_it(tmp_path: Path) -> None:
     """The buffer is killed while its fork writes: a successor can open the journal at once, and the fork is gone."""
     code = (
-        "import os, signal, sys, time; from pathlib import Path; from buffer.journal.journal import Journal;"
+        "import os, signal, sys, time; from pathlib import Path; from stillhouse.buffer.journal.journal import Journal;"
         "journal = Journal(Path(sys.argv[1]), sync='process', log_bytes=1, reserve_bytes=0, memory_bytes=1);"
         "journal.start_image(lambda: (Path(sys.argv[1], 'writes').touch(), time.sleep(1000)));"
         "print(journal._fork._pid, flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"

@@ -12,11 +12,11 @@ import lmdb
 import msgspec
 import pytest
 
-from buffer.config import Sync
-from buffer.journal import store as store_module
-from buffer.journal.freezer import Frozen
-from buffer.journal.journal import Journal
-from buffer.journal.store import Store
+from stillhouse.buffer.config import Sync
+from stillhouse.buffer.journal import store as store_module
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.journal.store import Store
 from tests.buffer.journal.test_imaging import outcome_of
 
 TURNS = 9

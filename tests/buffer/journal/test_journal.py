@@ -13,19 +13,19 @@ import lmdb
 import msgspec
 import pytest
 
-from buffer.config import BufferConfig, Sync
-from buffer.core import Joined, Turn, decode_turn, encode_turn
-from buffer.journal.database import StoreCorrupt, StoreUnwritable
-from buffer.journal.freezer import Frozen
-from buffer.journal.imaging import write_image
-from buffer.journal.journal import RETRY_S, Journal
-from buffer.journal.parts import PART_BYTES
-from buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
-from buffer.journal.store import Store
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.messages import WeightVersion
-from protocol.server import FromPeer
+from stillhouse.buffer.config import BufferConfig, Sync
+from stillhouse.buffer.core import Joined, Turn, decode_turn, encode_turn
+from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.imaging import write_image
+from stillhouse.buffer.journal.journal import RETRY_S, Journal
+from stillhouse.buffer.journal.parts import PART_BYTES
+from stillhouse.buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
+from stillhouse.buffer.journal.store import Store
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.server import FromPeer
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
 
@@ -122,7 +122,7 @@ def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
 
 def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from buffer.journal.store import Store;"
+        "import os, signal, sys; from pathlib import Path; from stillhouse.buffer.journal.store import Store;"
         "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
         "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
     )

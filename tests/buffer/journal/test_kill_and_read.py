@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 
-from buffer.config import BufferConfig
-from protocol import messages as m
-from protocol.client import Client
-from protocol.codec import Array
-from protocol.flow import AckKey
-from protocol.outbox import Outbox
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.flow import AckKey
+from stillhouse.protocol.outbox import Outbox
 from tests.buffer.journal.reader import Found, Tokens, read
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.synthetic_run import BufferProcess, Shape, SyntheticRun

@@ -16,12 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from buffer.journal import imaging
-from buffer.journal.database import StoreCorrupt, StoreUnwritable
-from buffer.journal.freezer import Frozen
-from buffer.journal.imaging import Outcome
-from buffer.journal.journal import Journal
-from buffer.journal.store import Store
+from stillhouse.buffer.journal import imaging
+from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
+from stillhouse.buffer.journal.freezer import Frozen
+from stillhouse.buffer.journal.imaging import Outcome
+from stillhouse.buffer.journal.journal import Journal
+from stillhouse.buffer.journal.store import Store
 from tests.buffer.journal.test_imaging import new_journal, outcome_of
 from tests.buffer.journal.test_journal import opened
 from tests.full_disk import fill, small_disk

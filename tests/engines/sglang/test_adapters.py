@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.sglang.adapters import ServerAdapters
-from engines.sglang.config import SGLangConfig
-from protocol.messages import Membership, WeightVersion
-from protocol.object_store import Store
+from stillhouse.engines.sglang.adapters import ServerAdapters
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.protocol.messages import Membership, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.publisher import Publisher
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.roster import Members
+from stillhouse.weights.wire import PIECE_BYTES
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import FakeServer, FakeServerEngine
 from tests.weights.fleet_learner import quick
-from weights.publisher import Publisher
-from weights.receiver import WeightReceiver
-from weights.roster import Members
-from weights.wire import PIECE_BYTES
 
 CONFIG = {"r": 8, "peft_type": "LORA"}
 WAYS = ("folder", "store", "wire")

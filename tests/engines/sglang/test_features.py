@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 import pytest
 
-from engines.sglang.config import SGLangConfig, SwapMode
-from engines.sglang.features import Features, why_unfit
+from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
+from stillhouse.engines.sglang.features import Features, why_unfit
 from tests.server_features import CAPABLE
 
 TRIED: Final = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.sglang.stream import Labels
-from protocol.messages import WeightVersion
+from stillhouse.engines.sglang.stream import Labels
+from stillhouse.protocol.messages import WeightVersion
 
 LABELS = Labels("run-7")
 

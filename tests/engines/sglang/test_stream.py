@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from engines.sglang.features import chunks_are_increments
-from engines.sglang.stream import Chunk, Labels, NewTokens, StreamError, TokenStream
-from protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.engines.sglang.features import chunks_are_increments
+from stillhouse.engines.sglang.stream import Chunk, Labels, NewTokens, StreamError, TokenStream
+from stillhouse.protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
 

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from engines.config import ServerConfig, WorkerSettings
-from engines.sglang.attached import ask
-from engines.sglang.config import ServerLinkConfig, SGLangConfig
-from engines.sglang.http import RequestRefused, ServerLink, ServerUnavailable, tls_context
-from engines.sglang.provider import SERVERS
-from sglang_server import servers
+from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.sglang.attached import ask
+from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
+from stillhouse.engines.sglang.http import RequestRefused, ServerLink, ServerUnavailable, tls_context
+from stillhouse.engines.sglang.provider import SERVERS
+from stillhouse.sglang_server import servers
 from tests.patience import PATIENCE_S
 
 KEY = "the-key-of-this-server"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import builtin
-from engines.sglang.config import SGLangConfig
-from engines.sglang.features import Features
-from engines.sglang.tokenizer import COMPARED, compare_tokenizers, compared_ids
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.servers.attached import ask_servers
-from models.tokenizer_file import FileTokenizer
+from stillhouse import builtin
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.features import Features
+from stillhouse.engines.sglang.tokenizer import COMPARED, compare_tokenizers, compared_ids
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.servers.attached import ask_servers
+from stillhouse.models.tokenizer_file import FileTokenizer
 from tests.launch.servers.test_attached import A
 
 Serve = Callable[[Callable[[int], str] | None], str]
@@ -85,7 +85,7 @@ def test_a_teacher_on_a_running_server_with_another_tokenizer_is_refused(
     def probe(url: str, settings: SGLangConfig, *, api_key: str) -> Features:
         return A
 
-    monkeypatch.setattr("engines.sglang.attached.probe_server", probe)
+    monkeypatch.setattr("stillhouse.engines.sglang.attached.probe_server", probe)
     url = serve(lambda i: chr(0x4E00 + i))
     models = {"student": str(builtin.STUDENT_DIR)}
     (told,) = ask_servers(build(RunConfig, {"models": models, "teacher": {"engine": "sglang", "urls": [url]}})).mistakes

@@ -8,13 +8,13 @@ from typing import Any, Final, cast
 
 import pytest
 
-from engines.sglang.engine import SGLangEngine
-from engines.sglang.http import RequestRefused
-from engines.sglang.verify import ServerVerifier
-from protocol.messages import WeightsRef, WeightVersion
-from weights.checks import Canary
-from weights.control_messages import Check
-from weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.http import RequestRefused
+from stillhouse.engines.sglang.verify import ServerVerifier
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.checks import Canary
+from stillhouse.weights.control_messages import Check
+from stillhouse.weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 V1: Final = WeightVersion(0, 1)
 IDS: Final = (3, 1, 4, 1, 5)

@@ -11,17 +11,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engines.sglang.config import SGLangConfig
-from engines.sglang.http import ServerLost
-from engines.sglang.weights import ServerWeights
-from protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.http import ServerLost
+from stillhouse.engines.sglang.weights import ServerWeights
+from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.buckets import manifest_of
+from stillhouse.weights.checks import Canary
+from stillhouse.weights.control_messages import Agreed, Check, Round
+from stillhouse.weights.sink import GroupBroken, GroupInterrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
+from stillhouse.weights.snapshot import write_snapshot
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused
-from weights.buckets import manifest_of
-from weights.checks import Canary
-from weights.control_messages import Agreed, Check, Round
-from weights.sink import GroupBroken, GroupInterrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
-from weights.snapshot import write_snapshot
 
 V1 = WeightVersion(0, 1)
 NAMED = [("norm", torch.arange(8, dtype=torch.float32)), ("large", torch.arange(1_000, dtype=torch.float32))]
@@ -318,7 +318,7 @@ def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
     def wrong(*_: object) -> None:
         raise WeightsDiffer("version 0.1: log-probs of a canary prompt")
 
-    monkeypatch.setattr("engines.sglang.verify.ServerVerifier.check_canary", wrong)
+    monkeypatch.setattr("stillhouse.engines.sglang.verify.ServerVerifier.check_canary", wrong)
     with pytest.raises(WeightsDiffer, match="canary"):
         rig.take(Check(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
     assert rig.sink.version is None

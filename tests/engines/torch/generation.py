@@ -34,10 +34,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engines.base import GenerationDelta, GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from protocol.messages import Sampling, WeightVersion
+from stillhouse.engines.base import GenerationDelta, GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.protocol.messages import Sampling, WeightVersion
 
 VOCAB = 53
 CONTEXT = 160

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from engines.config import EngineConfig
-from engines.torch.decoders import FusedDecoder, ModuleDecoder, build_decoder
-from engines.torch.engine import TorchEngine
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.decoders import FusedDecoder, ModuleDecoder, build_decoder
+from stillhouse.engines.torch.engine import TorchEngine
 from tests.engines.torch.generation import VOCAB, assert_true, make_engine, make_model, make_requests, run
 
 torch.set_num_threads(1)

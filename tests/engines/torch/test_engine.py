@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engines.base import GenerationRequest
-from engines.config import EngineConfig
-from engines.torch.engine import TorchEngine
-from protocol.messages import Sampling, WeightVersion
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.protocol.messages import Sampling, WeightVersion
 from tests.engines.torch.generation import (
     CONTEXT,
     NEVER,

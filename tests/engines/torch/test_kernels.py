@@ -20,13 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.config import EngineConfig
-from engines.torch import products
-from engines.torch.engine import TorchEngine
-from engines.torch.fused import FusedDecoder
-from engines.torch.kernels import Kernels, KernelsUnavailableError, Rotary, compiled_kernels
-from engines.torch.products import Product
-from protocol.messages import WeightVersion
+from stillhouse.engines.config import EngineConfig
+from stillhouse.engines.torch import products
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.fused import FusedDecoder
+from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, Rotary, compiled_kernels
+from stillhouse.engines.torch.products import Product
+from stillhouse.protocol.messages import WeightVersion
 from tests.engines.torch.generation import assert_true, make_engine, make_model, make_requests, run
 
 torch.set_num_threads(1)

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from engines.base import Int32s, ScoreRequest
-from engines.config import ScorerSettings
-from engines.torch.prefix_cache import PrefixCache
-from engines.torch.scorer import TorchScorer, fold, make_prefix_cache
-from models.loading import load_causal_lm
-from models.past import Cells
-from protocol.messages import WeightsRef, WeightVersion
-from weights.snapshot import write_snapshot
+from stillhouse.engines.base import Int32s, ScoreRequest
+from stillhouse.engines.config import ScorerSettings
+from stillhouse.engines.torch.prefix_cache import PrefixCache
+from stillhouse.engines.torch.scorer import TorchScorer, fold, make_prefix_cache
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.past import Cells
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.snapshot import write_snapshot
 
 VOCAB, CONTEXT = 67, 64
 SHAPE: dict[str, Any] = {

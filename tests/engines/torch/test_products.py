@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.torch import products
-from engines.torch.engine import TorchEngine
-from engines.torch.products import Product, packs
-from protocol.messages import WeightVersion
+from stillhouse.engines.torch import products
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.products import Product, packs
+from stillhouse.protocol.messages import WeightVersion
 from tests.engines.torch.generation import assert_true, make_engine, make_model, make_requests, run
 
 torch.set_num_threads(1)

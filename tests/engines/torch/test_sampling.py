@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
-from protocol.messages import Sampling
+from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
+from stillhouse.protocol.messages import Sampling
 from tests.engines.torch.generation import logprobs_of
 
 V = 7

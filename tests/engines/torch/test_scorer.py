@@ -17,13 +17,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engines.base import ScoreRequest, ScoringEngine
-from engines.config import ScorerSettings, chunk_rows
-from engines.torch.scorer import TorchScorer
-from models.loading import ModelError
-from protocol.messages import WeightsRef, WeightVersion
-from weights.sink import SnapshotRefused
-from weights.snapshot import write_snapshot
+from stillhouse.engines.base import ScoreRequest, ScoringEngine
+from stillhouse.engines.config import ScorerSettings, chunk_rows
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.models.loading import ModelError
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.snapshot import write_snapshot
 
 VOCAB, CONTEXT = 67, 48
 SHAPE: dict[str, Any] = {

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engines.base import GenerationRequest
-from engines.torch.slots import SlotTable, length_classes, row_windows
-from protocol.messages import Sampling
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.torch.slots import SlotTable, length_classes, row_windows
+from stillhouse.protocol.messages import Sampling
 
 CAPACITY = 600
 

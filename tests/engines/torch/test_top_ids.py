@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from engines.base import GenerationRequest, Int32s, ScoreRequest
-from engines.config import ScorerSettings
-from engines.torch.engine import TorchEngine
-from engines.torch.scorer import TorchScorer
-from protocol.messages import Sampling, TopIdsWanted, WeightVersion
+from stillhouse.engines.base import GenerationRequest, Int32s, ScoreRequest
+from stillhouse.engines.config import ScorerSettings
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.scorer import TorchScorer
+from stillhouse.protocol.messages import Sampling, TopIdsWanted, WeightVersion
 from tests.engines.torch.generation import VOCAB, make_engine, make_model, make_requests
 from tests.engines.torch.test_scorer import SHAPE
 from tests.engines.torch.test_scorer import VOCAB as TEACHER_VOCAB

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from engines.base import GenerationRequest
-from engines.torch.engine import TorchEngine
-from protocol.messages import WeightVersion
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.protocol.messages import WeightVersion
 from tests.engines.torch.generation import (
     Output,
     assert_true,

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.audit import record, report
-from launch.audit.record import AuditError, Batch, RecordFile, Resumed, Version
-from launch.audit.run import audit, main
-from protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
-from recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
+from stillhouse.launch.audit import record, report
+from stillhouse.launch.audit.record import AuditError, Batch, RecordFile, Resumed, Version
+from stillhouse.launch.audit.run import audit, main
+from stillhouse.protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
+from stillhouse.recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from tests.launch.audit.written import Written, batch, begin, group, item, resumed, trained
 from tests.patience import PATIENCE_S
 
@@ -336,7 +336,7 @@ def test_the_command_and_its_exit_codes(run: Written, tmp_path: Path) -> None:
 def test_the_audit_loads_nothing_of_what_it_audits() -> None:
     """import-linter holds the arrows; this holds what is loaded."""
     look = (
-        "import sys, launch.audit.run; "
+        "import sys, stillhouse.launch.audit.run; "
         "print([m for m in sys.modules if m.partition('.')[0] in "
         "('protocol', 'models', 'weights', 'engines', 'recording', 'replay', 'actors', 'teachers', 'buffer', "
         "'learner', 'torch')])"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.audit import report
-from launch.audit.run import audit
+from stillhouse.launch.audit import report
+from stillhouse.launch.audit.run import audit
 from tests.launch.audit.written import MAGIC, Written, batch, begin, item, trained
 
 KEYS = {"max_staleness": 1, "dynamic_sampling": 10, "mask_truncated": True}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-import builtin
-from engines.provider import ServerFacts
-from launch.checks.adapters import AdaptersChosen, choose_adapters
-from launch.config.run import RunConfig
-from launch.config.tree import build
+from stillhouse import builtin
+from stillhouse.engines.provider import ServerFacts
+from stillhouse.launch.checks.adapters import AdaptersChosen, choose_adapters
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 
 SERVER = {"engine": "sglang", "server": {"device": "cpu"}}
 LORA = {"lora": {"rank": 8}}

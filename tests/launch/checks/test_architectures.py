@@ -15,12 +15,12 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 from transformers import Qwen3NextConfig
 
-import builtin
-from launch.checks import architectures as checks
-from launch.checks.preflight import check
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
+from stillhouse import builtin
+from stillhouse.launch.checks import architectures as checks
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
 
 Change = Callable[[Path], None]
 

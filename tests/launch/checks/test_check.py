@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import builtin
-from launch.checks.memory import read_shape
-from launch.run import main
-from learner.prompts.config import TaskConfig
-from learner.prompts.tasks import TaskStream, load_prompts
-from models.tokenizer import load_tokenizer
+from stillhouse import builtin
+from stillhouse.launch.checks.memory import read_shape
+from stillhouse.launch.run import main
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+from stillhouse.models.tokenizer import load_tokenizer
 
 Said = Callable[..., tuple[int, str, str]]
 

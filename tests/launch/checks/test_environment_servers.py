@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch.checks.environment_servers import check_environment_servers
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from protocol.addresses import free_port
+from stillhouse.launch.checks.environment_servers import check_environment_servers
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.addresses import free_port
 
 
 def checked(more: dict[str, Any] | None = None, **environments: dict[str, Any]) -> str:
@@ -67,9 +67,9 @@ def test_the_mcp_environment_says_where_it_found_nobody(port: int) -> None:
     import asyncio
     from typing import cast
 
-    from actors.agent import Context
-    from actors.envs.adapters.mcp import mcp
-    from actors.envs.base import EnvTask, no_tokens
+    from stillhouse.actors.agent import Context
+    from stillhouse.actors.envs.adapters.mcp import mcp
+    from stillhouse.actors.envs.base import EnvTask, no_tokens
 
     task = EnvTask(no_tokens(), "7", "", "train-0", 0, {})
     with pytest.raises(ConnectionError, match=rf"the MCP server at \S*127.0.0.1:{port}/mcp cannot be reached: "):

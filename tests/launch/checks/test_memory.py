@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import builtin
-from engines.provider import ModelShape
-from launch.checks.memory import (
+from stillhouse import builtin
+from stillhouse.engines.provider import ModelShape
+from stillhouse.launch.checks.memory import (
     HOST,
     TIGHT,
     estimate,
@@ -20,12 +20,12 @@ from launch.checks.memory import (
     server_need,
     worker_need,
 )
-from launch.checks.placement import Choice, Placement
-from launch.config.pools import worker_groups
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.machine.gpus import Places
-from launch.machine.machine import Machine
+from stillhouse.launch.checks.placement import Choice, Placement
+from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.machine.gpus import Places
+from stillhouse.launch.machine.machine import Machine
 
 QWEN3_8B = ModelShape(
     parameters=8_190_735_360,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-import builtin
-from launch.checks.model_files import INDEX_FILE, check_weights
-from launch.checks.preflight import check
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
+from stillhouse import builtin
+from stillhouse.launch.checks.model_files import INDEX_FILE, check_weights
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-import builtin
-from launch.checks.placement import Member, choose_engines, choose_weight_backend
-from launch.checks.server_preflight import Found, check_servers
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.machine.machine import Interpreters, Look, Machine, pretended_machine
-from launch.machine.torch_build import TorchBuild, constants
-from launch.workers.start_role import StartRole
+from stillhouse import builtin
+from stillhouse.launch.checks.placement import Member, choose_engines, choose_weight_backend
+from stillhouse.launch.checks.server_preflight import Found, check_servers
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine.machine import Interpreters, Look, Machine, pretended_machine
+from stillhouse.launch.machine.torch_build import TorchBuild, constants
+from stillhouse.launch.workers.start_role import StartRole
 
 PYTHON = Path(sys.executable)
 NCCL_12 = (("nvidia-nccl-cu12", "2.27.5"),)
@@ -198,7 +198,7 @@ def test_each_pool_has_its_engine() -> None:
 
 
 def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_does_embedded() -> None:
-    """launch/cluster.py --actors 32 --teachers 8."""
+    """stillhouse --actors 32 --teachers 8."""
     (mistake,) = placed({"actors": 32, "teachers": 8}, 8).mistakes
     assert "got 8 visible GPUs, 7 of them free (1 has the learner or an embedded engine)" in mistake
     assert "expected 32 for 32 actor servers (tp 1), 8 for 8 teacher servers (tp 1)" in mistake

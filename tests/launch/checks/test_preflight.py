@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-import builtin
-from launch.checks import preflight
-from launch.checks.model_files import read_vocabulary
-from launch.checks.preflight import check
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.machine import torch_build
-from launch.machine.machine import Machine
-from launch.machine.torch_build import TorchBuild
+from stillhouse import builtin
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.model_files import read_vocabulary
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine import torch_build
+from stillhouse.launch.machine.machine import Machine
+from stillhouse.launch.machine.torch_build import TorchBuild
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_the_vocabulary_read_without_transformers_is_the_tokenizers_own() -> Non
 def test_an_option_that_neither_the_configuration_nor_a_row_gives_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from actors.envs.single_turn import SingleTurn\n\nclass Own(SingleTurn):\n"
+    code = "from stillhouse.actors.envs.single_turn import SingleTurn\n\nclass Own(SingleTurn):\n"
     init = "    def __init__(self, tokenizer, *, size): ...\n"
     (tmp_path / "needs_size.py").write_text(f"{code}{init}\nclass OfRow(Own):\n    row_options = ('size',)\n{init}")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.config import EnvConfig
-from actors.envs.base import TextTokenizer
-from actors.envs.registry import check_options
-from actors.envs.single_turn import SingleTurn
-from launch.checks.prompt_files import ROWS_CHECKED, check_prompts
+from stillhouse.actors.config import EnvConfig
+from stillhouse.actors.envs.base import TextTokenizer
+from stillhouse.actors.envs.registry import check_options
+from stillhouse.actors.envs.single_turn import SingleTurn
+from stillhouse.launch.checks.prompt_files import ROWS_CHECKED, check_prompts
 
 RUNS = {
     "single_turn": EnvConfig(name="single_turn"),

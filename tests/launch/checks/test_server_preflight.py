@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-import builtin
-from launch.checks.preflight import check
-from launch.checks.server_preflight import Found, check_servers
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.machine import torch_build
-from launch.machine.devices import fill_devices
-from launch.machine.machine import NO_GPUS, find_machine
-from launch.machine.torch_build import TorchBuild
-from launch.processes.local import worker_environment
-from launch.servers.plan import interface_of, server_environment, url_of
-from launch.workers.launch_plan import preload_modules
-from sglang_server.servers import DEFAULT_PYTHON
+from stillhouse import builtin
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.checks.server_preflight import Found, check_servers
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine import torch_build
+from stillhouse.launch.machine.devices import fill_devices
+from stillhouse.launch.machine.machine import NO_GPUS, find_machine
+from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.launch.processes.local import worker_environment
+from stillhouse.launch.servers.plan import interface_of, server_environment, url_of
+from stillhouse.launch.workers.launch_plan import preload_modules
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON
 
 FAKE_SGLANG = str(Path(__file__).parents[1] / "fake_sglang")
 LISTED = """\
@@ -171,12 +171,15 @@ def test_a_server_on_all_addresses_is_found_on_loopback() -> None:
 def test_torch_is_preloaded_only_where_a_worker_has_a_model() -> None:
     both = build(RunConfig, {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}})
     assert "torch" not in preload_modules(both, ("qwen3",))
-    assert "engines.sglang.engine" in preload_modules(both, ("qwen3",))
+    assert "stillhouse.engines.sglang.engine" in preload_modules(both, ("qwen3",))
     one = build(RunConfig, {"actor": {"engine": "sglang"}})
-    assert {"torch", "engines.torch.scorer", "engines.sglang.engine", "learner.worker"} <= set(
-        preload_modules(one, ("qwen3",))
-    )
-    assert "engines.torch.engine" not in preload_modules(one, ("qwen3",))
+    assert {
+        "torch",
+        "stillhouse.engines.torch.scorer",
+        "stillhouse.engines.sglang.engine",
+        "stillhouse.learner.worker",
+    } <= set(preload_modules(one, ("qwen3",)))
+    assert "stillhouse.engines.torch.engine" not in preload_modules(one, ("qwen3",))
 
 
 def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_and_starts_no_thread(
@@ -185,7 +188,7 @@ def test_what_is_preloaded_for_servers_imports_neither_torch_nor_transformers_an
     monkeypatch.delenv("PYTHONPATH")
     config = build(RunConfig, {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}})
     code = (
-        "import sys; from launch.processes import forkserver; forkserver.preload(sys.argv[1:]);"
+        "import sys; from stillhouse.launch.processes import forkserver; forkserver.preload(sys.argv[1:]);"
         "print({'torch', 'transformers'} & set(sys.modules), forkserver.refusal())"
     )
     told = subprocess.run(

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from launch.checks import threads
-from launch.checks.model_files import WeightFiles
-from launch.checks.threads import Alike, Threads, plan_threads, share_cores, threads_alone
-from launch.config.run import RunConfig
-from launch.config.tree import build
+from stillhouse.launch.checks import threads
+from stillhouse.launch.checks.model_files import WeightFiles
+from stillhouse.launch.checks.threads import Alike, Threads, plan_threads, share_cores, threads_alone
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 
 ROOT = Path(__file__).parents[3]
 LARGE = {"student": "/large/student", "teacher": "/large/teacher"}
@@ -155,7 +155,7 @@ def test_a_process_that_is_alone_has_all_cores(monkeypatch: pytest.MonkeyPatch) 
 def test_a_fork_that_has_torch_takes_its_number_too() -> None:
     """As a worker of the fork server: torch was imported with one thread."""
     text = (
-        "import os, torch; from launch.workers.roles import use_threads\n"
+        "import os, torch; from stillhouse.launch.workers.roles import use_threads\n"
         "if os.fork(): os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\n"
         "use_threads(3); print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'], flush=True); os._exit(0)"
     )

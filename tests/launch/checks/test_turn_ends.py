@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from builtin import STUDENT_DIR, TEACHER_DIR
-from launch.checks import preflight
-from launch.checks.turn_ends import closing_id, turn_end_warnings
-from launch.config.run import RunConfig
-from models.tokenizer import load_tokenizer
-from models.tokenizer_file import FileTokenizer
+from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.turn_ends import closing_id, turn_end_warnings
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.models.tokenizer_file import FileTokenizer
 from tests.actors.test_next_turn import family
 
 END_OF_TEXT = 314

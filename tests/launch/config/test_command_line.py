@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.files import write_config
-from launch.config.help import help_text
-from launch.config.keys import find_key, keys_of
-from launch.config.peers import PEERS
-from launch.config.run import ALIASES, RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.help import help_text
+from stillhouse.launch.config.keys import find_key, keys_of
+from stillhouse.launch.config.peers import PEERS
+from stillhouse.launch.config.run import ALIASES, RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -107,7 +107,7 @@ def test_help_on_everything_lists_every_key_with_docstring() -> None:
 @pytest.mark.parametrize("arguments", [["--actor", "3"], ["--student", "./nowhere"], ["--prompts", "nothing.jsonl"]])
 def test_a_wrong_configuration_ends_with_code_2_before_torch_is_imported(arguments: list[str]) -> None:
     code = (
-        "import sys; from launch.run import main; code = main(sys.argv[1:]);"
+        "import sys; from stillhouse.launch.run import main; code = main(sys.argv[1:]);"
         "heavy = {'torch', 'transformers'} & sys.modules.keys(); print('heavy:', sorted(heavy)); sys.exit(code)"
     )
     done = subprocess.run(
@@ -175,4 +175,4 @@ def test_the_bare_command_prints_its_usage() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "cluster.py")], capture_output=True, timeout=PATIENCE_S
     )
-    assert done.returncode == 0 and done.stdout.startswith(b"usage: cluster.py ") and done.stderr == b""
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: stillhouse ") and done.stderr == b""

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from transformers import Qwen3MoeConfig
 
-import builtin
-from engines import registry
-from engines.provider import EngineProvider
-from launch.checks.preflight import check
-from launch.config.consistency import check_consistency, context_window
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.run import main
-from protocol.messages import TopIdsWanted
+from stillhouse import builtin
+from stillhouse.engines import registry
+from stillhouse.engines.provider import EngineProvider
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.consistency import check_consistency, context_window
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.run import main
+from stillhouse.protocol.messages import TopIdsWanted
 
 OWN_ENVIRONMENT = """
 class Own:

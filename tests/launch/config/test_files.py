@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.config.files import read_config, read_plain, write_config
-from launch.config.keys import field_docs, keys_of
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
+from stillhouse.launch.config.files import read_config, read_plain, write_config
+from stillhouse.launch.config.keys import field_docs, keys_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
 
 
 def test_the_resolved_config_reads_back_as_the_same_tree(tmp_path: Path) -> None:

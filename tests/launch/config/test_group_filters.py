@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import builtin
-from launch.config.consistency import Findings, check_consistency
-from launch.config.run import RunConfig
-from launch.config.tree import build
+from stillhouse import builtin
+from stillhouse.launch.config.consistency import Findings, check_consistency
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 
 
 def found(*, buffer: dict[str, Any], advantage: str = "grpo", coef: float = 0.0, **tasks: Any) -> Findings:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from launch.config.command_line import parse_arguments
-from launch.config.help import MAIN_KEYS, help_text
-from launch.config.keys import find_key, keys_of, sections_of
-from launch.config.run import RunConfig
-from launch.errors import ConfigError
+from stillhouse.launch.config.command_line import parse_arguments
+from stillhouse.launch.config.help import MAIN_KEYS, help_text
+from stillhouse.launch.config.keys import find_key, keys_of, sections_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
 
 
 def test_the_overview_has_the_main_keys_and_every_section_and_is_short() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-import buffer.batch_size
-from launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
-from launch.config.run import RunConfig
-from launch.config.tree import build
+import stillhouse.buffer.batch_size
+from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 from tests.buffer.driver import PROMPT, Driver
 
 ROWS = 150_000
@@ -76,11 +76,11 @@ def test_the_buffer_reckons_as_the_launcher_does() -> None:
     (rollout,) = driver.state._life.rollouts.values()  # pyright: ignore[reportPrivateUsage]
     tight = config(new=500 - 100, buffer={"batch_rollouts": 1})
     longest = 400 + 768
-    per_token = buffer.batch_size.size_of(rollout).array_bytes / 500
-    assert per_token == buffer.batch_size.TOKEN_BYTES + buffer.batch_size.SCORE_BYTES
+    per_token = stillhouse.buffer.batch_size.size_of(rollout).array_bytes / 500
+    assert per_token == stillhouse.buffer.batch_size.TOKEN_BYTES + stillhouse.buffer.batch_size.SCORE_BYTES
     limit = int(longest * per_token)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launch.config.message_sizes.BATCH_BYTES", limit)
+        patch.setattr("stillhouse.launch.config.message_sizes.BATCH_BYTES", limit)
         assert not [*batches_that_will_be_cut(tight, None, None)]
-        patch.setattr("launch.config.message_sizes.BATCH_BYTES", limit - 1)
+        patch.setattr("stillhouse.launch.config.message_sizes.BATCH_BYTES", limit - 1)
         assert [*batches_that_will_be_cut(tight, None, None)]

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-import builtin
-from engines.sglang import attached
-from engines.sglang.features import Features
-from launch.checks.placement import place_run
-from launch.checks.preflight import check
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.consistency import check_consistency
-from launch.config.files import read_config, write_config
-from launch.config.pools import pool_of, teacher_pools
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, get, merge
-from launch.errors import ConfigError
-from launch.machine.machine import Interpreters, Machine
-from launch.servers.attached import ask_servers
-from launch.servers.plan import plan_servers
-from learner.objectives.options import Distributions, Jsd, Sampled
+from stillhouse import builtin
+from stillhouse.engines.sglang import attached
+from stillhouse.engines.sglang.features import Features
+from stillhouse.launch.checks.placement import place_run
+from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.consistency import check_consistency
+from stillhouse.launch.config.files import read_config, write_config
+from stillhouse.launch.config.pools import pool_of, teacher_pools
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, build, get, merge
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.machine.machine import Interpreters, Machine
+from stillhouse.launch.servers.attached import ask_servers
+from stillhouse.launch.servers.plan import plan_servers
+from stillhouse.learner.objectives.options import Distributions, Jsd, Sampled
 from tests.launch.servers.test_attached import A
 
 FILE = """

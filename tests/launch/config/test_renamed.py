@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.config.files import write_config
-from launch.config.keys import find_key, keys_of
-from launch.config.renamed import REMOVED, RENAMED, new_name
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, build, put
-from launch.errors import ConfigError
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.keys import find_key, keys_of
+from stillhouse.launch.config.renamed import REMOVED, RENAMED, new_name
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, build, put
+from stillhouse.launch.errors import ConfigError
 
 
 @pytest.mark.parametrize("key", RENAMED)

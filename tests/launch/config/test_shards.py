@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-import builtin
-from launch.config.consistency import check_consistency
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.topology import host_groups
+from stillhouse import builtin
+from stillhouse.launch.config.consistency import check_consistency
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.topology import host_groups
 
 
 def mistakes(**plain: Any) -> list[str]:

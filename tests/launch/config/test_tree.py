@@ -8,10 +8,10 @@ from typing import Annotated, Literal, cast
 import msgspec
 import pytest
 
-from launch.config.keys import Key, field_docs, find_key, keys_of, parse_text
-from launch.config.tree import Plain, build, choose, lacking, merge, put
-from launch.errors import ConfigError
-from protocol.settings import Member, Members, PositiveFloat, Settings, Share
+from stillhouse.launch.config.keys import Key, field_docs, find_key, keys_of, parse_text
+from stillhouse.launch.config.tree import Plain, build, choose, lacking, merge, put
+from stillhouse.launch.errors import ConfigError
+from stillhouse.protocol.settings import Member, Members, PositiveFloat, Settings, Share
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import builtin
-from launch.config.command_line import parse_arguments
-from launch.doctor.case import Case
-from launch.doctor.examiner import findings
-from launch.doctor.finding import Finding
-from launch.doctor.table import CHECKS
+from stillhouse import builtin
+from stillhouse.launch.config.command_line import parse_arguments
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.examiner import findings
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.table import CHECKS
 
 Examine = Callable[..., list[Finding]]
 ENGINES = "tests.launch.doctor.faulty_engines"

@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from engines.base import Float32s, GenerationDelta, ScoreRequest, ScoreResult
-from engines.provider import EngineRole, ScorerSource, Student, StudentSource
-from engines.torch.engine import TorchEngine
-from engines.torch.provider import TorchProvider
-from engines.torch.weights import EmbeddedWeights
-from models.loading import load_causal_lm
-from protocol.messages import WeightVersion
+from stillhouse.engines.base import Float32s, GenerationDelta, ScoreRequest, ScoreResult
+from stillhouse.engines.provider import EngineRole, ScorerSource, Student, StudentSource
+from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.provider import TorchProvider
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import WeightVersion
 
 Alter = Callable[["FaultyScorer", ScoreRequest, Float32s], Float32s]
 T: Final = 0.7

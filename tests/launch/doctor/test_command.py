@@ -1,4 +1,4 @@
-"""`cluster.py doctor` as a command: what it prints, its exit code, and checks that hang or crash."""
+"""`stillhouse doctor` as a command: what it prints, its exit code, and checks that hang or crash."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import msgspec
 import psutil
 import pytest
 
-from launch.doctor.command import Report, main, split_own
-from launch.doctor.finding import Finding
-from launch.doctor.table import CHECKS
+from stillhouse.launch.doctor.command import Report, main, split_own
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.table import CHECKS
 from tests.launch.doctor.conftest import ENGINES
 from tests.patience import SLOWNESS
 
@@ -60,7 +60,7 @@ def test_a_check_that_crashes_costs_itself_alone(capsys: pytest.CaptureFixture[s
 def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A student's folder that only breaks when its weights are read."""
     (tmp_path / "broken_engine.py").write_text(
-        "from engines.torch.provider import TorchProvider\n"
+        "from stillhouse.engines.torch.provider import TorchProvider\n"
         "class Broken(TorchProvider):\n"
         "    def student(self, ctx):\n"
         "        raise KeyError('no such layer')\n"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import preflight
-from launch.doctor import host
-from launch.doctor.case import Case
-from launch.doctor.disk import disk, needed
-from launch.doctor.gpus import gpus, links
-from launch.doctor.host import clocks, shared_memory
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.doctor import host
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.disk import disk, needed
+from stillhouse.launch.doctor.gpus import gpus, links
+from stillhouse.launch.doctor.host import clocks, shared_memory
 from tests.full_disk import fill, small_disk
 from tests.launch.doctor.conftest import Examine, of
 

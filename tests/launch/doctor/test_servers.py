@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.doctor.case import Case
-from launch.doctor.examiner import findings
-from launch.doctor.finding import Finding
-from launch.doctor.table import CHECKS
+from stillhouse.launch.doctor.case import Case
+from stillhouse.launch.doctor.examiner import findings
+from stillhouse.launch.doctor.finding import Finding
+from stillhouse.launch.doctor.table import CHECKS
 from tests.launch.doctor.conftest import Examine
 
 FAKE_SGLANG = Path(__file__).parents[1] / "fake_sglang"

@@ -12,19 +12,19 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-import builtin
-from launch.config.command_line import split_words
-from launch.config.run import ALIASES, RunConfig
-from launch.config.tree import Plain, build
-from launch.errors import ConfigError
-from launch.join import config as join_config
-from launch.join.command import check_folder, parse_join
-from launch.join.config import Joining, check_joining
-from launch.join.target import Target
-from launch.machine import torch_build
-from launch.machine.machine import Machine
-from launch.machine.torch_build import TorchBuild
-from weights.config import NCCL_SOCKETS_ONLY
+from stillhouse import builtin
+from stillhouse.launch.config.command_line import split_words
+from stillhouse.launch.config.run import ALIASES, RunConfig
+from stillhouse.launch.config.tree import Plain, build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.join import config as join_config
+from stillhouse.launch.join.command import check_folder, parse_join
+from stillhouse.launch.join.config import Joining, check_joining
+from stillhouse.launch.join.target import Target
+from stillhouse.launch.machine import torch_build
+from stillhouse.launch.machine.machine import Machine
+from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.weights.config import NCCL_SOCKETS_ONLY
 
 MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
 

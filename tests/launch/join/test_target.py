@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError, LaunchError
-from launch.join.command import main as join_main
-from launch.join.command import parse_join, point_to_keys
-from launch.join.export import export
-from launch.join.export import main as export_main
-from launch.join.target import find_target
-from protocol.keys import KEYS, make_keys
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.join.command import main as join_main
+from stillhouse.launch.join.command import parse_join, point_to_keys
+from stillhouse.launch.join.export import export
+from stillhouse.launch.join.export import main as export_main
+from stillhouse.launch.join.target import find_target
+from stillhouse.protocol.keys import KEYS, make_keys
 
 OPEN = "tcp://10.77.0.9:5555"
 
@@ -53,7 +53,7 @@ def test_a_run_of_this_machine_says_address_run_and_keys(tmp_path: Path) -> None
     assert target.elsewhere  # none of this machine's interfaces has that address
     (run / KEYS / "actor.key_secret").unlink()
     (mistake,) = target.check_keys(("actor", "teacher"))
-    assert "actor.key_secret" in mistake and "cluster.py export" in mistake
+    assert "actor.key_secret" in mistake and "stillhouse export" in mistake
 
 
 def test_a_buffer_on_all_addresses_is_found_on_loopback_and_elsewhere_by_what_it_advertises(

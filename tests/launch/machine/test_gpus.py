@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.machine.gpus import NotEnoughGpus, Wanted, assign_gpus
+from stillhouse.launch.machine.gpus import NotEnoughGpus, Wanted, assign_gpus
 
 
 def test_the_learner_has_the_first_then_come_actors_then_teachers() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.machine.machine import host_gib
+from stillhouse.launch.machine.machine import host_gib
 from tests.patience import PATIENCE_S
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def test_a_process_in_a_real_control_group_sees_the_limit_above_it(real_group: P
     file.write_text(str(GIB))
     code = (
         f"open({str(real_group / 'inside/cgroup.procs')!r}, 'w').write('0')\n"
-        "from launch.machine.machine import host_gib\nprint(host_gib())"
+        "from stillhouse.launch.machine.machine import host_gib\nprint(host_gib())"
     )
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert float(seen.stdout) == 1.0

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.server_preflight import check_servers
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.machine.machine import NO_GPUS, Interpreters, Machine, find_machine
-from launch.machine.torch_build import TorchBuild
+from stillhouse.launch.checks.server_preflight import check_servers
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.machine.machine import NO_GPUS, Interpreters, Machine, find_machine
+from stillhouse.launch.machine.torch_build import TorchBuild
 
 NOWHERE = {"PATH": "/nowhere"}
 

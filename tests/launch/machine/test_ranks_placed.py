@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.machine.gpus import LEARNER, NotEnoughGpus, Seat, Wanted, place
+from stillhouse.launch.machine.gpus import LEARNER, NotEnoughGpus, Seat, Wanted, place
 
 
 def learner(ranks: int, device: str = "cuda") -> list[Seat]:

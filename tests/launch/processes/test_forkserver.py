@@ -11,7 +11,7 @@ import pytest
 import torch
 from launcher_process import StartLauncher
 
-from launch.processes import forkserver
+from stillhouse.launch.processes import forkserver
 
 
 def test_forked_workers_share_the_warmed_parents_memory(start_launcher: StartLauncher) -> None:
@@ -35,7 +35,7 @@ def test_a_process_with_threads_refuses_to_fork() -> None:
 
 FORK_BESIDE_PYARROW = """
 import os, pathlib, pyarrow
-from launch.processes.forkserver import refusal
+from stillhouse.launch.processes.forkserver import refusal
 pool = pyarrow.jemalloc_memory_pool()
 kept = [pyarrow.array(range(10_000), memory_pool=pool) for _ in range(20)]
 names = [(task / "comm").read_text().strip() for task in pathlib.Path("/proc/self/task").iterdir()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launch.config.run import LaunchConfig
-from launch.processes.slots import RestartBudget
+from stillhouse.launch.config.run import LaunchConfig
+from stillhouse.launch.processes.slots import RestartBudget
 
 CONFIG = LaunchConfig(max_restarts=7, restart_backoff_s=1.0)
 

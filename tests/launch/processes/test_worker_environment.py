@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.processes.local import worker_environment
+from stillhouse.launch.processes.local import worker_environment
 
 EXPANDABLE = "expandable_segments:True"
 

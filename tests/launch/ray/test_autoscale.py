@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.config.cluster import ClusterConfig, RoleHostsConfig
-from launch.ray.autoscale import EVERY_S, Autoscaler, Decision, last_row
-from launch.ray.wanted import Wanted
-from learner.reports.scaling import Outcome
+from stillhouse.launch.config.cluster import ClusterConfig, RoleHostsConfig
+from stillhouse.launch.ray.autoscale import EVERY_S, Autoscaler, Decision, last_row
+from stillhouse.launch.ray.wanted import Wanted
+from stillhouse.learner.reports.scaling import Outcome
 
 CLUSTER = ClusterConfig(actors=RoleHostsConfig(each=4, most=12), teachers=RoleHostsConfig(each=2, most=5))
 WANTED = Wanted(actors=8, teachers=4)

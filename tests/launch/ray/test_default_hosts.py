@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from launch.config.cluster import ClusterConfig
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.ray.default_hosts import with_hosts
-from launch.ray.room import GIB, Node, spread_over
-from launch.topology import beside_the_learner, host_groups
+from stillhouse.launch.config.cluster import ClusterConfig
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.ray.default_hosts import with_hosts
+from stillhouse.launch.ray.room import GIB, Node, spread_over
+from stillhouse.launch.topology import beside_the_learner, host_groups
 
 
 def node(cpus: int, gpus: int = 0, memory_gib: int = 64, *, here: bool = False) -> Node:

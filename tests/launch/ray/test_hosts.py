@@ -14,18 +14,18 @@ from typing import Any
 import psutil
 import pytest
 
-from launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
-from launch.config.files import write_config
-from launch.config.run import LaunchConfig, RunConfig
-from launch.config.tree import build
-from launch.errors import LaunchError
-from launch.ray.autoscale import Decision
-from launch.ray.host import JoiningHost
-from launch.ray.hosts import RayHosts
-from launch.ray.run import on_ray
-from launch.ray.scale import main as scale
-from launch.ray.wanted import Wanted, read_wanted, write_wanted
-from launch.runfolder import RunFolder
+from stillhouse.launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import LaunchConfig, RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.ray.autoscale import Decision
+from stillhouse.launch.ray.host import JoiningHost
+from stillhouse.launch.ray.hosts import RayHosts
+from stillhouse.launch.ray.run import on_ray
+from stillhouse.launch.ray.scale import main as scale
+from stillhouse.launch.ray.wanted import Wanted, read_wanted, write_wanted
+from stillhouse.launch.runfolder import RunFolder
 from tests.patience import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -305,14 +305,14 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ray_is_imported_only_when_it_is_chosen() -> None:
-    code = "import launch.run, launch.ray.run, sys; assert 'ray' not in sys.modules"
+    code = "import stillhouse.launch.run, stillhouse.launch.ray.run, sys; assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 KILLED = """
 import sys, time
 from pathlib import Path
-from launch.ray.host import JoiningHost
+from stillhouse.launch.ray.host import JoiningHost
 host = JoiningHost({"keys/joiner.key_secret": b"secret"}, ["--help"], "10.0.0.9")  # else its folder goes with it
 print("made", flush=True)
 time.sleep(1000)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.audit.run import audit
+from stillhouse.launch.audit.run import audit
 from tests.launch.ray.nodes import ROOT, Nodes, ray_nodes
 from tests.launch.ray.ray_run import RayRun, ray_run
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
@@ -86,6 +86,6 @@ def _joins() -> list[psutil.Process]:
     """Joins that run on this machine under Ray, and their workers."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
-        if "launch.ray.joined" in (process.info["cmdline"] or []):
+        if "stillhouse.launch.ray.joined" in (process.info["cmdline"] or []):
             found += [process, *process.children(recursive=True)]
     return found

@@ -24,10 +24,10 @@ pytestmark = [
 GPUS = {"num_cpus": 4, "num_gpus": 2}
 RESERVES = """
 import json, sys
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.ray.cluster import RayCluster
-from launch.topology import host_groups
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.ray.cluster import RayCluster
+from stillhouse.launch.topology import host_groups
 
 groups = host_groups(build(RunConfig, json.loads(sys.argv[1])))
 cluster = RayCluster.connect()

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from launch.config.cluster import HostConfig
-from launch.ray.room import GIB, Node, said_of_layout, spread_over, too_small
-from launch.topology import HostGroup
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.ray.room import GIB, Node, said_of_layout, spread_over, too_small
+from stillhouse.launch.topology import HostGroup
 
 
 def host(cpus: int, gpus: int = 0, memory_gib: int = 1) -> HostConfig:

@@ -11,14 +11,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.config.run import RunConfig
-from launch.ray import hosts as hosts_module
-from launch.ray import keeper
-from launch.ray.autoscale import Decision
-from launch.ray.hosts import RayHosts
-from launch.ray.scale import main as scale
-from launch.ray.wanted import Wanted, write_wanted
-from teachers.config import TeacherConfig
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.ray import hosts as hosts_module
+from stillhouse.launch.ray import keeper
+from stillhouse.launch.ray.autoscale import Decision
+from stillhouse.launch.ray.hosts import RayHosts
+from stillhouse.launch.ray.scale import main as scale
+from stillhouse.launch.ray.wanted import Wanted, write_wanted
+from stillhouse.teachers.config import TeacherConfig
 from tests.full_disk import fill, small_disk
 from tests.launch.ray.test_hosts import CONFIG, FakeCluster, counts, texts
 from tests.patience import eventually

@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError, LaunchError
-from launch.ray import wanted
-from launch.ray.run import of_the_former, wanted_of
-from launch.ray.scale import main as scale
-from launch.ray.wanted import Wanted, change_wanted, read_wanted, write_wanted
-from launch.topology import beside_the_learner, host_groups
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.ray import wanted
+from stillhouse.launch.ray.run import of_the_former, wanted_of
+from stillhouse.launch.ray.scale import main as scale
+from stillhouse.launch.ray.wanted import Wanted, change_wanted, read_wanted, write_wanted
+from stillhouse.launch.topology import beside_the_learner, host_groups
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ SCALES = """
 import sys
 from pathlib import Path
 import json
-from launch.ray.scale import main
+from stillhouse.launch.ray.scale import main
 
 run, role, times = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sys.stdin.readline()

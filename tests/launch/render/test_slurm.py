@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import pytest
 
-from launch.audit.run import audit
-from launch.config.cluster import HostConfig
-from launch.render.slurm import SlurmJob, sbatch_script
-from launch.topology import HostGroup
+from stillhouse.launch.audit.run import audit
+from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.render.slurm import SlurmJob, sbatch_script
+from stillhouse.launch.topology import HostGroup
 from tests.launch.render.slurm_cluster import CORES, Slurm, missing
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
@@ -166,7 +166,7 @@ def refusal(*words: str, path: str = "/usr/bin:/bin", folder: Path = ROOT) -> st
 def test_without_sbatch_nothing_is_written(tmp_path: Path) -> None:
     for more in ((), ("--check",)):
         said = refusal("--run-dir", str(tmp_path / "big"), *more, path=str(tmp_path))
-        assert "there is no sbatch in PATH here" in said and "launch/cluster.py render slurm" in said
+        assert "there is no sbatch in PATH here" in said and "stillhouse render slurm" in said
     assert not (tmp_path / "big").exists()
 
 

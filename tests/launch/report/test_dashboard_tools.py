@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launch.report.prometheus import exposition
+from stillhouse.launch.report.prometheus import exposition
 from tests.launch.report.test_prometheus import ROOT, full
 from tests.patience import PATIENCE_S
 

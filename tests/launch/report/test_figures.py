@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.join.joiner import JoinStatus
-from launch.report.figures import News, Rates, RunView, SteadyLimit, clock, plural, short, staleness
-from launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
-from learner.reports.attribution import Verdict
-from protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
+from stillhouse.launch.join.joiner import JoinStatus
+from stillhouse.launch.report.figures import News, Rates, RunView, SteadyLimit, clock, plural, short, staleness
+from stillhouse.launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
+from stillhouse.learner.reports.attribution import Verdict
+from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
 COUNTS = LedgerCounts(
     accepted=100, trained=60, masked={"stale": 7}, dropped={"actor_lost": 3}, waiting=20, in_flight=10

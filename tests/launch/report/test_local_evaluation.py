@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import builtin
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.report.local_evaluation import LocalEvaluator
-from learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
-from learner.prompts.tasks import load_prompts
-from models.tokenizer import load_tokenizer
-from protocol.messages import WeightVersion
+from stillhouse import builtin
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.report.local_evaluation import LocalEvaluator
+from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
+from stillhouse.learner.prompts.tasks import load_prompts
+from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.messages import WeightVersion
 
 OWN = """
-from actors.envs.base import Observation
-from actors.envs.single_turn import SingleTurn
+from stillhouse.actors.envs.base import Observation
+from stillhouse.actors.envs.single_turn import SingleTurn
 
 class Own(SingleTurn):
     def __init__(self, tokenizer):

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError, LaunchError
-from launch.report.figures import RunView
-from launch.report.prometheus import PublishedStatus, exposition
-from launch.report.status import StatusView
-from protocol.messages import (
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.report.figures import RunView
+from stillhouse.launch.report.prometheus import PublishedStatus, exposition
+from stillhouse.launch.report.status import StatusView
+from stillhouse.protocol.messages import (
     ForgottenPeers,
     Ledger,
     LedgerCounts,

@@ -11,16 +11,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.processes.slots import Ending, Outcome
-from launch.report.summary import Summary, add_teachers, write_summary
-from launch.report.summary_table import print_summary
-from launch.report.teacher_accuracy import MeasuredTeacher
-from launch.runfolder import RunFolder
-from learner.checkpoints.files import CHECKPOINTS
-from learner.reports.alarms import Alarm
-from protocol.messages import (
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.processes.slots import Ending, Outcome
+from stillhouse.launch.report.summary import Summary, add_teachers, write_summary
+from stillhouse.launch.report.summary_table import print_summary
+from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.learner.reports.alarms import Alarm
+from stillhouse.protocol.messages import (
     ForgottenPeers,
     Ledger,
     LedgerCounts,
@@ -365,8 +365,8 @@ def test_a_summary_that_cannot_be_written_is_shown_all_the_same(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("launch.report.summary.write_atomic", full)
-    monkeypatch.setattr("launch.runfolder.write_atomic", full)
+    monkeypatch.setattr("stillhouse.launch.report.summary.write_atomic", full)
+    monkeypatch.setattr("stillhouse.launch.runfolder.write_atomic", full)
     summary = write_summary(CONFIG, folder, outcome(WELL))
     folder.finish(summary.exit_code)
     assert summary.ok and "finished" in table(summary, folder)

@@ -14,24 +14,24 @@ import psutil
 import pytest
 import torch
 
-import builtin
-from builtin.addition import read_problems
-from builtin.measure import accuracy
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.report import teacher_accuracy
-from launch.report.summary_table import teachers_text
-from launch.report.teacher_accuracy import (
+from stillhouse import builtin
+from stillhouse.builtin.addition import read_problems
+from stillhouse.builtin.measure import accuracy
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.report import teacher_accuracy
+from stillhouse.launch.report.summary_table import teachers_text
+from stillhouse.launch.report.teacher_accuracy import (
     MeasuredTeacher,
     longest_s,
     measurable_pools,
     measure_teachers,
     measured_teachers,
 )
-from launch.runfolder import RunFolder
-from models.loading import load_causal_lm
-from models.tokenizer import load_tokenizer
+from stillhouse.launch.runfolder import RunFolder
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.tokenizer import load_tokenizer
 from tests.patience import PATIENCE_S
 
 N = 24
@@ -128,7 +128,9 @@ def test_a_measurement_that_takes_too_long_is_ended_and_told(folder: RunFolder, 
     assert measured_teachers(build(RunConfig, {}), folder, 0.05, said.append) == {}
     assert said[-1] == "the teacher's accuracy was not measured: it took longer than 0 s"
     assert not [
-        child for child in psutil.Process(os.getpid()).children() if "launch.report.teacher_accuracy" in child.cmdline()
+        child
+        for child in psutil.Process(os.getpid()).children()
+        if "stillhouse.launch.report.teacher_accuracy" in child.cmdline()
     ]
 
 
@@ -138,13 +140,13 @@ def test_a_measurement_whose_launcher_is_gone_ends_before_it_imports_torch(folde
         sys.executable,
         "-v",
         "-m",
-        "launch.report.teacher_accuracy",
+        "stillhouse.launch.report.teacher_accuracy",
         str(folder.path),
         "1",
     ]  # -v: names each import
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "import 'launch.processes.lifeline'" in done.stderr and "import 'torch'" not in done.stderr
+    assert "import 'stillhouse.launch.processes.lifeline'" in done.stderr and "import 'torch'" not in done.stderr
 
 
 def test_a_measurement_that_fails_says_where_its_log_is(folder: RunFolder, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from engines.config import WorkerSettings
-from engines.provider import EngineRole, Launch, ServerCommand, ServerEngine, ServerFacts
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.processes.slots import RestartBudget
-from launch.servers.plan import ServerPlan
-from launch.servers.watch import ServerNews, ServerWatch
+from stillhouse.engines.config import WorkerSettings
+from stillhouse.engines.provider import EngineRole, Launch, ServerCommand, ServerEngine, ServerFacts
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.processes.slots import RestartBudget
+from stillhouse.launch.servers.plan import ServerPlan
+from stillhouse.launch.servers.watch import ServerNews, ServerWatch
 from tests.patience import PATIENCE_S, Limit
 
 PROGRAM = """

@@ -11,13 +11,13 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from engines.config import ServerConfig
-from engines.sglang.features import Features, ServerMismatch, check_layout
-from engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, value_of
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.machine.gpus import Places
-from launch.servers.plan import contradictions, nccl_environment, overfull_gpus, server_environment
+from stillhouse.engines.config import ServerConfig
+from stillhouse.engines.sglang.features import Features, ServerMismatch, check_layout
+from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, value_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.machine.gpus import Places
+from stillhouse.launch.servers.plan import contradictions, nccl_environment, overfull_gpus, server_environment
 from tests.server_features import CAPABLE
 
 

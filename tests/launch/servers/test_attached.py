@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engines.provider import record_server
-from engines.sglang import attached
-from engines.sglang.config import SGLangConfig
-from engines.sglang.features import Features
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.servers.attached import Attached, ask_servers, features_of_run, grouped
+from stillhouse.engines.provider import record_server
+from stillhouse.engines.sglang import attached
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.features import Features
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.servers.attached import Attached, ask_servers, features_of_run, grouped
 
 A = msgspec.convert(
     {

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-import builtin
-from engines.provider import Launch
-from engines.sglang.servers import SGLangServers
-from launch.servers.plan import ServerPlan
-from launch.servers.processes import Event, Exited, ServerProcesses, Started
-from protocol.addresses import free_port
-from sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
+from stillhouse import builtin
+from stillhouse.engines.provider import Launch
+from stillhouse.engines.sglang.servers import SGLangServers
+from stillhouse.launch.servers.plan import ServerPlan
+from stillhouse.launch.servers.processes import Event, Exited, ServerProcesses, Started
+from stillhouse.protocol.addresses import free_port
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 pytestmark = [

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.trace.clocks import Arrow, offsets
+from stillhouse.launch.trace.clocks import Arrow, offsets
 
 WALL = {"home": 1000, "far": 1300}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.trace.figures import read_figures
-from launch.trace.merge import merge
+from stillhouse.launch.trace.figures import read_figures
+from stillhouse.launch.trace.merge import merge
 from tests.launch.trace.test_merge import a_run, sent, slice_, write
 
 

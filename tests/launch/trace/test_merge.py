@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.errors import LaunchError
-from launch.trace.merge import merge
+from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.trace.merge import merge
 from tests.launch.trace.chrome_trace import faults, load
 
 MS = 1_000_000

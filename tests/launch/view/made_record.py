@@ -11,10 +11,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from protocol.handshake import vocab_fingerprint
-from protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
-from protocol.topk_codec import encode_top_k
-from recording.format import Rollout, encode_batch, encode_header, encode_resumed
+from stillhouse.protocol.handshake import vocab_fingerprint
+from stillhouse.protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
+from stillhouse.protocol.topk_codec import encode_top_k
+from stillhouse.recording.format import Rollout, encode_batch, encode_header, encode_resumed
 from tests.learner.records import header
 
 HOSTILE = (

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.view.command import main
+from stillhouse.launch.view.command import main
 from tests.launch.view import made_record as made
 from tests.launch.view.browser import Tab, chromium, tab
 from tests.launch.view.slow_reader import Seen, recorded

@@ -17,13 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
-from launch.view import live_record
-from launch.view.command import main
-from launch.view.live_record import LiveRecord
-from launch.view.page import Facts
-from launch.view.rollouts import Found
-from launch.view.serve import LiveView, serving
-from launch.view.vocabulary import Pieces
+from stillhouse.launch.view import live_record
+from stillhouse.launch.view.command import main
+from stillhouse.launch.view.live_record import LiveRecord
+from stillhouse.launch.view.page import Facts
+from stillhouse.launch.view.rollouts import Found
+from stillhouse.launch.view.serve import LiveView, serving
+from stillhouse.launch.view.vocabulary import Pieces
 from tests.launch.view import made_record as made
 from tests.launch.view.slow_reader import recorded
 from tests.patience import PATIENCE_S, Limit
@@ -107,7 +107,7 @@ Go = Callable[[Browser, LiveView], Coroutine[Any, Any, None]]
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each question reads the record."""
-    monkeypatch.setattr("launch.view.serve.REFRESH_S", 0.0)
+    monkeypatch.setattr("stillhouse.launch.view.serve.REFRESH_S", 0.0)
 
 
 def live(run: Path, go: Go, max_bytes: int = 10 * MB) -> None:

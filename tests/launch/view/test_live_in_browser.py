@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from launch.view.live_record import LiveRecord
-from launch.view.serve import LiveView, serving
-from launch.view.vocabulary import Pieces
+from stillhouse.launch.view.live_record import LiveRecord
+from stillhouse.launch.view.serve import LiveView, serving
+from stillhouse.launch.view.vocabulary import Pieces
 from tests.launch.view import made_record as made
 from tests.launch.view.browser import Tab, chromium, tab
 from tests.launch.view.slow_reader import recorded

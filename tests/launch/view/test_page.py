@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from builtin import TEACHER_DIR
-from launch.view.command import main
-from launch.view.heads import Heads
-from launch.view.rollouts import Found, choose
-from protocol.hidden_codec import encode_hidden
-from protocol.messages import Branch
+from stillhouse.builtin import TEACHER_DIR
+from stillhouse.launch.view.command import main
+from stillhouse.launch.view.heads import Heads
+from stillhouse.launch.view.rollouts import Found, choose
+from stillhouse.protocol.hidden_codec import encode_hidden
+from stillhouse.protocol.messages import Branch
 from tests.launch.view import made_record as made
 from tests.launch.view.slow_reader import PageRead, Seen, recorded
 

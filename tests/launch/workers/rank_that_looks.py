@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launch.workers import ranks
-from protocol.context import RoleContext
+from stillhouse.launch.workers import ranks
+from stillhouse.protocol.context import RoleContext
 
 LISTENING = "0A"
 

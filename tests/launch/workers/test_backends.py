@@ -17,11 +17,11 @@ import psutil
 import pytest
 from launcher_process import HERE, ROOT, Launcher, StartLauncher
 
-from launch.config.files import write_config
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.workers.start_role import StartRole
-from protocol.context import ExitCode
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.protocol.context import ExitCode
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 
 
@@ -77,7 +77,7 @@ def test_its_workers_do_not_outlive_a_launcher_that_is_killed(elsewhere: StartLa
 
 ON_IT = """
 import sys
-from launch.{module} import main
+from stillhouse.launch.{module} import main
 from tests.subprocess_backend import SubprocessBackend
 sys.exit(main(sys.argv[1:], SubprocessBackend))
 """
@@ -140,7 +140,7 @@ def test_a_role_starts_from_json_where_the_run_folder_has_another_name(tmp_path:
     shutil.copytree(here, there)
     shutil.rmtree(here)
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "launch.workers.roles", str(there)],
+        [sys.executable, "-P", "-m", "stillhouse.launch.workers.roles", str(there)],
         stdin=subprocess.PIPE,
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join((str(HERE), str(ROOT)))},

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.processes.slots import Worker
-from launch.topology import HostGroup, host_groups
-from launch.workers.crew import Crew
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole
-from protocol.context import WorkerRole
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.processes.slots import Worker
+from stillhouse.launch.topology import HostGroup, host_groups
+from stillhouse.launch.workers.crew import Crew
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.protocol.context import WorkerRole
 
 ADDRESS = "tcp://10.0.0.1:5000"
 N = 4

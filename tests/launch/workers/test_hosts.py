@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-import builtin
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.workers import hosts
-from launch.workers.hosts import CARD, FolderElsewhere, HostsMissing, Place, joined, led, read_card
-from protocol.context import RoleContext
+from stillhouse import builtin
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.workers import hosts
+from stillhouse.launch.workers.hosts import CARD, FolderElsewhere, HostsMissing, Place, joined, led, read_card
+from stillhouse.protocol.context import RoleContext
 from tests.patience import PATIENCE_S, eventually
 
 MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}

@@ -10,22 +10,22 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-import builtin
-import engines.sglang.engine
-import engines.sglang.scorer
-from actors.worker import main as actor_main
-from launch.checks.placement import Choice, Placement
-from launch.checks.threads import Threads
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.machine.gpus import Places
-from launch.processes.local import LocalProcesses
-from launch.processes.slots import Worker
-from launch.workers.crew import Crew
-from launch.workers.launch_plan import LaunchPlan
-from launch.workers.start_role import StartRole, WorkFolder
-from protocol.context import ExitCode, RoleContext, WorkerRole
-from teachers.worker import main as teacher_main
+import stillhouse.engines.sglang.engine
+import stillhouse.engines.sglang.scorer
+from stillhouse import builtin
+from stillhouse.actors.worker import main as actor_main
+from stillhouse.launch.checks.placement import Choice, Placement
+from stillhouse.launch.checks.threads import Threads
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.machine.gpus import Places
+from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.processes.slots import Worker
+from stillhouse.launch.workers.crew import Crew
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import StartRole, WorkFolder
+from stillhouse.protocol.context import ExitCode, RoleContext, WorkerRole
+from stillhouse.teachers.worker import main as teacher_main
 from tests.server_features import CAPABLE
 
 PLACED = Placement(
@@ -98,9 +98,9 @@ class Connection:
 def test_a_server_with_another_tp_ends_its_worker_for_good(
     role: WorkerRole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engines.sglang.engine, "SGLangEngine", Server)
-    monkeypatch.setattr(engines.sglang.scorer, "SGLangScorer", Server)
-    monkeypatch.setattr("protocol.client.Client", Connection)
+    monkeypatch.setattr(stillhouse.engines.sglang.engine, "SGLangEngine", Server)
+    monkeypatch.setattr(stillhouse.engines.sglang.scorer, "SGLangScorer", Server)
+    monkeypatch.setattr("stillhouse.protocol.client.Client", Connection)
     monkeypatch.setattr(Server, "closed", 0)
     settings = {"engine": "sglang", "server": {"device": "cuda"}}
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}

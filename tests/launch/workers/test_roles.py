@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import buffer.server
-import builtin
-from launch.config.command_line import parse_arguments, resolve_config
-from launch.workers.roles import run_buffer
-from launch.workers.start_role import StartRole
-from models.tokenizer import load_tokenizer, token_map_fingerprint
-from protocol.context import RoleContext
+import stillhouse.buffer.server
+from stillhouse import builtin
+from stillhouse.launch.config.command_line import parse_arguments, resolve_config
+from stillhouse.launch.workers.roles import run_buffer
+from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
+from stillhouse.protocol.context import RoleContext
 
 
 @pytest.mark.parametrize("readable", [True, False])
@@ -27,7 +27,7 @@ def test_the_buffer_is_told_the_vocabulary_of_the_student_that_the_configuration
         seen.update(settings)
         return 0
 
-    monkeypatch.setattr(buffer.server, "main", main)
+    monkeypatch.setattr(stillhouse.buffer.server, "main", main)
     student = builtin.STUDENT_DIR if readable else tmp_path / "another"
     config = resolve_config(parse_arguments([f"--student={student}"]))
     context = RoleContext(

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from learner.checkpoints.packed_rows import Span, pack
-from learner.checkpoints.stored import OwnedCheckpoints, StoredRows, name_of_rows
-from protocol.object_store import Store
-from protocol.store_owner import StoreOwner
+from stillhouse.learner.checkpoints.packed_rows import Span, pack
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, StoredRows, name_of_rows
+from stillhouse.protocol.object_store import Store
+from stillhouse.protocol.store_owner import StoreOwner
 
 CHANGES: Final = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate")
 CUTS: Final = (60, 3_000, 25_000)

@@ -27,16 +27,22 @@ from transformers import (
     PreTrainedModel,
 )
 
-from launch.checks.model_files import find_model
-from learner.batch import TrainItem
-from learner.checkpoints import checkpoint
-from learner.checkpoints import files as checkpoint_files
-from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, restore_rng, save_checkpoint
-from learner.checkpoints.files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
-from learner.config import LearnerConfig
-from learner.step.train_step import Trainer
-from models.loading import load_causal_lm
-from protocol.messages import Ledger, LedgerCounts, WeightVersion
+from stillhouse.launch.checks.model_files import find_model
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.checkpoints import checkpoint
+from stillhouse.learner.checkpoints import files as checkpoint_files
+from stillhouse.learner.checkpoints.checkpoint import (
+    LearnerState,
+    capture_rng,
+    load_checkpoint,
+    restore_rng,
+    save_checkpoint,
+)
+from stillhouse.learner.checkpoints.files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
 from tests.learner.conftest import word_tokenizer
 from tests.patience import PATIENCE_S
@@ -285,7 +291,10 @@ def test_a_checkpoint_is_not_lost_because_an_older_one_cannot_be_deleted(
 
 def test_launcher_and_buffer_look_for_checkpoints_without_torch() -> None:
     """The buffer of a resumed run starts as fast as that of a new one."""
-    code = "import sys, launch.run, launch.workers.roles; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, stillhouse.launch.run, stillhouse.launch.workers.roles\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
-from learner.config import EmaConfig
-from learner.step.ema import StudentEma
-from protocol.messages import WeightsRef, WeightVersion
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import StoreOwner
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
+from stillhouse.learner.config import EmaConfig
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import StoreOwner
+from stillhouse.weights.snapshot import read_snapshot
 from tests.faulty_store import Fault, FaultyStore, Kind
 from tests.learner.checkpoints.test_stored import checkpoint, content, use, whole_ones
 from tests.s3_server import BUCKET, Server, s3_server
 from tests.store_launches import owned
-from weights.snapshot import read_snapshot
 
 MODEL = "step_000020_epoch_0/model.safetensors"
 MOST = 12
@@ -44,7 +44,9 @@ class Place:
         self.server, self.faulty, self.folder, self.prefix = server, faulty, folder, folder.name
         self.url = f"s3://{BUCKET}/{self.prefix}"
         use(faulty.url, monkeypatch)
-        monkeypatch.setattr("protocol.object_store.ATTEMPTS", 1)  # botocore waits longer in between than s3fs
+        monkeypatch.setattr(
+            "stillhouse.protocol.object_store.ATTEMPTS", 1
+        )  # botocore waits longer in between than s3fs
         owned(self.url).add(checkpoint(folder / "here", 10), keep=1)
         self.new = checkpoint(folder / "here", 20)
 
@@ -151,7 +153,7 @@ def test_an_average_of_the_student_is_sent_once_it_is_there_or_counted(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, times: int, sent: list[int]
 ) -> None:
     """Beside training, which makes three more steps meanwhile."""
-    monkeypatch.setattr("protocol.object_store.ATTEMPTS", 1)
+    monkeypatch.setattr("stillhouse.protocol.object_store.ATTEMPTS", 1)
     told: list[WeightsRef] = []
     with FaultyStore(server) as faulty:
         use(faulty.url, monkeypatch)

@@ -9,13 +9,13 @@ from typing import Final
 
 import pytest
 
-from learner.checkpoints.files import NoneUsable, go_on_from, new_draft, verify, write_manifest
-from learner.checkpoints.files import add as give_name
-from learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
-from learner.export import main as export
-from protocol.messages import WeightVersion
-from protocol.object_store import Store, StoreError
-from protocol.store_owner import Displaced, Owner, StoreOwner
+from stillhouse.learner.checkpoints.files import NoneUsable, go_on_from, new_draft, verify, write_manifest
+from stillhouse.learner.checkpoints.files import add as give_name
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
+from stillhouse.learner.export import main as export
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.protocol.store_owner import Displaced, Owner, StoreOwner
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
 from tests.store_launches import owned, owner_in, take_from_dead, whole_folders
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from learner.checkpoints.packed_rows import Span, pack, pack_rest, unpack
-from learner.checkpoints.tensor_file import DTYPES, Shares, layout_of, placed, write_share
-from models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
-from models.transfer import Rows
+from stillhouse.learner.checkpoints.packed_rows import Span, pack, pack_rest, unpack
+from stillhouse.learner.checkpoints.tensor_file import DTYPES, Shares, layout_of, placed, write_share
+from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
+from stillhouse.models.transfer import Rows
 from tests.learner.conftest import word_tokenizer
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=6)

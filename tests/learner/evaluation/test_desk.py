@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import learner.evaluation.desk
-import learner.prompts.tasks
-from learner.evaluation.desk import EvalDesk
-from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
-from learner.prompts.config import TaskConfig
-from protocol.messages import BatchItem, EvalResult, EvalWanted, Message, Task, TasksOffered, VersionSpan, WeightVersion
+import stillhouse.learner.evaluation.desk
+import stillhouse.learner.prompts.tasks
+from stillhouse.learner.evaluation.desk import EvalDesk
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.protocol.messages import (
+    BatchItem,
+    EvalResult,
+    EvalWanted,
+    Message,
+    Task,
+    TasksOffered,
+    VersionSpan,
+    WeightVersion,
+)
 
 V0, V20 = WeightVersion(0, 0), WeightVersion(0, 20)
 
@@ -102,19 +111,19 @@ def test_many_tasks_go_out_in_several_messages(small_tokenizer: PreTrainedTokeni
     world = World(small_tokenizer, n_prompts=300)
     world.desk.start(V0)
     sizes = [len(message.tasks) for message in world.sent if isinstance(message, TasksOffered)]
-    assert sum(sizes) == 600 and max(sizes) <= learner.prompts.tasks.TASKS_PER_MESSAGE
+    assert sum(sizes) == 600 and max(sizes) <= stillhouse.learner.prompts.tasks.TASKS_PER_MESSAGE
     assert len({task.task_id for task in world.tasks}) == 600
 
 
 def test_what_is_missing_is_asked_for_again_but_not_all_the_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.desk.ask()
     assert world.wanted == []
-    monkeypatch.setattr(learner.evaluation.desk, "REPEAT_S", 3600.0)
+    monkeypatch.setattr(stillhouse.learner.evaluation.desk, "REPEAT_S", 3600.0)
     world.desk.start(V0)
     world.desk.ask()
     world.desk.ask()
     assert world.wanted == [("000000-greedy", 0), ("000000-sampled", 0)]
-    monkeypatch.setattr(learner.evaluation.desk, "REPEAT_S", 0.0)
+    monkeypatch.setattr(stillhouse.learner.evaluation.desk, "REPEAT_S", 0.0)
     greedy, _ = halves(world.tasks)
     world.answer(*greedy[:2])
     world.desk.ask()

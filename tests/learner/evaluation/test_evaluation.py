@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
-from learner.evaluation.figures import TagFigures, describe
-from learner.prompts.config import TaskConfig
-from learner.prompts.records import PromptRecord
-from models.tokenizer import TokenizerError
-from protocol.messages import BatchItem, EvalResult, Task, VersionSpan, WeightVersion
+from stillhouse.learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from stillhouse.learner.evaluation.figures import TagFigures, describe
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.models.tokenizer import TokenizerError
+from stillhouse.protocol.messages import BatchItem, EvalResult, Task, VersionSpan, WeightVersion
 
 Arrays = tuple[np.ndarray, ...]
 V40 = WeightVersion(0, 40)

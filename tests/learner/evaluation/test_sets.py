@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.config import LearnerConfig
-from learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation
-from learner.evaluation.figures import EvalRollout, at_k, describe
-from learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
-from protocol.messages import BatchItem, EvalResult, WeightVersion
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation
+from stillhouse.learner.evaluation.figures import EvalRollout, at_k, describe
+from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
+from stillhouse.protocol.messages import BatchItem, EvalResult, WeightVersion
 
 V40 = WeightVersion(0, 40)
 NONE = np.zeros(0)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch import BatchError
-from learner.objectives.advantages import EPSILON, Rewards, _bounded, gae, whitened  # pyright: ignore[reportPrivateUsage]
-from learner.objectives.options import Grpo
-from learner.objectives.registry import ADVANTAGES, find_member
-from learner.step.critic import ValueHead, value_loss
+from stillhouse.learner.batch import BatchError
+from stillhouse.learner.objectives.advantages import EPSILON, Rewards, _bounded, gae, whitened  # pyright: ignore[reportPrivateUsage]
+from stillhouse.learner.objectives.options import Grpo
+from stillhouse.learner.objectives.registry import ADVANTAGES, find_member
+from stillhouse.learner.step.critic import ValueHead, value_loss
 
 
 def _rewards(seed: int = 0, **fields: Any) -> Rewards:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import mean_cost
-from learner.objectives.losses import TokenInputs, make_objective, token_loss
-from learner.objectives.sampled import k1, k3
+from stillhouse.learner.objectives.distributions import mean_cost
+from stillhouse.learner.objectives.losses import TokenInputs, make_objective, token_loss
+from stillhouse.learner.objectives.sampled import k1, k3
 from tests.learner.settings import objective_config
 
 V = 6

@@ -13,11 +13,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, train_items
-from learner.objectives.advantages import whitened
-from learner.objectives.batch_terms import cost_scales, domain_scales, domain_sums, prefix_weights, teacher_coefs
-from learner.objectives.divergences import Divergence, Divergences
-from learner.objectives.losses import (
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.objectives.advantages import whitened
+from stillhouse.learner.objectives.batch_terms import (
+    cost_scales,
+    domain_scales,
+    domain_sums,
+    prefix_weights,
+    teacher_coefs,
+)
+from stillhouse.learner.objectives.divergences import Divergence, Divergences
+from stillhouse.learner.objectives.losses import (
     AggregationFn,
     AggregationOptions,
     TokenInputs,
@@ -28,10 +34,10 @@ from learner.objectives.losses import (
     token_loss,
     token_mean,
 )
-from learner.objectives.sampled import k1, k3
-from learner.prompts.config import TaskConfig
-from learner.step.train_step import Trainer
-from protocol.messages import Branch
+from stillhouse.learner.objectives.sampled import k1, k3
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.messages import Branch
 from tests.learner.settings import learner_config, objective_config
 from tests.learner.step.gradients import step_gradients
 

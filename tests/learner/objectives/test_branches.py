@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, pack
-from learner.objectives.advantages import gae
-from learner.objectives.batch_terms import batch_terms, prefix_weights
-from learner.objectives.importance import TokenRatios, context_weights
-from learner.objectives.losses import make_objective
-from learner.step.train_step import Trainer
-from protocol.messages import TurnReward
+from stillhouse.learner.batch import TrainItem, pack
+from stillhouse.learner.objectives.advantages import gae
+from stillhouse.learner.objectives.batch_terms import batch_terms, prefix_weights
+from stillhouse.learner.objectives.importance import TokenRatios, context_weights
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.messages import TurnReward
 from tests.learner.objectives.test_turns import path_before, rollout, slow_turns
 from tests.learner.settings import learner_config, objective_config
 from tests.learner.step.gradients import step_gradients

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import (
+from stillhouse.learner.objectives.distributions import (
     PADDING,
     DistributionFn,
     by_autograd,
@@ -22,9 +22,9 @@ from learner.objectives.distributions import (
     reverse_kl,
     uniforms,
 )
-from learner.objectives.options import Distributions, Jsd, Mixed
-from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
-from protocol.topk_codec import LOG_TAIL_FLOOR
+from stillhouse.learner.objectives.options import Distributions, Jsd, Mixed
+from stillhouse.learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
+from stillhouse.protocol.topk_codec import LOG_TAIL_FLOOR
 
 V = 6
 

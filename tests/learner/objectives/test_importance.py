@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.importance import (
+from stillhouse.learner.objectives.importance import (
     TOKEN_LOCAL,
     ImportanceFn,
     TokenRatios,
@@ -23,8 +23,8 @@ from learner.objectives.importance import (
     ppo,
     truncated,
 )
-from learner.objectives.options import Capped, Decoupled
-from learner.objectives.registry import IMPORTANCE, find_member
+from stillhouse.learner.objectives.options import Capped, Decoupled
+from stillhouse.learner.objectives.registry import IMPORTANCE, find_member
 
 
 class Every(NamedTuple):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch import BatchError, TrainItem, train_items
-from learner.objectives.batch_terms import BatchTerms, batch_terms
-from learner.objectives.losses import make_objective
-from protocol.messages import VersionSpan, WeightVersion
+from stillhouse.learner.batch import BatchError, TrainItem, train_items
+from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.protocol.messages import VersionSpan, WeightVersion
 from tests.learner.settings import objective_config
 
 Make = Callable[..., TrainItem]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
-from learner.objectives.options import Bounded, Capped, Sampled
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
+from stillhouse.learner.objectives.options import Bounded, Capped, Sampled
 from tests.learner.settings import objective_config
 
 V = 4

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.distributions import Bucketed, TopKTeacher, log_tail, multi_sample
-from learner.objectives.options import MultiSample
+from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, log_tail, multi_sample
+from stillhouse.learner.objectives.options import MultiSample
 
 V = 7
 SETS = {"whole": V, "three tokens and a tail": 3}

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from launch.config.tree import build
-from launch.errors import ConfigError
-from learner.batch import TrainItem
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.losses import make_objective
-from learner.objectives.options import Jsd
-from learner.objectives.registry import (
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.learner.objectives.options import Jsd
+from stillhouse.learner.objectives.registry import (
     ADVANTAGES,
     AGGREGATIONS,
     DISTRIBUTION_DIVERGENCES,
@@ -35,7 +35,7 @@ from learner.objectives.registry import (
     find_member,
     known_members,
 )
-from learner.step.train_step import Trainer
+from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"

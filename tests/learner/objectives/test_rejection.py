@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives import rejection
-from learner.objectives.importance import TokenRatios
-from learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
-from learner.objectives.options import Bounded
-from learner.objectives.registry import IMPORTANCE, REJECTIONS, find_member
+from stillhouse.learner.objectives import rejection
+from stillhouse.learner.objectives.importance import TokenRatios
+from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
+from stillhouse.learner.objectives.options import Bounded
+from stillhouse.learner.objectives.registry import IMPORTANCE, REJECTIONS, find_member
 from tests.learner.objectives.test_losses import token_inputs
 from tests.learner.settings import objective_config
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.objectives.losses import make_objective
-from learner.objectives.registry import COST_TRANSFORMS, DIVERGENCES, find_member
-from learner.objectives.sampled import CostFn, k1, k2, k3, seq_kd
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.learner.objectives.registry import COST_TRANSFORMS, DIVERGENCES, find_member
+from stillhouse.learner.objectives.sampled import CostFn, k1, k2, k3, seq_kd
 from tests.learner.settings import objective_config
 
 V = 5

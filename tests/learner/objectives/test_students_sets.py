@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.base import likeliest
-from learner.batch import TopRows
-from learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
-from learner.objectives.options import Distributions
-from protocol.messages import TopIdsWanted
-from protocol.top_ids import decode_top_ids, encode_top_ids
-from protocol.topk_codec import decode_top_k, encode_given
+from stillhouse.engines.base import likeliest
+from stillhouse.learner.batch import TopRows
+from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
+from stillhouse.learner.objectives.options import Distributions
+from stillhouse.protocol.messages import TopIdsWanted
+from stillhouse.protocol.top_ids import decode_top_ids, encode_top_ids
+from stillhouse.protocol.topk_codec import decode_top_k, encode_given
 
 V, N = 300, 6
 OPTIONS = Distributions(name="reverse_kl")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from learner.batch import BatchError, TrainItem
-from learner.objectives.advantages import gae
-from learner.objectives.batch_terms import BatchTerms, batch_terms
-from learner.objectives.losses import make_objective
-from protocol.messages import TurnReward
+from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.objectives.advantages import gae
+from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
+from stillhouse.learner.objectives.losses import make_objective
+from stillhouse.protocol.messages import TurnReward
 from tests.learner.objectives.test_turns import rollout, slow_turns
 from tests.learner.settings import objective_config
 

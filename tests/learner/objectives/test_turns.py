@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, train_items
-from learner.objectives.turns import batch_turns
-from learner.step.train_step import Trainer
-from learner.turns import turns_of
-from protocol.messages import Branch, VersionSpan, WeightVersion
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.objectives.turns import batch_turns
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.learner.turns import turns_of
+from stillhouse.protocol.messages import Branch, VersionSpan, WeightVersion
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.prompts.answers import Line, answer_lines
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import open_prompts
-from learner.prompts.records import PromptRecord, RowError
-from models.tokenizer import TokenizerError
+from stillhouse.learner.prompts.answers import Line, answer_lines
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.records import PromptRecord, RowError
+from stillhouse.models.tokenizer import TokenizerError
 from tests.actors.test_next_turn import family
 
 MARKED = (

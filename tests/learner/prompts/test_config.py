@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
+from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from tests.patience import PATIENCE_S
 
 
@@ -50,7 +50,7 @@ def test_pools_are_routed_by_tag_and_an_empty_list_takes_all() -> None:
 
 
 def test_it_imports_without_torch() -> None:
-    code = "import sys, learner.prompts.config; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, stillhouse.learner.prompts.config; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 

@@ -23,12 +23,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
-from learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
-from learner.prompts.rendering import render
-from models.files import TokenizerError
-from protocol.messages import MAX_ROW_BYTES
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
+from stillhouse.learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
+from stillhouse.learner.prompts.rendering import render
+from stillhouse.models.files import TokenizerError
+from stillhouse.protocol.messages import MAX_ROW_BYTES
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS: list[dict[str, Any]] = [
@@ -328,7 +328,7 @@ def test_blank_lines_byte_order_mark_and_a_missing_last_line_break_do_no_harm(tm
 
 
 def test_a_line_that_spans_read_chunks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.prompts.data._CHUNK_BYTES", 7)
+    monkeypatch.setattr("stillhouse.learner.prompts.data._CHUNK_BYTES", 7)
     path = write_bytes(tmp_path, b"".join(msgspec.json.encode(row) + b"\n\n" for row in ROWS))
     assert all_of(open_prompts(path)) == EXPECTED
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.evaluation.evaluation import render_eval_set
-from learner.prompts.config import TaskConfig
-from learner.prompts.records import DataError, PromptRecord
-from learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
-from models.tokenizer import TokenizerError, render_prompt
-from protocol.messages import Settled
+from stillhouse.learner.evaluation.evaluation import render_eval_set
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.records import DataError, PromptRecord
+from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
+from stillhouse.models.tokenizer import TokenizerError, render_prompt
+from stillhouse.protocol.messages import Settled
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS = [{"prompt": f"p{i}", "tag": "abc"[min(i % 5, 2)], "ground_truth": str(i)} for i in range(40)]

@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from learner.evaluation.evaluation import Evaluation, render_eval_set
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import open_prompts
-from learner.prompts.records import DataError, PromptRecord, RowError
-from learner.prompts.rendering import NONE, render, teacher_prompt
-from learner.prompts.tasks import TaskStream, load_prompts
-from models.tokenizer import TokenizerError, render_prompt
-from protocol.messages import WeightVersion
+from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.records import DataError, PromptRecord, RowError
+from stillhouse.learner.prompts.rendering import NONE, render, teacher_prompt
+from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
+from stillhouse.models.tokenizer import TokenizerError, render_prompt
+from stillhouse.protocol.messages import WeightVersion
 
 Write = Callable[[Sequence[dict[str, Any]]], Path]
 CONFIG = TaskConfig(privileged="The answer is {ground_truth}.\n", chat_template="off")

@@ -16,12 +16,12 @@ import pytest
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 
-from actors.config import EnvConfig
-from launch.checks.prompt_files import absolute_prompts, check_prompts
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import open_prompts
-from learner.prompts.records import DataError
-from learner.prompts.tasks import load_prompts
+from stillhouse.actors.config import EnvConfig
+from stillhouse.launch.checks.prompt_files import absolute_prompts, check_prompts
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.learner.prompts.tasks import load_prompts
 from tests.patience import PATIENCE_S
 
 Write = Callable[[Sequence[dict[str, Any]]], Path]
@@ -155,7 +155,7 @@ def test_a_local_data_set_is_found_from_every_folder(tmp_path: Path, monkeypatch
 def test_without_the_library_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['datasets'] = None\n"
-        "from learner.prompts.data import open_prompts, DataError\n"
+        "from stillhouse.learner.prompts.data import open_prompts, DataError\n"
         "try: open_prompts('hf:openai/gsm8k:main:train')\n"
         "except DataError as error: print(error)"
     )

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from learner.prompts.sample_book import Account, SampleBook, SettledTwice, Trained
-from protocol.messages import OpenTask, PartialSample, Settled
+from stillhouse.learner.prompts.sample_book import Account, SampleBook, SettledTwice, Trained
+from stillhouse.protocol.messages import OpenTask, PartialSample, Settled
 
 
 def restored(book: SampleBook, sizes: dict[int, int]) -> SampleBook:

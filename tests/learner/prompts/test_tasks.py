@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from learner.prompts.config import TaskConfig
-from learner.prompts.data import CACHED_BLOCKS, open_prompts
-from learner.prompts.order import EndlessSampler, held_out_rows, shuffled_rows
-from learner.prompts.records import DataError
-from learner.prompts.sample_book import SettledTwice
-from learner.prompts.tasks import TaskStream, derive_seed, in_messages, load_prompts
-from models.tokenizer import TokenizerError, render_prompt
-from protocol.codec import encode
-from protocol.messages import MAX_ROW_BYTES, Settled, Task
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.prompts.data import CACHED_BLOCKS, open_prompts
+from stillhouse.learner.prompts.order import EndlessSampler, held_out_rows, shuffled_rows
+from stillhouse.learner.prompts.records import DataError
+from stillhouse.learner.prompts.sample_book import SettledTwice
+from stillhouse.learner.prompts.tasks import TaskStream, derive_seed, in_messages, load_prompts
+from stillhouse.models.tokenizer import TokenizerError, render_prompt
+from stillhouse.protocol.codec import encode
+from stillhouse.protocol.messages import MAX_ROW_BYTES, Settled, Task
 
 WriteRows = Callable[[Sequence[dict[str, Any]]], Path]
 ROWS = [{"prompt": f"p{i}", "tag": "ab"[i % 2], "ground_truth": str(i)} for i in range(11)]

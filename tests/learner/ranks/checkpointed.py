@@ -20,19 +20,19 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint, new_draft
-from learner.checkpoints.checkpoint import write_checkpoint as write_it
-from learner.checkpoints.files import latest
-from learner.checkpoints.stored import StoredRows
-from learner.checkpoints.tensor_file import Shares
-from learner.checkpoints.writer import ShareWriter, written_by_others
-from learner.config import LearnerConfig, LoraConfig
-from learner.ranks.group import RankGroup
-from learner.step.lora import Adapters
-from learner.step.train_step import Trainer
-from models.transfer import rows_of
-from protocol.messages import WeightVersion
-from protocol.object_store import Store
+from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint, new_draft
+from stillhouse.learner.checkpoints.checkpoint import write_checkpoint as write_it
+from stillhouse.learner.checkpoints.files import latest
+from stillhouse.learner.checkpoints.stored import StoredRows
+from stillhouse.learner.checkpoints.tensor_file import Shares
+from stillhouse.learner.checkpoints.writer import ShareWriter, written_by_others
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.ranks.group import RankGroup
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.transfer import rows_of
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.object_store import Store
 from tests.learner.conftest import build_student, word_tokenizer
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import GAE, PLAIN, TIMEOUT_S, items_of, tensors_of

@@ -25,25 +25,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from learner.config import LoraConfig
-from learner.ranks.follow import follow
-from learner.ranks.group import RankGroup, Ranks
-from learner.ranks.staging import OwnShare, ShareLink, Stage, StagedByRanks
-from learner.step.lora import Adapters
-from learner.step.train_step import Trainer
-from models import packed
-from protocol.messages import WeightVersion
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.ranks.follow import follow
+from stillhouse.learner.ranks.group import RankGroup, Ranks
+from stillhouse.learner.ranks.staging import OwnShare, ShareLink, Stage, StagedByRanks
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models import packed
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.buckets import Layout, PackedLayout
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.manifest import Piece
+from stillhouse.weights.publisher import Publisher, PublisherFailed
+from stillhouse.weights.roster import EMBEDDED, Members
+from stillhouse.weights.staged_weights import NoStreams, Staging, Weight, tensor_of
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import PLAIN, items_of
 from tests.learner.settings import learner_config
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S
 from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
-from weights.buckets import Layout, PackedLayout
-from weights.config import WeightsConfig
-from weights.manifest import Piece
-from weights.publisher import Publisher, PublisherFailed
-from weights.roster import EMBEDDED, Members
-from weights.staged_weights import NoStreams, Staging, Weight, tensor_of
 
 CONFIG: Final = WeightsConfig(
     bucket_bytes=4_096,

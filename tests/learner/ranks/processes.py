@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from learner.ranks.group import RankGroup
-from protocol.addresses import free_port
+from stillhouse.learner.ranks.group import RankGroup
+from stillhouse.protocol.addresses import free_port
 from tests.patience import RUN_PATIENCE_S
 
 ROOT = Path(__file__).parents[3]

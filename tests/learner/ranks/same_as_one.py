@@ -20,17 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.batch import TrainItem
-from learner.config import EmaConfig, LearnerConfig, LoraConfig
-from learner.prompts.config import TaskConfig
-from learner.ranks.group import Ranks
-from learner.ranks.messages import dump_items, load_items
-from learner.step.ema import StudentEma
-from learner.step.finite_step import finite_step
-from learner.step.lora import Adapters
-from learner.step.optimizer import AdamWState
-from learner.step.train_step import Trainer
-from protocol.messages import Branch
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import EmaConfig, LearnerConfig, LoraConfig
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.ranks.messages import dump_items, load_items
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.optimizer import AdamWState
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.messages import Branch
+from stillhouse.weights.staged_weights import tensor_of
 from tests.learner.conftest import build_item, build_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
@@ -38,7 +39,6 @@ from tests.learner.step.test_hidden_step import head_of, with_states
 from tests.learner.step.test_peak_memory import expected_and_measured
 from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
 from tests.learner.step.test_top_k_step import with_sets
-from weights.staged_weights import tensor_of
 
 TIMEOUT_S: Final = 60.0
 PLAIN: Final[dict[str, Any]] = {"warmup_steps": 0, "schedule": "constant", "eps": 1e-4, "lr": 1e-2, "pack_tokens": 12}

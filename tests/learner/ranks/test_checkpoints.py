@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from learner.checkpoints.stored import go_on_from_store
+from stillhouse.learner.checkpoints.stored import go_on_from_store
 from tests.learner.ranks.checkpointed import CASES
 from tests.learner.ranks.processes import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.packed_layout import balanced_packs
+from stillhouse.models.packed_layout import balanced_packs
 from tests.learner.ranks.processes import run_ranks
 from tests.learner.ranks.same_as_one import CASES, FURTHER
 

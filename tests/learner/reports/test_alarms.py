@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from learner.reports.alarms import WATCHED, Alarm, Alarms
-from learner.reports.figures import REPEATED_TOKENS, RolloutFigures
+from stillhouse.learner.reports.alarms import WATCHED, Alarm, Alarms
+from stillhouse.learner.reports.figures import REPEATED_TOKENS, RolloutFigures
 from tests.learner.reports.test_figures import frames, item
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_runs.json").read_text(encoding="utf-8"))
@@ -182,7 +182,7 @@ def test_what_is_shown_of_the_whole_run_is_its_first_and_newest_steps() -> None:
 def test_the_log_says_which_step_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     run({LENGTH: [36.0] * 18 + [90.0] * 8 + [36.0] * 8})
-    raised, over = [record for record in caplog.records if record.name == "learner.reports.alarms"]
+    raised, over = [record for record in caplog.records if record.name == "stillhouse.learner.reports.alarms"]
     assert raised.levelname == "WARNING" and over.levelname == "INFO"
     assert "since step 19" in raised.message and LENGTH in raised.message
     assert "learner.lr" in raised.message

@@ -9,10 +9,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from learner.reports import work_window
-from learner.reports.attribution import STAGES, Limits, Verdict, attribute
-from learner.reports.wait_clock import WAIT_CAUSES, WaitCause, WaitReport
-from learner.reports.work_window import Work, WorkWindow
+from stillhouse.learner.reports import work_window
+from stillhouse.learner.reports.attribution import STAGES, Limits, Verdict, attribute
+from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitCause, WaitReport
+from stillhouse.learner.reports.work_window import Work, WorkWindow
 from tests.sim.pipeline import Pipeline, Shape
 
 SECONDS = 150.0

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout  # pyright: ignore[reportAttributeAccessIssue]
 
-from learner.reports.metrics import MetricsWriter
-from learner.reports.tags import TAGS
-from protocol.messages import WeightVersion
+from stillhouse.learner.reports.metrics import MetricsWriter
+from stillhouse.learner.reports.tags import TAGS
+from stillhouse.protocol.messages import WeightVersion
 from tests.learner.reports.test_metrics import evaluation, events, scalar_series, write_step
 from tests.metrics_page import unexplained
 from tests.patience import PATIENCE_S, Limit

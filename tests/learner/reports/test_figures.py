@@ -8,9 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.reports.figures import MAX_TAGS, RolloutFigures, WorkerFigures
-from protocol.codec import Array
-from protocol.messages import BatchItem, Ledger, LedgerCounts, PeerView, Role, Snapshot, VersionSpan, WeightVersion
+from stillhouse.learner.reports.figures import MAX_TAGS, RolloutFigures, WorkerFigures
+from stillhouse.protocol.codec import Array
+from stillhouse.protocol.messages import (
+    BatchItem,
+    Ledger,
+    LedgerCounts,
+    PeerView,
+    Role,
+    Snapshot,
+    VersionSpan,
+    WeightVersion,
+)
 
 OLD, NEW = WeightVersion(0, 3), WeightVersion(0, 4)
 

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from learner.evaluation.evaluation import EvalSample, EvaluationResult
-from learner.evaluation.figures import TagFigures
-from learner.reports.figures import TokenRates
-from learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
-from learner.reports.wait_clock import WaitClock, WaitReport
-from protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from stillhouse.learner.evaluation.evaluation import EvalSample, EvaluationResult
+from stillhouse.learner.evaluation.figures import TagFigures
+from stillhouse.learner.reports.figures import TokenRates
+from stillhouse.learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
+from stillhouse.learner.reports.wait_clock import WaitClock, WaitReport
+from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 from tests.full_disk import fill, small_disk
 from tests.metrics_page import unexplained
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from learner.reports.alarms import LENGTH
-from learner.reports.progress import AccountFile, Progress
-from protocol import atomic_file
-from protocol.messages import WeightVersion
-from recording.append_file import Unwritten
+from stillhouse.learner.reports.alarms import LENGTH
+from stillhouse.learner.reports.progress import AccountFile, Progress
+from stillhouse.protocol import atomic_file
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.recording.append_file import Unwritten
 
 
 def point(step: int, accuracy: float) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from learner.reports.settings import MAIN, all_settings, compared_settings
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.learner.reports.settings import MAIN, all_settings, compared_settings
 
 
 def config(plain: dict[str, Any]) -> RunConfig:

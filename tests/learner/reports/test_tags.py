@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from learner.reports.tags import TAGS, meaning_of, title_of
+from stillhouse.learner.reports.tags import TAGS, meaning_of, title_of
 from tests.metrics_page import PAGE
 
 ROOT = Path(__file__).parents[3]

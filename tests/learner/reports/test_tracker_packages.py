@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from learner.reports.trackers.feed import Trackers
+from stillhouse.learner.reports.trackers.feed import Trackers
 from tests.patience import eventually
 
 BLOCK_BYTES = 32768

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks import preflight
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from launch.errors import ConfigError
-from launch.report.figures import News
-from learner.reports.metrics import MetricsWriter
-from learner.reports.settings import without_secrets
-from learner.reports.trackers import feed
-from learner.reports.trackers.feed import Trackers
-from learner.reports.trackers.registry import TrackedRun, UnknownTracker, check_tracker, make_tracker
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.launch.errors import ConfigError
+from stillhouse.launch.report.figures import News
+from stillhouse.learner.reports.metrics import MetricsWriter
+from stillhouse.learner.reports.settings import without_secrets
+from stillhouse.learner.reports.trackers import feed
+from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.reports.trackers.registry import TrackedRun, UnknownTracker, check_tracker, make_tracker
 from tests.learner.reports.test_metrics import evaluation, peer, snapshot, write_step
 from tests.metrics_page import unexplained
 from tests.patience import PATIENCE_S, eventually
@@ -137,7 +137,7 @@ def test_names_are_checked_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UnknownTracker, match=r"wandbb: unknown tracker, expected one of .*; did you mean wandb"):
         check_tracker("wandbb")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr("learner.reports.trackers.registry.find_spec", dict[str, object]().get)
+    monkeypatch.setattr("stillhouse.learner.reports.trackers.registry.find_spec", dict[str, object]().get)
     with pytest.raises(ConfigError, match=r"learner\.trackers: wandb needs wandb, .* pip install -e '\.\[wandb\]'"):
         preflight.check(build(RunConfig, {"learner": {"trackers": ["wandb"]}}))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.reports.wait_clock import WAIT_CAUSES, WaitClock
+from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitClock
 
 
 class Time:

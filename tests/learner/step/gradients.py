@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig
-from learner.objectives.options import Capped
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.options import Capped
+from stillhouse.learner.step.train_step import Trainer
 
 
 def step_gradients(

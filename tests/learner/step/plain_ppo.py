@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig
-from learner.objectives.options import Clipped, Decoupled, TokenAdvantage
-from models.logprobs import lm_head
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.options import Clipped, Decoupled, TokenAdvantage
+from stillhouse.models.logprobs import lm_head
 
 
 class PlainPpo:

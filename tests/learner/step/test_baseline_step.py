@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, TrainItem
-from learner.config import LearnerConfig
-from learner.objectives.options import Capped, Clip
-from learner.prompts.config import TaskConfig
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.options import Capped, Clip
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step import test_hidden_step as hidden
 from tests.learner.step.gradients import step_gradients

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, TrainItem
-from learner.config import LearnerConfig, LoraConfig
-from learner.objectives import advantages
-from learner.objectives.options import TokenAdvantage, ValueConfig
-from learner.step.critic import CriticStateError, ValueCritic
-from learner.step.finite_step import finite_step
-from learner.step.lora import Adapters
-from learner.step.train_step import NonFiniteError, Trainer
+from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.objectives import advantages
+from stillhouse.learner.objectives.options import TokenAdvantage, ValueConfig
+from stillhouse.learner.step.critic import CriticStateError, ValueCritic
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.learner.step.plain_ppo import PlainPpo

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, train_items
-from learner.objectives.options import TokenAdvantage
-from learner.step import forward, train_step
-from learner.step.train_step import Trainer
-from models import transfer
-from protocol.messages import TopKPiece
-from protocol.topk_codec import encode_top_k
+from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.objectives.options import TokenAdvantage
+from stillhouse.learner.step import forward, train_step
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models import transfer
+from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.topk_codec import encode_top_k
 from tests.learner.settings import learner_config
 
 Make = Callable[..., TrainItem]

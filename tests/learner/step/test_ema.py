@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.config import EmaConfig
-from learner.step.ema import StudentEma
-from protocol.messages import WeightsRef, WeightVersion
-from protocol.object_store import Store
+from stillhouse.learner.config import EmaConfig
+from stillhouse.learner.step.ema import StudentEma
+from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.protocol.object_store import Store
+from stillhouse.weights.snapshot import read_snapshot, snapshots
+from stillhouse.weights.staged_weights import Merged
 from tests.patience import PATIENCE_S
-from weights.snapshot import read_snapshot, snapshots
-from weights.staged_weights import Merged
 
 CONFIG = EmaConfig(decay=0.9, every=3)
 

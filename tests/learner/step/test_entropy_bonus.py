@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.batch import Microbatch
-from learner.objectives.losses import TokenInputs
-from learner.payloads import TopRows
-from learner.step.step_loss import make_step_loss
-from models.logprobs import LmHead
+from stillhouse.learner.batch import Microbatch
+from stillhouse.learner.objectives.losses import TokenInputs
+from stillhouse.learner.payloads import TopRows
+from stillhouse.learner.step.step_loss import make_step_loss
+from stillhouse.models.logprobs import LmHead
 from tests.learner.settings import objective_config
 
 T, H, V, DIVISOR = 5, 4, 9, 7

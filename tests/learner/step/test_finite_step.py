@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import EmptyBatchError, TrainItem
-from learner.step.finite_step import finite_step
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import EmptyBatchError, TrainItem
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 
 Student = Callable[..., PreTrainedModel]

@@ -12,9 +12,9 @@ from tests.patience import PATIENCE_S
 PROGRAM = """
 import sys
 import torch
-import builtin
-from learner.config import LearnerConfig
-from learner.step.make_trainer import make_trainer
+from stillhouse import builtin
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.make_trainer import make_trainer
 
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, TrainItem, UnreadableScores, train_items
-from learner.config import LearnerConfig
-from learner.prompts.config import TaskConfig
-from learner.step.finite_step import finite_step
-from learner.step.teacher_heads import HeadOf
-from learner.step.train_step import Trainer
-from models.logprobs import LmHead
-from protocol.hidden_codec import encode_hidden
-from protocol.messages import TopKPiece
+from stillhouse.learner.batch import BatchError, TrainItem, UnreadableScores, train_items
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.teacher_heads import HeadOf
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.logprobs import LmHead
+from stillhouse.protocol.hidden_codec import encode_hidden
+from stillhouse.protocol.messages import TopKPiece
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.learner.step.test_top_k_step import edges_of, with_sets

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LoraConfig
-from learner.step import host_moments, optimizer
-from learner.step.finite_step import finite_step
-from learner.step.lora import Adapters
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.step import host_moments, optimizer
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.weights.staged_weights import NoStreams
 from tests.learner.settings import learner_config
 from tests.learner.step.test_peak_memory import allocated
-from weights.staged_weights import NoStreams
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

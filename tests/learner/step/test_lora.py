@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from learner import export
-from learner.batch import TrainItem
-from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
-from learner.config import LearnerConfig, LoraConfig
-from learner.step.lora import Adapters, LoraError
-from learner.step.train_step import Trainer
-from models.loading import load_causal_lm, save_hf
-from models.logprobs import lm_head
-from models.packed import IMPLEMENTATION, packed_hidden
-from protocol.messages import WeightVersion
+from stillhouse.learner import export
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.step.lora import Adapters, LoraError
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.loading import load_causal_lm, save_hf
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.packed import IMPLEMENTATION, packed_hidden
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
 from tests.learner.conftest import build_student
-from weights.staged_weights import Merged, StagedWeights, tensor_of
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
@@ -101,7 +101,7 @@ def test_a_frozen_base_in_bfloat16_changes_no_bit_of_what_is_trained(
         return 0
 
     halved, losses = trained()
-    monkeypatch.setattr("learner.step.train_step.halve_frozen", as_they_are)
+    monkeypatch.setattr("stillhouse.learner.step.train_step.halve_frozen", as_they_are)
     plain, plain_losses = trained()
     assert losses == plain_losses
     ours, theirs = (dict(one.model.named_parameters()) for one in (halved, plain))

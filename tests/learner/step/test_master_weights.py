@@ -14,14 +14,14 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from learner.batch import TrainItem
-from learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
-from learner.config import LearnerConfig
-from learner.step.train_step import Trainer
-from models.description import resolve_dtype
-from models.loading import load_causal_lm
-from protocol.messages import WeightVersion
-from weights.staged_weights import StagedWeights
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import load_causal_lm
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.staged_weights import StagedWeights
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig, LoraConfig
-from learner.step.lora import Adapters, LoraError
-from learner.step.train_step import Trainer
-from models import packed
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.step.lora import Adapters, LoraError
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models import packed
 from tests.learner.conftest import VOCAB
 from tests.learner.step.gradients import slow_gradients, step_gradients
 

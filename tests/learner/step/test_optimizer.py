@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig
-from learner.step.optimizer import learning_rate, make_adamw
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.optimizer import learning_rate, make_adamw
+from stillhouse.learner.step.train_step import Trainer
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

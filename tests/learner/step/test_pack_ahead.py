@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, UnreadableScores
-from learner.step.finite_step import finite_step
-from learner.step.pack_ahead import PackAhead
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import TrainItem, UnreadableScores
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.pack_ahead import PackAhead
+from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.test_top_k_step import VOCAB, with_sets
 

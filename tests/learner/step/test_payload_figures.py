@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.prompts.config import TaskConfig
-from learner.step.train_step import Trainer
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, items_with_states
 from tests.learner.step.test_top_k_step import PLAIN, ROUTES, VOCAB, items_with_sets, teacher_logprobs

@@ -12,15 +12,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-import builtin
-from launch.checks.memory import learner_need, shape_of
-from launch.config.run import RunConfig
-from launch.config.tree import build
-from learner.ranks.group import Ranks
-from learner.step.lora import Adapters
-from learner.step.train_step import Trainer
-from models import packed
-from models.transfer import share_of
+from stillhouse import builtin
+from stillhouse.launch.checks.memory import learner_need, shape_of
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models import packed
+from stillhouse.models.transfer import share_of
 from tests.learner.conftest import build_item
 
 SHAPES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {

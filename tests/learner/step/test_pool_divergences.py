@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, UnreadableScores, train_items
-from learner.config import LearnerConfig
-from learner.prompts.config import TaskConfig
-from learner.step.train_step import Trainer
-from protocol.hidden_codec import encode_hidden
-from protocol.messages import TopKPiece
-from protocol.topk_codec import encode_top_k
+from stillhouse.learner.batch import TrainItem, UnreadableScores, train_items
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.hidden_codec import encode_hidden
+from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.topk_codec import encode_top_k
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.learner.step.test_hidden_step import dense_q, head_of, states_of

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem
-from learner.config import LearnerConfig, LoraConfig
-from learner.step.lora import Adapters
-from learner.step.recompute import is_chosen
-from learner.step.train_step import Trainer
-from models.layers import layers
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.learner.step.recompute import is_chosen
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.layers import layers
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from learner.batch import Microbatch
-from learner.objectives.config import ObjectiveConfig
-from learner.objectives.distributions import log_tail
-from learner.objectives.losses import TokenInputs
-from learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE
-from learner.payloads import TopRows
-from learner.step.step_loss import make_step_loss
-from models.logprobs import LmHead
+from stillhouse.learner.batch import Microbatch
+from stillhouse.learner.objectives.config import ObjectiveConfig
+from stillhouse.learner.objectives.distributions import log_tail
+from stillhouse.learner.objectives.losses import TokenInputs
+from stillhouse.learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE
+from stillhouse.learner.payloads import TopRows
+from stillhouse.learner.step.step_loss import make_step_loss
+from stillhouse.models.logprobs import LmHead
 
 T, H, V, K = 5, 4, 9, 3
 OPTIONS: dict[str, dict[str, Any]] = {"mixed": {"weight": 0.3}, "jsd": {"beta": 0.2}}

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import TrainItem, UnreadableScores, train_items
-from learner.config import LearnerConfig
-from learner.objectives.config import OfflineConfig
-from learner.objectives.options import Capped, Distributions, Jsd, Mixed
-from learner.objectives.registry import DIVERGENCE
-from learner.prompts.config import TaskConfig
-from learner.step.finite_step import finite_step
-from learner.step.train_step import Trainer
-from protocol.messages import Branch, TopKPiece
-from protocol.topk_codec import encode_top_k
+from stillhouse.learner.batch import TrainItem, UnreadableScores, train_items
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.config import OfflineConfig
+from stillhouse.learner.objectives.options import Capped, Distributions, Jsd, Mixed
+from stillhouse.learner.objectives.registry import DIVERGENCE
+from stillhouse.learner.prompts.config import TaskConfig
+from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.step.train_step import Trainer
+from stillhouse.protocol.messages import Branch, TopKPiece
+from stillhouse.protocol.topk_codec import encode_top_k
 from tests.learner.objectives.test_turns import path_before
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.batch import BatchError, EmptyBatchError, TrainItem
-from learner.config import LearnerConfig
-from learner.step.make_trainer import FrozenTrainer
-from learner.step.train_step import NonFiniteError, Trainer
+from stillhouse.learner.batch import BatchError, EmptyBatchError, TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.step.make_trainer import FrozenTrainer
+from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import slow_gradients, step_gradients
 

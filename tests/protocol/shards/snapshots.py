@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from protocol import messages as m
-from protocol.messages import WeightVersion
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import WeightVersion
 
 
 def counts(trained: int, masked: int = 0) -> m.LedgerCounts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.shards.division import all_addresses, of_shard, shard_address, shard_of, task_of
+from stillhouse.protocol.shards.division import all_addresses, of_shard, shard_address, shard_of, task_of
 
 
 def test_every_task_has_one_shard_and_its_rollouts_have_the_same() -> None:

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol import messages as m
-from protocol.codec import Array, Received
-from protocol.messages import WeightVersion
-from protocol.shards.merger import REMEMBERED, Merger
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Array, Received
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.shards.merger import REMEMBERED, Merger
 from tests.protocol.shards.snapshots import snapshot
 
 replace = msgspec.structs.replace

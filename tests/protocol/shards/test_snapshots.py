@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from protocol import messages as m
-from protocol.messages import PeerView, WeightVersion
-from protocol.shards.snapshots import whole_snapshot
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import PeerView, WeightVersion
+from stillhouse.protocol.shards.snapshots import whole_snapshot
 from tests.protocol.shards.snapshots import counts, snapshot
 
 

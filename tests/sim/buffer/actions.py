@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from buffer.pools import LONGEST_BACKOFF
-from protocol import messages as m
+from stillhouse.buffer.pools import LONGEST_BACKOFF
+from stillhouse.protocol import messages as m
 from tests.sim.buffer import learner, workers
 from tests.sim.buffer.world import World
 

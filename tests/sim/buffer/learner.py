@@ -6,8 +6,8 @@ from random import Random
 
 import numpy as np
 
-from protocol import messages as m
-from protocol.messages import WeightVersion
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import WeightVersion
 from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimEvaluation, SimLearner, row_of
 from tests.sim.buffer.workers import actor_updates
 from tests.sim.buffer.world import World

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from buffer.config import ATTEMPTS_PER_EPOCH, BufferConfig
-from buffer.holdings import Ownership, Place, Progress
-from buffer.rollouts import Rollout, SegmentState, Slot
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.messages import BatchItem, WeightVersion
+from stillhouse.buffer.config import ATTEMPTS_PER_EPOCH, BufferConfig
+from stillhouse.buffer.holdings import Ownership, Place, Progress
+from stillhouse.buffer.rollouts import Rollout, SegmentState, Slot
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import BatchItem, WeightVersion
 from tests.sim.buffer.teacher_model import TeacherModel, audit_scoring
 
 Array = npt.NDArray[Any]

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from buffer.ledger import RejectReason
-from protocol import messages as m
-from protocol.messages import WeightVersion
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.messages import WeightVersion
 
 Array = npt.NDArray[Any]
 VOCAB_SIZE = 50

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from buffer.core import Core, Entry, Turn, decode_turn, encode_turn
-from buffer.journal.image import make_image, restore_image
-from buffer.state import BufferState
-from protocol.errors import RemoteProtocolError
-from protocol.handshake import Doorkeeper
-from protocol.session import SessionBook
+from stillhouse.buffer.core import Core, Entry, Turn, decode_turn, encode_turn
+from stillhouse.buffer.journal.image import make_image, restore_image
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.handshake import Doorkeeper
+from stillhouse.protocol.session import SessionBook
 
 
 def no_sessions() -> SessionBook:

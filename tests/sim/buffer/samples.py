@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from buffer.state import BufferState
+from stillhouse.buffer.state import BufferState
 from tests.sim.buffer.peers import Sample, SimLearner
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from buffer.config import BufferConfig
-from buffer.core import Entry, Joined, Left
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.messages import Role, WeightVersion
-from protocol.server import FromPeer
-from protocol.shards.merger import Merger
-from protocol.shards.snapshots import whole_snapshot
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Entry, Joined, Left
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import Role, WeightVersion
+from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.shards.merger import Merger
+from stillhouse.protocol.shards.snapshots import whole_snapshot
 from tests.sim.buffer.model import BufferModel, ModelRollout, audit
 from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimTeacher
 from tests.sim.buffer.restarts import SimJournal

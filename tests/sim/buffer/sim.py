@@ -30,9 +30,9 @@ from random import Random
 
 import msgspec
 
-from buffer import blobs, pacing
-from buffer.config import BufferConfig, Release
-from buffer.peers import PeerTable
+from stillhouse.buffer import blobs, pacing
+from stillhouse.buffer.config import BufferConfig, Release
+from stillhouse.buffer.peers import PeerTable
 from tests.sim.buffer.actions import ACTIONS, finish, work_together
 from tests.sim.buffer.sharded import ShardedWorld
 from tests.sim.buffer.world import World

@@ -11,11 +11,11 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from buffer.config import BufferConfig
-from buffer.pools import MIN_TIMES, WINDOW
-from buffer.rollouts import SegmentState
-from buffer.state import BufferState
-from protocol import messages as m
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.pools import MIN_TIMES, WINDOW
+from stillhouse.buffer.rollouts import SegmentState
+from stillhouse.buffer.state import BufferState
+from stillhouse.protocol import messages as m
 
 Key = tuple[str, int, str]
 """Rollout, start, pool: what is scored."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from buffer.ledger import RejectReason
-from protocol import messages as m
+from stillhouse.buffer.ledger import RejectReason
+from stillhouse.protocol import messages as m
 from tests.sim.buffer.model import teacher_logprob
 from tests.sim.buffer.peers import (
     Array,

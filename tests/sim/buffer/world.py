@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buffer.config import BufferConfig
-from buffer.core import Joined, Left
-from buffer.state import BufferState, Outgoing
-from protocol import messages as m
-from protocol.codec import Received
-from protocol.messages import Role, WeightVersion
-from protocol.server import FromPeer
+from stillhouse.buffer.config import BufferConfig
+from stillhouse.buffer.core import Joined, Left
+from stillhouse.buffer.state import BufferState, Outgoing
+from stillhouse.protocol import messages as m
+from stillhouse.protocol.codec import Received
+from stillhouse.protocol.messages import Role, WeightVersion
+from stillhouse.protocol.server import FromPeer
 from tests.sim.buffer.model import BufferModel, audit
 from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimActor, SimLearner, SimTeacher, Stream
 from tests.sim.buffer.restarts import SimJournal, can_be_journaled

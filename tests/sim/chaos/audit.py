@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from protocol.messages import WeightVersion
+from stillhouse.protocol.messages import WeightVersion
 from tests.sim.chaos.tap import BatchSeen, ItemSeen, TrainedSeen
 
 MAX_COMPLAINTS = 5

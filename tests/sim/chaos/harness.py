@@ -24,9 +24,9 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from buffer.server import BufferAddress
-from protocol.addresses import free_port
-from protocol.atomic_file import write_atomic
+from stillhouse.buffer.server import BufferAddress
+from stillhouse.protocol.addresses import free_port
+from stillhouse.protocol.atomic_file import write_atomic
 from tests.patience import PATIENCE_S
 from tests.sim.chaos.commands import ROOT, Proxy, running_proxy
 from tests.sim.chaos.traps import Traps

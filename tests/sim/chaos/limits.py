@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from launch.buffer_link import CONNECT_TIMEOUT_S
-from launch.workers.hosts import SILENT_S
+from stillhouse.launch.buffer_link import CONNECT_TIMEOUT_S
+from stillhouse.launch.workers.hosts import SILENT_S
 from tests.sim.chaos.traps import Side
 
 HOME: Final = "home"
@@ -19,7 +19,7 @@ LIMITS: Final[Mapping[str, float]] = {
     "launch.silent_kill_s": 16.0,
 }
 """Keys that such a run gets. The limits of weights and leases come before that of peers, which would hide them."""
-BUFFER_SILENT: Final = "launch.buffer_link.CONNECT_TIMEOUT_S"
+BUFFER_SILENT: Final = "stillhouse.launch.buffer_link.CONNECT_TIMEOUT_S"
 FIXED_LIMITS: Final[Mapping[str, float]] = {BUFFER_SILENT: CONNECT_TIMEOUT_S}
 """What no key says: how long workers and joins wait for the buffer. Hosts with ranks wait as long for each other."""
 assert CONNECT_TIMEOUT_S == SILENT_S, "the latter would need partitions of its own"

@@ -7,8 +7,8 @@ from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 
-from protocol.messages import PROTOCOL_VERSION
-from protocol.sockets import checksum
+from stillhouse.protocol.messages import PROTOCOL_VERSION
+from stillhouse.protocol.sockets import checksum
 from tests.sim.chaos.zmtp import Unit, as_unit, bodies, wire_bytes
 
 Meddling: TypeAlias = Literal["duplicate", "corrupt", "truncate", "garbage", "version", "tear", "noise"]

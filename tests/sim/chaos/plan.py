@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from launch.workers.supervisor import RESTARTABLE
+from stillhouse.launch.workers.supervisor import RESTARTABLE
 from tests.sim.chaos.faults import Fault, Kind
 from tests.sim.chaos.harness import PATIENT, TASK
 from tests.sim.chaos.limits import LIMITS

@@ -8,9 +8,9 @@ from typing import Final
 
 import zmq
 
-from protocol.codec import decode, encode
-from protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused
-from protocol.sockets import checksum
+from stillhouse.protocol.codec import decode, encode
+from stillhouse.protocol.messages import PROTOCOL_VERSION, Heartbeat, Hello, Message, Refused
+from stillhouse.protocol.sockets import checksum
 from tests.patience import PATIENCE_S
 
 ANSWER_S: Final = 1.5

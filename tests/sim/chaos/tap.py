@@ -14,9 +14,9 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from protocol.codec import Received, decode
-from protocol.errors import RemoteProtocolError
-from protocol.messages import Batch, BatchTrained, BatchTrainedAck, Hello, VersionSpan, WeightVersion
+from stillhouse.protocol.codec import Received, decode
+from stillhouse.protocol.errors import RemoteProtocolError
+from stillhouse.protocol.messages import Batch, BatchTrained, BatchTrainedAck, Hello, VersionSpan, WeightVersion
 from tests.sim.chaos.zmtp import Unit, bodies
 
 USEFUL: Final = frozenset({"Segment", "RolloutFailed", "Scores", "BatchTrained", "TasksOffered", "Snapshot"})

@@ -11,34 +11,40 @@ from typing import Final, Literal, TypeAlias
 Side: TypeAlias = Literal["before", "after"]
 POINTS: Final[Mapping[str, Sequence[str]]] = {
     "learner": (
-        "learner.checkpoints.checkpoint:write_checkpoint",
-        "learner.loop:LearnerLoop._offer_tasks",
-        "learner.checkpoints.files:prune",
-        "learner.checkpoints.files:write_manifest",
-        "learner.feed:BatchFeed.next",
-        "learner.loop:LearnerLoop._report",
-        "learner.reports.metrics:MetricsWriter.step",
-        "weights.publisher:Publisher.publish",
-        "recording.writer:BatchRecorder.add",
-        "learner.prompts.tasks:TaskStream.next",
-        "learner.prompts.tasks:TaskStream.step",
+        "stillhouse.learner.checkpoints.checkpoint:write_checkpoint",
+        "stillhouse.learner.loop:LearnerLoop._offer_tasks",
+        "stillhouse.learner.checkpoints.files:prune",
+        "stillhouse.learner.checkpoints.files:write_manifest",
+        "stillhouse.learner.feed:BatchFeed.next",
+        "stillhouse.learner.loop:LearnerLoop._report",
+        "stillhouse.learner.reports.metrics:MetricsWriter.step",
+        "stillhouse.weights.publisher:Publisher.publish",
+        "stillhouse.recording.writer:BatchRecorder.add",
+        "stillhouse.learner.prompts.tasks:TaskStream.next",
+        "stillhouse.learner.prompts.tasks:TaskStream.step",
     ),
     "buffer": (
-        "buffer.go_back:go_back",
-        "buffer.journal.journal:Journal.write",
-        "buffer.learner_desk:LearnerDesk.batch_trained",
-        "buffer.learner_desk:LearnerDesk.batch_wanted",
-        "buffer.learner_desk:LearnerDesk.form_batch",
-        "buffer.learner_desk:LearnerDesk.started",
-        "buffer.learner_desk:LearnerDesk.tasks_offered",
-        "buffer.loop:BufferLoop._send",
+        "stillhouse.buffer.go_back:go_back",
+        "stillhouse.buffer.journal.journal:Journal.write",
+        "stillhouse.buffer.learner_desk:LearnerDesk.batch_trained",
+        "stillhouse.buffer.learner_desk:LearnerDesk.batch_wanted",
+        "stillhouse.buffer.learner_desk:LearnerDesk.form_batch",
+        "stillhouse.buffer.learner_desk:LearnerDesk.started",
+        "stillhouse.buffer.learner_desk:LearnerDesk.tasks_offered",
+        "stillhouse.buffer.loop:BufferLoop._send",
     ),
-    "actor": ("actors.worker:ActorWorker._send_credit", "actors.worker:ActorWorker._take"),
-    "teacher": ("teachers.worker:TeacherWorker._score_batch", "teachers.worker:TeacherWorker._report"),
-    "launcher": ("launch.workers.watch:Watch._kill_silent", "launch.workers.watch:Watch._read_link"),
+    "actor": ("stillhouse.actors.worker:ActorWorker._send_credit", "stillhouse.actors.worker:ActorWorker._take"),
+    "teacher": (
+        "stillhouse.teachers.worker:TeacherWorker._score_batch",
+        "stillhouse.teachers.worker:TeacherWorker._report",
+    ),
+    "launcher": (
+        "stillhouse.launch.workers.watch:Watch._kill_silent",
+        "stillhouse.launch.workers.watch:Watch._read_link",
+    ),
 }
 """By the role whose process passes there."""
-AT_A_NEW_LEARNER: Final = ("buffer.go_back:go_back", "buffer.learner_desk:LearnerDesk.started")
+AT_A_NEW_LEARNER: Final = ("stillhouse.buffer.go_back:go_back", "stillhouse.buffer.learner_desk:LearnerDesk.started")
 """Those that no process reaches while the same learner continues."""
 HOOK: Final = Path(__file__).parent / "trap"
 LOOK_EVERY_S: Final = 0.02

@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
-from engines.sglang.config import SGLangConfig
-from engines.sglang.http import ServerLink
-from engines.sglang.stream import Labels
-from protocol.messages import WeightVersion
-from weights.group_operations import AnyStore, connect_store, prefixed
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.engines.sglang.stream import Labels
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.group_operations import AnyStore, connect_store, prefixed
 
 Body = dict[str, Any]
 

@@ -25,19 +25,19 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engines.base import EngineStats
-from engines.sglang.config import SGLangConfig
-from engines.sglang.weights import ServerWeights
-from engines.torch.weights import EmbeddedWeights
-from protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.engines.base import EngineStats
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.weights import ServerWeights
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.weights.config import DeltaUse, WeightsConfig
+from stillhouse.weights.group_operations import BackendName
+from stillhouse.weights.publisher import Publisher, PublisherFailed
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.roster import Members
 from tests.patience import SLOWNESS
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
-from weights.config import DeltaUse, WeightsConfig
-from weights.group_operations import BackendName
-from weights.publisher import Publisher, PublisherFailed
-from weights.receiver import WeightReceiver
-from weights.roster import Members
 
 Kind: TypeAlias = Literal["engines", "servers"]
 N_MEMBERS: Final = 3
@@ -350,9 +350,9 @@ def _nccl_like(fabric: Fabric) -> Generator[None]:
 
     with (
         patch("torch.distributed.ProcessGroupNCCL", fabric.group_class(), create=True),
-        patch("weights.publisher.choose_backend", choose),
-        patch("weights.transports.servers.LATE_S", 0.2),
-        patch("weights.receiver.SETTLE_S", 0.5 * SLOWNESS),
+        patch("stillhouse.weights.publisher.choose_backend", choose),
+        patch("stillhouse.weights.transports.servers.LATE_S", 0.2),
+        patch("stillhouse.weights.receiver.SETTLE_S", 0.5 * SLOWNESS),
     ):
         yield
 
@@ -360,7 +360,7 @@ def _nccl_like(fabric: Fabric) -> Generator[None]:
 @contextmanager
 def _quiet(counts: _Counts) -> Generator[None]:
     """Keep the hundreds of expected failures off the terminal."""
-    root, publisher = logging.getLogger(), logging.getLogger("weights.publisher")
+    root, publisher = logging.getLogger(), logging.getLogger("stillhouse.weights.publisher")
     level = root.level
     publisher.addHandler(counts)
     publisher.setLevel(logging.WARNING)

@@ -28,14 +28,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from engines.base import EngineStats, GenerationDelta, GenerationRequest
-from engines.torch.weights import EmbeddedWeights
-from protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
-from weights.buckets import Layout
-from weights.group_operations import connect_store
-from weights.receiver import WeightReceiver
-from weights.snapshot import read_snapshot
-from weights.transports.collective import WeightGroup
+from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
+from stillhouse.engines.torch.weights import EmbeddedWeights
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from stillhouse.weights.buckets import Layout
+from stillhouse.weights.group_operations import connect_store
+from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.snapshot import read_snapshot
+from stillhouse.weights.transports.collective import WeightGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from launch.config.run import RunConfig
-from learner.batch import TrainItem, pack
-from learner.objectives.batch_terms import batch_terms
-from learner.objectives.distributions import log_tail
-from learner.payloads import TopRows
-from learner.step.forward import BatchPart
-from learner.step.step_loss import make_step_loss
-from models.logprobs import LmHead
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.learner.batch import TrainItem, pack
+from stillhouse.learner.objectives.batch_terms import batch_terms
+from stillhouse.learner.objectives.distributions import log_tail
+from stillhouse.learner.payloads import TopRows
+from stillhouse.learner.step.forward import BatchPart
+from stillhouse.learner.step.step_loss import make_step_loss
+from stillhouse.models.logprobs import LmHead
 from tests.learner.conftest import build_item
 
 Given: TypeAlias = dict[str, Any]

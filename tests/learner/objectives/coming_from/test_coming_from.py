@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.config.run import RunConfig
-from launch.config.tree import build
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 from tests.learner.objectives.coming_from.batch import Batch, Given, our_gradient
 from tests.learner.objectives.coming_from.formulas import FORMULAS
 

@@ -1,8 +1,8 @@
 """Train from a file of recorded batches, with no actors, no teachers and no buffer:
 
-    python -m replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
-    python -m replay FILE --resume [--run-dir DIR]
-    python -m replay FILE --compare k1,k2,k3
+    stillhouse replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
+    stillhouse replay FILE --resume [--run-dir DIR]
+    stillhouse replay FILE --compare k1,k2,k3
 
 The configuration is that of the recorded run, with the keys given here laid over it. Exit codes are those of
 launch.run. Ctrl-C ends after the step under way and its checkpoint; a second one ends at once."""
@@ -17,31 +17,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from engines.registry import EMBEDDED
-from launch.checks import preflight
-from launch.checks.preflight import replace
-from launch.config.command_line import CommandLine, parse_arguments, resolve_config
-from launch.config.renamed import gone
-from launch.config.run import RunConfig
-from launch.config.tree import Plain, get, merge
-from launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
-from launch.runfolder import choose_path
-from launch.terminal import lasting_output
-from learner.objectives.config import ObjectiveConfig, check_given
-from learner.run_config import pools_with_heads
-from recording.format import RecordError, RecordHeader
-from recording.reader import Recording
-from replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan, with_divergence
+from stillhouse.engines.registry import EMBEDDED
+from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.preflight import replace
+from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
+from stillhouse.launch.config.renamed import gone
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import Plain, get, merge
+from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
+from stillhouse.launch.runfolder import choose_path
+from stillhouse.launch.terminal import lasting_output
+from stillhouse.learner.objectives.config import ObjectiveConfig, check_given
+from stillhouse.learner.run_config import pools_with_heads
+from stillhouse.recording.format import RecordError, RecordHeader
+from stillhouse.recording.reader import Recording
+from stillhouse.replay.plan import (
+    ORDERS,
+    Order,
+    ReplayPlan,
+    check_asked,
+    check_config,
+    check_file,
+    read_plan,
+    with_divergence,
+)
 
 COMPARED_BATCHES: Final = 8
 USAGE: Final = f"""\
-usage: python -m replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
+usage: stillhouse replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
                                     [--KEY VALUE ...]
-       python -m replay FILE --resume [--run-dir DIR]
-       python -m replay FILE --compare NAME,NAME[,...] [--batches N]
+       stillhouse replay FILE --resume [--run-dir DIR]
+       stillhouse replay FILE --compare NAME,NAME[,...] [--batches N]
 
-Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (python -m launch.write).
-Keys are those of launch/cluster.py. Their defaults are the values of the recorded run; for a file that the teacher
+Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (stillhouse write).
+Keys are those of a run. Their defaults are the values of the recorded run; for a file that the teacher
 wrote, learner.objective.divergence is seq_kd and .importance is none. Evaluations run in this process;
 --learner.eval_every 0 turns them off.
 
@@ -81,7 +90,9 @@ def main(arguments: Sequence[str]) -> int:
             config, plan = prepare(asked, recording) if folder is None else prepare_resumed(asked, recording, folder)
             for note in notes(recording):
                 print(f"stillhouse: {note}", file=sys.stderr)
-            from replay import run as replaying  # imports torch: errors above are reported without that delay
+            from stillhouse.replay import (
+                run as replaying,  # imports torch: errors above are reported without that delay
+            )
 
             if asked.compare:
                 return replaying.compare_estimators(recording, config, asked.compare, asked.batches)
@@ -261,7 +272,3 @@ def _positive(own: dict[str, str], name: str, default: int, mistakes: list[str])
         return int(text)
     mistakes.append(f"--{name}: got {text!r}, expected a number of at least 1")
     return default
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Serve models on a CPU until Ctrl-C:
 
-    python -m sglang_server [--port P] [--log-dir DIR] MODEL [MODEL ...] [-- SERVER ARGS]
+    stillhouse sglang-server [--port P] [--log-dir DIR] MODEL [MODEL ...] [-- SERVER ARGS]
 
 The first server gets the port P, the next one P + 1, ... Prints name, url and pid of each
 server when it is ready."""
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Server, Servers
 
 GLOO_ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 """Weights come over the interface that the servers listen on. Without this, gloo would resolve the host name."""
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     if "--" in arguments:
         cut = arguments.index("--")
         own, extra = arguments[:cut], arguments[cut + 1 :]
-    parser = argparse.ArgumentParser(prog="python -m sglang_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="stillhouse sglang-server", description=__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint; repeat it for more servers")
     parser.add_argument("--port", type=int, default=0, help="port of the first server; 0 = free ports")
     parser.add_argument("--log-dir", type=Path, default=None, help="server logs; default: a new temporary folder")
@@ -53,7 +53,3 @@ def main(arguments: list[str]) -> int:
 def _leave(number: int, frame: FrameType | None) -> None:
     """Exit on SIGTERM, so that the context manager ends the servers."""
     sys.exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

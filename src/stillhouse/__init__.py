@@ -1,0 +1,25 @@
+"""Stillhouse: on-policy distillation of language models. The parts of this package are the folders beside src/, each
+linked here by its name.
+
+`from stillhouse import Run` starts and watches a run from a notebook or a script (stillhouse.launch.notebook)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from stillhouse.launch.notebook import Run as Run
+    from stillhouse.launch.notebook import RunFailed as RunFailed
+
+SOURCES: Final = Path(__file__).resolve().parent.parent
+"""The folder on whose path `import stillhouse` works: src/ of a checkout, or site-packages."""
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for, so that importing a part of this package imports no more than that."""
+    if name in ("Run", "RunFailed"):
+        from stillhouse.launch import notebook
+
+        return getattr(notebook, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
