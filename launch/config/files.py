@@ -10,6 +10,7 @@ from typing import Final, cast
 import msgspec
 import yaml
 
+import stillhouse
 from stillhouse.launch.config.keys import field_docs
 from stillhouse.launch.config.renamed import gone
 from stillhouse.launch.config.run import RunConfig
@@ -18,12 +19,17 @@ from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.atomic_file import write_atomic
 
+PACKAGE: Final = Path(stillhouse.__file__).resolve().parent
+SHIPPED: Final = (("examples",), ("builtin",))
+"""Folders of the package whose files can be named from anywhere as they are in a checkout."""
 END: Final = "..."
 """Last line of a resolved configuration: YAML's end-of-document marker."""
 
 
 def read_plain(path: Path) -> Plain:
     """Nested dicts from a .toml, .yaml or .yml file. Raises ConfigError if it is missing, unreadable or not a table."""
+    if (shipped := _of_package(path)) is not None:
+        return _with_its_files(read_plain(shipped))
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file")
     try:
@@ -43,6 +49,24 @@ def read_plain(path: Path) -> Plain:
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: got {type(loaded).__name__} at the top, expected keys and values")
     return cast(Plain, loaded)
+
+
+def _of_package(name: Path) -> Path | None:
+    """Where the package has examples/... or builtin/..., if the working folder has no such file."""
+    shipped = PACKAGE / name
+    return shipped if name.parts[:1] in SHIPPED and not name.exists() and shipped.exists() else None
+
+
+def _with_its_files(plain: Plain) -> Plain:
+    """The files that a configuration of the package names, where the package has them."""
+    found: Plain = {}
+    for key, value in plain.items():
+        if isinstance(value, dict):
+            found[key] = _with_its_files(cast(Plain, value))
+        else:
+            file = _of_package(Path(value)) if isinstance(value, str) else None
+            found[key] = value if file is None else str(file)
+    return found
 
 
 def _text_of(path: Path) -> str:

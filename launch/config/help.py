@@ -25,6 +25,11 @@ usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        stillhouse try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
        stillhouse render SCHEDULER ...                         write a job for Slurm, Kubernetes or SkyPilot
        stillhouse scale RUN --actors N                         change the workers of a run on Ray
+       stillhouse write FILE ...                               record what a teacher writes, for off-policy training
+       stillhouse replay FILE ...                              train on a recording, without actors and teachers
+       stillhouse export-model CHECKPOINT OUT                  write a checkpoint as a Hugging Face folder
+       stillhouse builtin build|measure|specialists            make or measure the built-in task and models
+       stillhouse sglang-server MODEL ...                      SGLang servers on a CPU, to try things out
        stillhouse completion bash|zsh|fish                     print a script for shell completion
 
 Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.

@@ -186,7 +186,16 @@ def test_hidden_states_meet_the_head_of_the_recorded_teacher_or_none(
 
 def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
     file, folder, output = recorded(tmp_path / "r"), tmp_path / "run", tmp_path / "out"
-    command = [sys.executable, "-m", "replay", str(file), f"--run-dir={folder}", "--objective=k3", "--epochs=1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "stillhouse.launch.cluster",
+        "replay",
+        str(file),
+        f"--run-dir={folder}",
+        "--objective=k3",
+        "--epochs=1000000",
+    ]
     with output.open("wb") as out:
         replaying = subprocess.Popen(
             [*command, "--learner.checkpoint_every=0"],

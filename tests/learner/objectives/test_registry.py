@@ -128,7 +128,7 @@ def test_a_wrong_option_of_a_package_is_refused_as_a_built_in_one_is(
 def test_options_that_are_no_subclass_of_their_groups_base_are_refused(installed_page: None) -> None:
     module = importlib.import_module("my_objectives")
     module.huber.options = Jsd
-    with pytest.raises(ValueError, match=r"its options are .*Jsd.*, expected a subclass of learner.*Sampled"):
+    with pytest.raises(ValueError, match=r"its options are .*Jsd.*, expected a subclass of stillhouse.*Sampled"):
         DIVERGENCE.load(DIVERGENCE.make("my_objectives:huber"))
 
 
