@@ -12,23 +12,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
+
+import msgspec
 
 from stillhouse.engines.registry import EMBEDDED
 from stillhouse.launch.checks import preflight
 from stillhouse.launch.checks.preflight import replace
 from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
-from stillhouse.launch.config.renamed import gone
+from stillhouse.launch.config.keys import is_table, struct_type
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.config.tree import Plain, get, merge
+from stillhouse.launch.config.tree import Plain, build, get, merge
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from stillhouse.launch.runfolder import choose_path
 from stillhouse.launch.terminal import lasting_output
 from stillhouse.learner.objectives.config import ObjectiveConfig, check_given
 from stillhouse.learner.run_config import pools_with_heads
+from stillhouse.protocol.settings import members_of
 from stillhouse.recording.format import RecordError, RecordHeader
 from stillhouse.recording.reader import Recording
 from stillhouse.replay.plan import (
@@ -61,6 +64,8 @@ wrote, learner.objective.divergence is seq_kd and .importance is none. Evaluatio
   --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
   --batches N       number of batches for --compare [{COMPARED_BATCHES}]
 """
+_PROCESSES: Final = ("actor", "buffer", "cluster", "launch", "teacher", "weights")
+"""Sections about processes that a replay does not have. Keys in them that only another release knows are left out."""
 _OWN: Final = ("epochs", "order", "objective", "compare", "batches")
 
 
@@ -159,9 +164,11 @@ def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
     """Configuration and plan of a new replay: those of the recorded run, with the given keys on top. Raises
     ConfigError."""
     base = _base(recording.header)
-    if old := list(gone(base)):
+    try:
+        build(RunConfig, base)
+    except ConfigError as error:
         where = f"{recording.path} was recorded by another release; replay it with that release, or record again"
-        raise ConfigError(*old, where)
+        raise ConfigError(*error.mistakes, where) from None
     config = resolve_config(asked.line, base)
     if asked.compare:
         config = replace(config, learner=replace(config.learner, eval_every=0))
@@ -214,6 +221,8 @@ def checked(config: RunConfig) -> RunConfig:
 def notes(recording: Recording) -> list[str]:
     """Facts about a recording that a user should know before relying on its results."""
     texts: list[str] = []
+    if former := list(former_keys(recording.header.config)):
+        texts.append(f"keys of another release that change nothing here are left out: {', '.join(former)}")
     if recording.torn_bytes:
         texts.append(f"{recording.torn_bytes} bytes at its end belong to an unfinished record, and are left out")
     if recording.abandoned:
@@ -227,6 +236,27 @@ def notes(recording: Recording) -> list[str]:
     return [f"{recording.path}: {text}" for text in texts]
 
 
+def former_keys(recorded: Mapping[str, object]) -> list[str]:
+    """Keys about processes that this release does not have."""
+    processes = {name: recorded[name] for name in _PROCESSES if name in recorded}
+    return list(_unknown(RunConfig, processes, ""))
+
+
+def _unknown(struct: type[msgspec.Struct], plain: Mapping[str, object], prefix: str) -> Iterator[str]:
+    types = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for name, value in plain.items():
+        if name not in types:
+            yield prefix + name
+        elif not isinstance(value, Mapping):
+            continue
+        elif (members := members_of(types[name])) is not None and is_table(types[name]):
+            for own, options in cast(Mapping[str, Plain], value).items():
+                section = members.section(own, with_options=True)
+                yield from _unknown(section, options, f"{prefix}{name}.{own}.")
+        elif (nested := struct_type(types[name])) is not None:
+            yield from _unknown(nested, cast(Plain, value), f"{prefix}{name}.")
+
+
 def _base(header: RecordHeader) -> Plain:
     """Configuration to start from. Engines are the embedded ones, and nothing is recorded again."""
     here: Plain = {
@@ -237,6 +267,9 @@ def _base(header: RecordHeader) -> Plain:
         "teacher": {"engine": EMBEDDED, "urls": []},
     }
     recorded = copy.deepcopy(header.config)  # the overrides are merged into this copy
+    for key in former_keys(recorded):
+        section, _, leaf = key.rpartition(".")
+        cast(Plain, get(recorded, section)).pop(leaf)
     pools = cast(dict[str, Any], recorded.get("pools") or {})
     if not pools:  # the teachers that evaluations need
         here["teachers"] = 0 if get(recorded, "learner.tasks.routes") == {} else 1

@@ -12,7 +12,6 @@ import yaml
 
 import stillhouse
 from stillhouse.launch.config.keys import field_docs
-from stillhouse.launch.config.renamed import gone
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import Plain, build, lacking
 from stillhouse.launch.config.yaml_text import fault_of, load_yaml
@@ -91,8 +90,6 @@ def read_resolved(path: Path) -> Plain:
     used silently."""
     plain = read_plain(path)
     lines = path.read_text(encoding="utf-8").splitlines()
-    if renamed := list(gone(plain)):
-        raise ConfigError(*(f"{path}: {mistake}" for mistake in renamed))
     missing = lacking(RunConfig, plain)
     mend = f"put {path} back from a copy, or mend it by hand"
     if missing:

@@ -26,7 +26,6 @@ import msgspec
 import yaml
 
 from stillhouse.launch.config.peers import PEERS
-from stillhouse.launch.config.renamed import farewell
 from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.settings import Member, Members, Settings, described, members_of
@@ -169,8 +168,6 @@ def parse_text(key: Key, text: str) -> object:
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for an unknown key, with the key that was probably meant."""
-    if (message := farewell(key)) is not None:
-        return message
     valid = list(valid)
     leaf, leaves = key.rpartition(".")[2], [name.rpartition(".")[2] for name in valid]
     near = [PEERS[leaf]] if leaf in PEERS else []

@@ -176,3 +176,16 @@ def test_the_bare_command_prints_its_usage() -> None:
         [sys.executable, str(ROOT / "launch" / "cluster.py")], capture_output=True, timeout=PATIENCE_S
     )
     assert done.returncode == 0 and done.stdout.startswith(b"usage: stillhouse ") and done.stderr == b""
+
+
+def test_what_a_run_is_resumed_with_may_choose_another_member(tmp_path: Path) -> None:
+    """The folder says every option of its own one; none of them is left in the way."""
+    first = resolve_config(parse_arguments(["--divergence=jsd", "--learner.objective.divergence.beta=0.3"]))
+    write_config(first, tmp_path / "config.yaml")
+    resume = ["--resume", f"--run-dir={tmp_path}"]
+    assert resolve_config(parse_arguments(resume)) == first
+    other = resolve_config(parse_arguments([*resume, "--learner.objective.importance.high=1.3", "--importance", "ppo"]))
+    assert other.learner.objective.divergence == first.learner.objective.divergence
+    assert other.learner.objective.importance.name == "ppo"
+    changed = resolve_config(parse_arguments([*resume, "--divergence", "k3"]))
+    assert changed.learner.objective.divergence.name == "k3"
