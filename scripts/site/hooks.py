@@ -1,7 +1,7 @@
 """What mkdocs does not do by itself: pages from outside docs/, and links to source files (mkdocs.yml, `make docs`).
 
-A link in a page is relative to the page's place in the repository. Here each link gets the place of its target in the site.
-A source file that a page links to becomes a page of its own. A link to a file that is not there fails the build (strict).
+A link in a page is relative to the page's place in the repository. Here it gets the place of its target in the site.
+A source file that a page links to becomes a page of its own. A link to a file that is not there fails the build.
 """
 
 from __future__ import annotations
