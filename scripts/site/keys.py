@@ -1,4 +1,4 @@
-"""Writes the reference of all keys from the configuration's docstrings:  .venv/bin/python scripts/site/keys.py FOLDER"""
+"""Writes the reference of all keys, from the docstrings of the configuration:  scripts/site/keys.py FOLDER"""
 
 from __future__ import annotations
 
