@@ -27,6 +27,7 @@ SHORT: Final = (
     # What the user types, who listens, which figures are told.
     "integration/test_typed_commands.py::test_the_projects_own_command",
     "launch/test_typed_commands.py",
+    "integration/test_installed.py",
     "integration/test_listening.py",
     "integration/test_trace.py::test_the_figures_of_a_trace",
     "launch/view/test_in_browser.py",
