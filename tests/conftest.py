@@ -34,7 +34,6 @@ SLOW_FILES: Final = (
     ),
     *(
         "bench/race/test_evaluate_checkpoints.py",
-        "bench/race/test_evaluate_context.py",
         "launch/doctor/test_scoring.py",
     ),
     "learner/reports/test_tracker_packages.py",

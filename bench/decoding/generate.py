@@ -11,8 +11,7 @@ medians are printed. The engine also returns a log-prob per token, `generate` do
 What a step has to do at least: read each weight once (of an embedding that is not the output head only the rows'
 tokens), and 2 operations per weight and row. With few rows that is bound by memory. So "ceiling" is the speed at which
 one thread sums an array of READ_BYTES, divided by the bytes of the weights: steps per second that no kernel exceeds.
-"share" is what the engine reaches of it, prompts and sampling included; "products" is what the products alone reach,
-with `slots` rows.
+"share" is what the engine reaches of it, prompts and sampling included.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ from stillhouse.builtin.addition import read_problems
 from stillhouse.builtin.tokenizer import prompt_token_ids
 from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.config import EngineConfig
-from stillhouse.engines.torch.decoders import kernels_for
 from stillhouse.engines.torch.engine import TorchEngine
-from stillhouse.engines.torch.kernels import Kernels
-from stillhouse.engines.torch.products import Product
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.tokenizer import load_tokenizer, stop_token_ids
 from stillhouse.protocol.messages import Sampling
@@ -62,9 +58,9 @@ def main() -> None:
     print(f"{args.model}: {args.repeats} alternating runs, {args.requests_per_slot} requests per slot, one thread\n")
     print(
         "| slots | requests | generate tok/s | engine tok/s | ratio (min..max of pairs) | tokens per rollout "
-        "| engine steps/s | ceiling | share | products |"
+        "| engine steps/s | ceiling | share |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     clock_s = time.process_time if args.cpu_time else time.perf_counter
     for slots in args.slots:
         n_requests = args.requests_per_slot * slots * (4 if slots == 1 else 1)
@@ -100,9 +96,7 @@ def main() -> None:
                 rollout_tokens = n_tokens / n_rollouts
             per_s = (engine.stats.decode_steps_total - before) / taken_s  # the engine came last
             steps.append(Steps(per_s, read_bytes_per_s(clock_s) / step_bytes(plain)))
-        kernels = None if args.generic else kernels_for(plain, args.kernels)
-        products_per_s = 1.0 / products_s(plain, slots, clock_s, kernels)
-        _print_row(slots, n_requests, speeds[0][1:], speeds[1][1:], rollout_tokens, steps[1:], products_per_s)
+        _print_row(slots, n_requests, speeds[0][1:], speeds[1][1:], rollout_tokens, steps[1:])
 
 
 def run_engine(
@@ -167,23 +161,6 @@ def read_bytes_per_s(clock_s: Callable[[], float]) -> float:
     return best
 
 
-@torch.inference_mode()
-def products_s(
-    model: PreTrainedModel, rows: int, clock_s: Callable[[], float], kernels: Kernels | None = None
-) -> float:
-    """Seconds for one product of `rows` rows with each linear weight of the model; the best of READS."""
-    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    products = [Product(weight, kernels=kernels) for weight in weights]
-    inputs = [torch.randn((rows, weight.shape[1]), dtype=weight.dtype, device=weight.device) for weight in weights]
-    taken_s: list[float] = []
-    for _ in range(READS):
-        started_s = clock_s()
-        for product, x in zip(products, inputs, strict=True):
-            product(x)
-        taken_s.append(clock_s() - started_s)
-    return min(taken_s)
-
-
 def _print_row(
     slots: int,
     n_requests: int,
@@ -191,7 +168,6 @@ def _print_row(
     ours: list[float],
     rollout_tokens: float,
     steps: list[Steps],
-    products_per_s: float,
 ) -> None:
     pairs = [b / a for a, b in zip(plain, ours, strict=True)]
     middle = [statistics.median(values) for values in (plain, ours, pairs)]
@@ -200,7 +176,7 @@ def _print_row(
     print(
         f"| {slots} | {n_requests} | {middle[0]:,.0f} | {middle[1]:,.0f} | {middle[2]:.2f} "
         f"({min(pairs):.2f}..{max(pairs):.2f}) | {rollout_tokens:.1f} "
-        f"| {per_s:,.1f} | {ceiling_per_s:,.1f} | {share:.2f} | {products_per_s / ceiling_per_s:.2f} |",
+        f"| {per_s:,.1f} | {ceiling_per_s:,.1f} | {share:.2f} |",
         flush=True,
     )
 

@@ -139,7 +139,7 @@ def commands(place: Path, row: Row, seed: int, steps: int) -> list[list[str]]:
     written = ["--run-dir", str(writing), *common, "--learner.eval_every=0", rollouts, *row.prepare]
     return [
         [sys.executable, "-m", "stillhouse.launch.cluster", "write", str(file), *written],
-        [sys.executable, "-m", "replay", str(file), *own],
+        [sys.executable, "-m", "stillhouse.launch.cluster", "replay", str(file), *own],
     ]
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.race.race import OURS, PEER, Race, pair_table, role_table, run_table
-from bench.race.race_runs import ROOT, TRL_PYTHON, make, ours, read, trl
+from bench.race.race_runs import TRL_PYTHON, make, ours, read, trl
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR, TRAIN_JSONL
 
 ROLLOUTS: Final = 64
@@ -39,7 +39,6 @@ SAME: Final[dict[str, Any]] = {
     "student": str(STUDENT_DIR),
     "teacher": str(TEACHER_DIR),
     "prompts": str(TRAIN_JSONL),
-    "privileged": "",
     "trl": {"beta": 1.0, "gradient_checkpointing": False},
 }
 """TRL with the schedule of the demo. Computing activations twice (gradient_checkpointing) is TRL's default; it saves
@@ -56,31 +55,13 @@ SWEEP: Final[dict[str, dict[str, Any]]] = {
     "lr 1e-3, 32 rollouts": SAME | {"rollouts": 32, "steps": 200},
 }
 TRL_BEST: Final = "lr 1e-3, beta 0.5"
-SMOLLM2: Final[dict[str, Any]] = {
-    "lr": 2e-5,
-    "warmup_steps": 2,
-    "min_lr_ratio": 0.1,
-    "steps": 6,
-    "threads": 2,
-    "rollouts": 8,
-    "max_new_tokens": 48,
-    "student": str(ROOT / "examples/smollm2/model"),
-    "prompts": str(ROOT / "examples/smollm2/questions.jsonl"),
-    "privileged": "Answer in at most five words. ",
-    "trl": {"gradient_checkpointing": False},
-}
-"""examples/smollm2/context.toml: the teacher is the student itself with an instruction in its prompt."""
-OURS_SMOLLM2: Final = (
-    *("--config", "examples/smollm2/context.toml", "--divergence=reverse_kl", "--teacher.payload=hidden"),
-    "--buffer.max_top_k_bytes=2048",  # a hidden state of 576 numbers has 1,152 bytes
-)
-EVALUATORS: Final = {"builtin": "bench.race.evaluate_checkpoints", "smollm2": "bench.race.evaluate_context"}
-SCORES: Final = {"builtin": ("accuracy_sampled",), "smollm2": ("reverse_kl", "mean_tokens")}
+EVALUATOR: Final = "bench.race.evaluate_checkpoints"
+SCORE: Final = "accuracy_sampled"
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    evaluator = [EVALUATORS[args.model], *([f"--answers={args.answers}"] if args.model == "builtin" else [])]
+    evaluator = [EVALUATOR, f"--answers={args.answers}"]
     for side, settings, seed in [] if args.markdown else wanted(args):
         run = args.folder / f"{side.lower()}-{settings.replace(' ', '_').replace(',', '')}-{seed}"
         if not (run / "result.json").exists():
@@ -88,19 +69,18 @@ def main() -> int:
             if side == PEER:
                 train = partial(trl, given=trl_settings(args, settings, seed))
             race = make(run, settings, seed, train, evaluator)
-            print(run_table([race], SCORES[args.model][0], steps_shown([race]))[-1], flush=True)
+            print(run_table([race], SCORE, steps_shown([race]))[-1], flush=True)
     print("\n".join(report(read(args.folder), args)))
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where runs are kept; one folder per model")
-    parser.add_argument("--model", choices=tuple(EVALUATORS), default="builtin")
-    parser.add_argument("--settings", default="", help="default: same,best; same for smollm2")
+    parser.add_argument("--folder", type=Path, required=True, help="where runs are kept")
+    parser.add_argument("--settings", default="same,best")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--lr", type=float, default=0.0, help="learning rate of `same`; 1e-3, smollm2: 2e-5")
-    parser.add_argument("--steps", type=int, default=0, help="steps of `same`; 100, smollm2: 6")
+    parser.add_argument("--lr", type=float, default=SAME["lr"], help="learning rate of `same`")
+    parser.add_argument("--steps", type=int, default=SAME["steps"], help="steps of `same`")
     parser.add_argument("--threads", type=int, default=0, help="TRL's threads, if not those of its settings (2)")
     parser.add_argument("--only", choices=(OURS, PEER), help="make the runs of one side only")
     parser.add_argument("--sweep", action="store_true", help="make TRL's rows of SWEEP with the first seed")
@@ -109,16 +89,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=float, default=0.75)
     parser.add_argument("--markdown", action="store_true", help="only print the tables")
     args = parser.parse_args(arguments)
-    builtin = args.model == "builtin"
-    args.settings = args.settings or ("same,best" if builtin else "same")
-    args.lr = args.lr or (SAME if builtin else SMOLLM2)["lr"]
-    args.steps = args.steps or (SAME if builtin else SMOLLM2)["steps"]
-    if unknown := set(args.settings.split(",")) - ({"same", "best"} if builtin else {"same"}):
-        parser.error(f"unknown settings {sorted(unknown)}; there are same and, for the built-in models, best")
-    if args.sweep and not builtin:
-        parser.error("--sweep is for the built-in models")
-    if not builtin:
-        args.save_every = 0  # a checkpoint has 540 MB: only the last one is evaluated
+    if unknown := set(args.settings.split(",")) - {"same", "best"}:
+        parser.error(f"unknown settings {sorted(unknown)}; there are same and best")
     if not args.markdown and args.only != OURS and not TRL_PYTHON.exists():
         parser.error(f"{TRL_PYTHON} is not there; make trl installs it")
     return args
@@ -138,12 +110,14 @@ def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def our_words(args: argparse.Namespace, settings: str, seed: int) -> list[str]:
-    equal = [f"--learner.lr={args.lr}", f"--steps={args.steps}"]
-    if args.model == "smollm2":
-        return [*OURS_SMOLLM2, f"--seed={seed}", *equal]
     words = ["--config", "examples/demo.toml", f"--seed={seed}"]
     if settings == "same":
-        words += [*equal, f"--buffer.batch_rollouts={ROLLOUTS}", "--learner.updates_per_batch=1"]
+        words += [
+            f"--learner.lr={args.lr}",
+            f"--steps={args.steps}",
+            f"--buffer.batch_rollouts={ROLLOUTS}",
+            "--learner.updates_per_batch=1",
+        ]
         words += [f"--learner.warmup_steps={SAME['warmup_steps']}", "--learner.schedule=cosine"]
         words += [f"--learner.min_lr_ratio={SAME['min_lr_ratio']}"]
     return words
@@ -154,7 +128,7 @@ def trl_settings(args: argparse.Namespace, settings: str, seed: int) -> dict[str
     if args.threads:
         own["threads"] = args.threads
     if settings == "same":
-        return (SAME if args.model == "builtin" else SMOLLM2) | {"lr": args.lr, "steps": args.steps} | own
+        return SAME | {"lr": args.lr, "steps": args.steps} | own
     return SWEEP[TRL_BEST if settings == "best" else settings] | own
 
 
@@ -163,11 +137,8 @@ def steps_shown(races: Sequence[Race]) -> list[int]:
 
 
 def report(races: Sequence[Race], args: argparse.Namespace) -> list[str]:
-    target = args.target if args.model == "builtin" else None
-    lines = [] if target is None else pair_table(races, SCORES["builtin"][0], target)
-    for score in SCORES[args.model]:
-        lines += ["", f"{score}:", "", *run_table(races, score, steps_shown(races), target)]
-    return [*lines, "", *role_table(races)]
+    runs = run_table(races, SCORE, steps_shown(races), args.target)
+    return [*pair_table(races, SCORE, args.target), "", f"{SCORE}:", "", *runs, "", *role_table(races)]
 
 
 if __name__ == "__main__":

@@ -92,35 +92,12 @@ def distillation(settings: Settings, rows: Sequence[Mapping[str, Any]], tokenize
     return trl.DistillationTrainer(settings["student"], settings["teacher"], args, prompts, processing_class=tokenizer)
 
 
-def self_distillation(settings: Settings, rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Any:
-    """Context distillation: the teacher is the student at its start, with text in its prompt that the student does not
-    read. DistillationTrainer has no such text; this trainer of TRL's experimental part has."""
-    sdft: Any = importlib.import_module("trl.experimental.sdft")
-    args = sdft.SDFTConfig(
-        per_device_train_batch_size=settings["rollouts"],
-        temperature=1.0,
-        num_generations=1,
-        teacher_model_kind="base",
-        teacher_prompt_template="{privileged_context}{prompt}",
-        distillation_mode="full_logits",
-        distillation_alpha=1.0,  # reverse KL
-        **common(settings),
-    )
-    prompts = [
-        {"prompt": [{"role": "user", "content": row["prompt"]}], "privileged_context": settings["privileged"]}
-        for row in rows
-    ]
-    return sdft.SDFTTrainer(
-        settings["student"], args, train_dataset=Dataset.from_list(prompts), processing_class=tokenizer
-    )
-
-
 def main() -> None:
     settings: Settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(settings["threads"])
     tokenizer = AutoTokenizer.from_pretrained(settings["student"], padding_side="left")
     rows = [json.loads(line) for line in Path(settings["prompts"]).read_text(encoding="utf-8").splitlines()]
-    trainer = (self_distillation if settings["privileged"] else distillation)(settings, rows, tokenizer)
+    trainer = distillation(settings, rows, tokenizer)
     clock = Clock(settings, tokenizer)
     trainer.add_callback(clock)
     clock.start()

@@ -1,10 +1,9 @@
-"""Seconds from the learner's `publish` until the last of N actor processes has the weights: four ways, side by side.
+"""Seconds from the learner's `publish` until the last of N actor processes has the weights: three ways, side by side.
 
-    python bench/transfer/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5] [--no-snapshot] [--join]
+    python bench/transfer/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5]
 
     publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
                  member's answer and the announcement. With --transport wire: encrypted, from one port
-    snapshot     write the file, and every actor reads it with its checksum: what transport = folder does
     per tensor   what many trainers do: an own gloo group with a full mesh, one blocking broadcast per tensor, into
                  memory that is allocated and touched beforehand; no checks, no answers
     flat         the same with one broadcast of all bytes: the least that a collective can cost
@@ -19,16 +18,12 @@ checksums, and copies B once for the staging.
 All on this machine over loopback, so that N actors share its cores. 0.8 MB are the built-in student's own tensors,
 any other size is made of 310 tensors (a 28-layer Qwen3 has as many). The first turn of each way is thrown away, medians
 are shown. The engine only records, so that nothing but the transport is measured.
-
-With --join instead: one more actor joins a group of N that has the newest version. Seconds from the learner's word of
-it until the newcomer has that version staged, and until the new group stands.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import signal
 import statistics
 import tempfile
 import threading
@@ -52,7 +47,6 @@ from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.group_operations import connect_store, host_store
 from stillhouse.weights.manifest import Manifest
 from stillhouse.weights.publisher import Publisher
-from stillhouse.weights.snapshot import write_snapshot
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
 
 HOST = "127.0.0.1"
@@ -68,18 +62,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.8, 256.0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transport", choices=["collective", "wire"], default="collective", help="of the publisher")
-    parser.add_argument("--join", action="store_true", help="measure what an actor that joins costs")
-    parser.add_argument("--no-snapshot", action="store_true", help="leave files out, which take longest")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.join:
-        for megabytes in args.megabytes:
-            for actors in args.actors:
-                print_join(actors, large_tensors(megabytes), args.repeats, args.transport)
-        return
-    print(f"{'actors':>6} {'MB':>6} {'tensors':>7} | {'publisher s':>11} {'confirmed s':>11} {'snapshot s':>10} "
+    print(f"{'actors':>6} {'MB':>6} {'tensors':>7} | {'publisher s':>11} {'confirmed s':>11} "
           f"{'per tensor s':>12} {'flat s':>7} | "
-          f"{'snapshot/ours':>13} {'per tensor/ours':>15} {'flat/ours':>9}")  # fmt: skip
+          f"{'per tensor/ours':>15} {'flat/ours':>9}")  # fmt: skip
     for megabytes in args.megabytes:
         for actors in args.actors:
             named = student_tensors() if megabytes == 0.8 else large_tensors(megabytes)
@@ -87,9 +74,7 @@ def main() -> None:
             if needed > 0.6 * free:
                 print(f"{actors:>6} {megabytes:>6.1f}: left out, needs {needed >> 20} MiB of {free >> 20} MiB free")
                 continue
-            print_row(
-                actors, named, measure(actors, named, args.repeats, args.transport, snapshot=not args.no_snapshot)
-            )
+            print_row(actors, named, measure(actors, named, args.repeats, args.transport))
 
 
 def student_tensors() -> Named:
@@ -110,7 +95,6 @@ class Timings:
 
     publisher: list[float] = field(default_factory=list[float])
     confirmed: list[float] = field(default_factory=list[float])
-    snapshot: list[float] = field(default_factory=list[float])
     per_tensor: list[float] = field(default_factory=list[float])
     flat: list[float] = field(default_factory=list[float])
     cpu: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
@@ -132,14 +116,14 @@ class CpuMeter:
 
 
 def print_row(actors: int, named: Named, timings: Timings) -> None:
-    ours, confirmed, snapshot, plain, flat = (
+    ours, confirmed, plain, flat = (
         statistics.median(values[1:] or [math.nan])
-        for values in (timings.publisher, timings.confirmed, timings.snapshot, timings.per_tensor, timings.flat)
+        for values in (timings.publisher, timings.confirmed, timings.per_tensor, timings.flat)
     )
     megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
-    print(f"{actors:>6} {megabytes:>6.1f} {len(named):>7} | {ours:>11.4f} {confirmed:>11.4f} {snapshot:>10.4f} "
+    print(f"{actors:>6} {megabytes:>6.1f} {len(named):>7} | {ours:>11.4f} {confirmed:>11.4f} "
           f"{plain:>12.4f} {flat:>7.4f} | "
-          f"{snapshot / ours:>13.2f} {plain / ours:>15.2f} {flat / ours:>9.2f}", flush=True)  # fmt: skip
+          f"{plain / ours:>15.2f} {flat / ours:>9.2f}", flush=True)  # fmt: skip
     cpu = {way: statistics.median(readings[1:]) for way, readings in timings.cpu.items()}
     figures = ", ".join(f"{way} {cpu_s:.3f}" for way, cpu_s in cpu.items())
     print(
@@ -147,13 +131,11 @@ def print_row(actors: int, named: Named, timings: Timings) -> None:
     )
 
 
-def measure(actors: int, named: Named, repeats: int, transport: str, *, snapshot: bool) -> Timings:
+def measure(actors: int, named: Named, repeats: int, transport: str) -> Timings:
     """One way after the other: together they would need three times the memory."""
     timings = Timings()
     with tempfile.TemporaryDirectory() as folder:
         measure_publisher(actors, named, repeats, Path(folder) / "publisher", timings, transport)
-        if snapshot:
-            timings.snapshot = measure_snapshot(actors, named, repeats, Path(folder) / "snapshot")
     with PerTensorFleet(actors, named) as plain:
         timings.per_tensor = plain.broadcasts(repeats + 1, CpuMeter(timings, "per tensor", actors, named))
     run_B = torch.cat(byte_views(named))
@@ -191,64 +173,6 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
                 timings.confirmed.append(time.monotonic() - began_s)
                 staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S)
             timings.publisher.append(max(s.at_s for s in staged.values()) - began_s)
-
-
-def print_join(actors: int, named: Named, repeats: int, transport: str) -> None:
-    staged_s, whole_s = measure_join(actors, named, repeats, transport)
-    megabytes = sum(tensor.nbytes for _, tensor in named) / 1e6
-    print(f"{actors} actors, one joins, {megabytes:.0f} MB: the newcomer has the newest version after "
-          f"{statistics.median(staged_s):.2f} s ({min(staged_s):.2f} to {max(staged_s):.2f}), the group stands after "
-          f"{statistics.median(whole_s):.2f} s", flush=True)  # fmt: skip
-
-
-def measure_join(actors: int, named: Named, repeats: int, transport: str) -> tuple[list[float], list[float]]:
-    """The former newcomer leaves before each repeat, and a version follows, so that every group is a new one and no
-    work of the former repeat can be used again."""
-    staged_s: list[float] = []
-    whole_s: list[float] = []
-    config = WeightsConfig(
-        transport=transport, join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, join_window_s=0.0, delta="off"
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ActorFleet(digests=False) as fleet,
-        Publisher(
-            config, snapshot_dir=Path(folder), post_plan=fleet.post_plan, published=lambda version, broadcast_s: None
-        ) as publisher,
-    ):
-        fleet.start(f"actor-{index}" for index in range(actors))
-        for step in range(1, repeats + 2):
-            publisher.membership(fleet.membership(without=["newcomer"]))
-            publisher.wait_idle(TIMEOUT_S)
-            publisher.publish(WeightVersion(0, step), named)
-            publisher.wait_idle(TIMEOUT_S)
-            if "newcomer" in fleet.actors:
-                fleet.signal("newcomer", signal.SIGKILL)
-            fleet.start(["newcomer"])
-            fleet.report("newcomer", TIMEOUT_S)  # it has started
-            began_s = time.monotonic()
-            publisher.membership(fleet.membership())
-            staged = fleet.wait_for(WeightVersion(0, step), TIMEOUT_S, ["newcomer"])
-            staged_s.append(staged["newcomer"].at_s - began_s)
-            publisher.wait_idle(TIMEOUT_S)
-            whole_s.append(time.monotonic() - began_s)
-    return staged_s[1:], whole_s[1:]
-
-
-def measure_snapshot(actors: int, named: Named, repeats: int, folder: Path) -> list[float]:
-    seconds: list[float] = []
-    with ActorFleet(digests=False) as fleet:
-        fleet.start(f"actor-{index}" for index in range(actors))
-        for name in fleet.actors:
-            fleet.report(name, TIMEOUT_S)
-        for step in range(1, repeats + 2):
-            began_s = time.monotonic()
-            ref = write_snapshot(folder, WeightVersion(0, step), named, keep=1)
-            for name in fleet.actors:
-                fleet.order(name, ref)
-            staged = fleet.wait_for(ref.version, TIMEOUT_S)
-            seconds.append(max(s.at_s for s in staged.values()) - began_s)
-    return seconds
 
 
 class PerTensorFleet:

@@ -1,7 +1,7 @@
 """Measures the cost of the protocol over plain pyzmq, and of encryption over the protocol: the same Segment frames,
 actor -> buffer, each acknowledged.
 
-    python bench/transfer/wire.py [--seconds 2] [--rounds 3] [--ray]
+    python bench/transfer/wire.py [--seconds 2] [--rounds 3]
 
 Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
 codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
@@ -9,9 +9,6 @@ protocol.Server with all of that; "curve" is ours with the keys of a run. All ke
 unacknowledged. Rounds alternate; medians are shown. "checksum" is what the checksums of a segment's frames cost both
 ends, of the "cpu us" of ours. "cpu us" is the processor time of both processes per message; the
 round trip is one message at a time, until its answer is in the caller's hands.
-
---ray adds a `ray.util.queue.Queue` (`bench/transfer/wire_ray.py`), one segment per call and 64 per call. It needs the
-package: pip install ray==2.60.0, best into an environment of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ import numpy as np
 import psutil
 import zmq
 
-from bench.transfer import wire_ray
 from stillhouse.buffer.acks import acknowledged_together
 from stillhouse.buffer.peers import Outgoing
 from stillhouse.protocol.client import Client
@@ -270,37 +266,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of sending, per measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--round-trips", type=int, default=500)
-    parser.add_argument("--ray", action="store_true", help="also through a Ray queue")
     arguments = parser.parse_args()
-    if arguments.ray and not wire_ray.available():
-        parser.error("--ray needs the package ray: pip install ray==2.60.0")
     with tempfile.TemporaryDirectory() as folder:
         make_keys(Path(folder) / "keys")
         ways = {"bare": BARE, "ours": OURS, "curve": encrypted(Path(folder) / "keys")}
-        compare(ways, arguments.seconds, arguments.rounds, arguments.round_trips, ray=arguments.ray)
+        compare(ways, arguments.seconds, arguments.rounds, arguments.round_trips)
 
 
-def through_ray(load: Load, seconds: float, round_trips: int, *, batches: bool) -> Result:
-    header = bytes(encode(load.segment(0), load.arrays)[0])
-    per_s, cpu_s, round_trip_s = wire_ray.measure((header, *load.arrays), seconds, round_trips, WINDOW, batches=batches)
-    return Result(per_s, per_s * load.n_bytes / 1e6, cpu_s * 1e6, round_trip_s * 1e6)
-
-
-def compare(ways: dict[str, Way], seconds: float, rounds: int, round_trips: int, *, ray: bool) -> None:
-    queues = {"ray": False, "ray by 64": True} if ray else {}
+def compare(ways: dict[str, Way], seconds: float, rounds: int, round_trips: int) -> None:
     print(f"{'tokens':>7} {'way':>14} {'messages/s':>11} {'MB/s':>8} {'cpu us':>7} {'round trip us':>14}")
     for n_tokens in TOKENS:
         load = Load(n_tokens)
-        results: dict[str, list[Result]] = {name: [] for name in (*ways, *queues)}
+        results: dict[str, list[Result]] = {name: [] for name in ways}
         for _ in range(rounds):
             for name, way in ways.items():
                 results[name].append(measure(way, load, seconds, round_trips))
-            for name, batches in queues.items():
-                results[name].append(through_ray(load, seconds, round_trips, batches=batches))
         medians = {name: Result(*map(statistics.median, zip(*rows, strict=True))) for name, rows in results.items()}
         for name, row in medians.items():
             print(f"{n_tokens:7d} {name:>14} {row[0]:11.0f} {row[1]:8.1f} {row[2]:7.0f} {row[3]:14.0f}")
-        for name, base in (("ours", "bare"), ("curve", "ours"), *((name, "ours") for name in queues)):
+        for name, base in (("ours", "bare"), ("curve", "ours")):
             ratios = [of / over for of, over in zip(medians[name], medians[base], strict=True)]
             what = f"{name}/{base}"
             print(f"{n_tokens:7d} {what:>14} {ratios[0]:11.2f} {ratios[1]:8.2f} {ratios[2]:7.2f} {ratios[3]:14.2f}")

@@ -189,5 +189,4 @@ def test_random_conversations_agree_with_the_second_account() -> None:
 
 @pytest.mark.slow
 def test_many_random_conversations_agree_with_the_second_account() -> None:
-    """`bench/token_graph.py` runs a million."""
     run_conversations(range(2_000, 30_000))
