@@ -187,7 +187,9 @@ def test_what_is_let_go_is_in_no_cycle(release: Release, settings: dict[str, Any
         run.restart_learner(run.step, 1, next_task_id=run.next_task)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        found = Counter(type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("buffer."))
+        found = Counter(
+            type(one).__name__ for one in gc.garbage if type(one).__module__.startswith("stillhouse.buffer.")
+        )
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -53,7 +53,8 @@ TYPED: Final = {
     "render k8s --name big --private big-private --config topology.toml --cluster.image registry/stillhouse:1 "
     "--actor.engine torch --teacher.engine torch": AS_IT_STANDS,
     "render skypilot --name big --volume runs --accelerator H100 --config topology.toml": AS_IT_STANDS,
-    "-m stillhouse.replay": "tests/integration/test_replay.py",
+    "replay": "tests/integration/test_replay.py",
+    "completion bash": "tests/launch/test_completion.py",
 }
 NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),
@@ -74,8 +75,7 @@ NEEDS_MORE: Final = {
 def commands() -> Iterator[str]:
     for page in PAGES:
         for found in COMMAND.finditer(re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))):
-            typed = " ".join(words(found["rest"].split(" > ")[0]))
-            yield f"-m {found['module']} {typed}".strip() if found["module"] else typed
+            yield " ".join(words(found["rest"].split(" > ")[0]))
 
 
 def test_every_command_of_the_pages_is_typed() -> None:
@@ -98,7 +98,7 @@ def test_help_describes_every_command_with_words_that_it_knows(capsys: pytest.Ca
     for typed in (["--help"], ["--help", "learner"], ["--help", "learner.lr"], ["--help", "all"]):
         assert main(typed) == 0
     said = capsys.readouterr().out
-    assert set(re.findall(r"^ +cluster\.py (\w+)", said, re.MULTILINE)) == COMMANDS.keys()
+    assert set(re.findall(r"^ +stillhouse ([\w-]+)", said, re.MULTILINE)) == COMMANDS.keys()
 
 
 @pytest.fixture

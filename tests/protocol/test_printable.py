@@ -88,7 +88,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
 ) -> None:
     """Real sockets: Hellos and other messages with line ends in every text that they have."""
     logger, stream = log
-    monkeypatch.setattr("protocol.server.log", logger)
+    monkeypatch.setattr("stillhouse.protocol.server.log", logger)
     server = Server("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=60.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     good = m.Hello("actor", "actor-0", "first", RUN, VOCAB)

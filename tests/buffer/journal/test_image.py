@@ -100,7 +100,7 @@ def imported_by(file: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            head, _, rest = node.module.partition(".")
+            head, _, rest = node.module.removeprefix("stillhouse.").partition(".")
             if head == "protocol":
                 found.update([rest.partition(".")[0]] if rest else [name.name for name in node.names])
     return found
