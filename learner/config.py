@@ -12,8 +12,11 @@ from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
 from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+"""Files of adapters, in peft's format."""
 RUN_FOLDER: Final = "{run}"
-"""Beginning of a path in the run's own folder, which has its name only when the run starts."""
+"""RanksBegin of a path in the run's own folder, which has its name only when the run starts."""
 
 
 class LoraConfig(Settings, frozen=True, kw_only=True):

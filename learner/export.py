@@ -27,9 +27,9 @@ from typing import Final, NamedTuple
 import msgspec
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError, verify
+from stillhouse.learner.checkpoints.files import CheckpointError, verify
 from stillhouse.learner.checkpoints.stored import StoredCheckpoints
-from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.config import ADAPTER_CONFIG, LoraConfig
 from stillhouse.learner.step.lora import BASE, Adapters, BaseModel
 from stillhouse.models.loading import load_causal_lm, save_hf
 from stillhouse.models.tokenizer import load_tokenizer

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.engines.registry import find_engine
-from stillhouse.learner.checkpoints.checkpoint import load_checkpoint, restore_rng
+from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
 from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
@@ -30,7 +31,7 @@ from stillhouse.learner.offline import OfflineMixer, open_mixer
 from stillhouse.learner.prompts.records import DataError
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from stillhouse.learner.ranks.group import Ranks
-from stillhouse.learner.ranks.messages import Beginning
+from stillhouse.learner.ranks.messages import RanksBegin
 from stillhouse.learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch, read_metrics
 from stillhouse.learner.reports.progress import RESTORED, AccountFile, Progress
 from stillhouse.learner.reports.settings import all_settings, compared_settings
@@ -38,8 +39,6 @@ from stillhouse.learner.reports.trackers.feed import Trackers
 from stillhouse.learner.run_config import LearnerRunConfig
 from stillhouse.learner.step.critic import CriticStateError
 from stillhouse.learner.step.ema import StudentEma
-from stillhouse.learner.step.make_trainer import make_trainer
-from stillhouse.learner.step.teacher_heads import teacher_heads
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.learner.written import WrittenStream
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
@@ -155,18 +154,9 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
     prompts = load_prompts(learner.tasks, config.environments)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
-    beginning = Beginning(None if checkpoint is None else str(checkpoint), found.version if found else None, n_vocab)
-    ranks.lead("begin", lambda: msgspec.json.encode(beginning))
-    trainer = make_trainer(
-        config.models.student,
-        learner,
-        steps=config.steps,
-        vocab_tokens=n_vocab,
-        seed=config.seed,
-        checkpoint=checkpoint,
-        ranks=ranks,
-        head_of=teacher_heads(config),
-    )
+    beginning = RanksBegin(None if checkpoint is None else str(checkpoint), found.version if found else None, n_vocab)
+    ranks.announce("begin", lambda: msgspec.json.encode(beginning))
+    trainer, state = first_trainer(config, checkpoint, vocab_tokens=n_vocab, ranks=ranks)
     members = find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)
     if members.kind == "servers":
         pieces = checkpoint_pieces(trainer.model, trainer.named_weights())
@@ -177,13 +167,10 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
         members = replace(members, adapter_config=trainer.adapters.config_text())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
-    if checkpoint is None:
+    if state is None:
         stream = stream_kind(learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids)
         version, average = None, dict[str, Tensor]()
     else:
-        state = load_checkpoint(checkpoint)
-        trainer.load_state_dict(state.optimizer)
-        trainer.critic.load_state_dict(state.value_head)
         stream = stream_kind.from_state(
             learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks, top_ids=config.top_ids
         )
@@ -282,7 +269,7 @@ def _make_loop(
     if recorder is not None:
         stack.callback(recorder.close)
     ema = _student_ema(ctx, start, client, write_account)
-    alone = start.trainer.ranks.size == 1
+    alone = start.trainer.ranks.world_size == 1
     checkpoints = CheckpointWriter(stage, saved=saved, failed=write_account, keep_waiting=alone)
     loop = LearnerLoop(
         client=client,
@@ -323,7 +310,7 @@ def _export(
 
     trainer, out = start.trainer, ctx.run_dir / EXPORT
     assert trainer.adapters is not None and progress.checkpoint is not None
-    if trainer.ranks.size > 1:  # no process has the student in full
+    if trainer.ranks.world_size > 1:  # no process has the student in full
         exported = from_checkpoint(progress.checkpoint, out, ctx.config.models.student)
     else:
         exported = export(trainer.adapters, start.tokenizer, out)

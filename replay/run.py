@@ -31,11 +31,11 @@ from stillhouse.learner.checkpoints.checkpoint import (
     LearnerState,
     RngState,
     capture_rng,
-    load_checkpoint,
     restore_rng,
     save_checkpoint,
 )
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, newest, set_aside
+from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
 from stillhouse.learner.evaluation.figures import describe
@@ -152,20 +152,9 @@ def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path |
     for skipped in found.damaged if found is not None else ():
         _say(f"{skipped}; it is kept as {set_aside(skipped.path)}")
     checkpoint = found.path if found is not None else None
-    trainer = make_trainer(
-        config.models.student,
-        config.learner,
-        steps=config.steps,
-        vocab_tokens=_vocab(tokenizer),
-        seed=config.seed,
-        checkpoint=checkpoint,
-        head_of=teacher_heads(config),
-    )
-    if checkpoint is None:
+    trainer, state = first_trainer(config, checkpoint, vocab_tokens=_vocab(tokenizer))
+    if state is None:
         return Start(trainer, ReplayProgress(), None)
-    state = load_checkpoint(checkpoint)
-    trainer.load_state_dict(state.optimizer)
-    trainer.critic.load_state_dict(state.value_head)
     return Start(trainer, msgspec.convert(state.tasks, ReplayProgress), state.rng)
 
 

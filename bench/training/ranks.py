@@ -36,7 +36,7 @@ from stillhouse import builtin
 from stillhouse.launch.checks.memory import learner_need, read_shape
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.learner.ranks.group import RankGroup, Ranks
+from stillhouse.learner.ranks.group import ProcessGroup, Ranks
 from stillhouse.learner.step.make_trainer import make_trainer
 from stillhouse.protocol.addresses import free_port
 
@@ -86,9 +86,9 @@ def train(given: argparse.Namespace) -> None:
     size = int(os.environ["WORLD_SIZE"])
     before, _ = resident()
     context = size if given.divide else 1
-    ranks = RankGroup(device=torch.device("cpu"), timeout_s=LIMIT_S, context=context) if size > 1 else Ranks()
+    ranks = ProcessGroup(device=torch.device("cpu"), timeout_s=LIMIT_S, context=context) if size > 1 else Ranks()
     if size > 1:
-        ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]  # all run this same program
+        ranks.announce = lambda *_: None  # type: ignore[method-assign,assignment]  # all run this same program
     config = build(RunConfig, {"learner": settings(given, size)}).learner
     trainer = make_trainer(given.model, config, steps=1000, vocab_tokens=VOCABULARY, seed=0, ranks=ranks)
     random = np.random.default_rng(0)

@@ -6,7 +6,7 @@ if one ends with an error or is killed, it ends the others. They are not started
 its supervisor starts it again as it does with any learner: all ranks go on from the newest checkpoint, under a new
 epoch, while buffer and actors stay.
 
-Rank 0 has the loop and the links, and its exit code is the learner's. The others follow it (learner.ranks.follow)."""
+Rank 0 has the loop and the links, and its exit code is the learner's. The others follow it (learner.follow)."""
 
 from __future__ import annotations
 
@@ -179,14 +179,14 @@ def choose_interfaces(config: RunConfig) -> None:
 def _joined(ctx: RoleContext[RunConfig]) -> int:
     import torch
 
-    from stillhouse.learner.ranks import follow
-    from stillhouse.learner.ranks.group import RankGroup
+    from stillhouse.learner import follow
+    from stillhouse.learner.ranks.group import ProcessGroup
     from stillhouse.learner.worker import main as learner_main
     from stillhouse.models.loading import resolve_device
 
     learner = ctx.config.learner
     device = torch.device(resolve_device(learner.device))
-    ranks = RankGroup(
+    ranks = ProcessGroup(
         device=device,
         timeout_s=learner.rank_timeout_s,
         replicas=learner.replicas,
@@ -198,7 +198,7 @@ def _joined(ctx: RoleContext[RunConfig]) -> int:
         try:
             code = learner_main(ctx, ranks)
         finally:
-            ranks.lead("end")
+            ranks.announce("end")
     ranks.close()
     return code
 

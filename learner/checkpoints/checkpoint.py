@@ -45,7 +45,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.learner.checkpoints.files import (
-    ADAPTER_WEIGHTS,
     EMA,
     FORMAT,
     OPTIMIZER,
@@ -59,7 +58,9 @@ from stillhouse.learner.checkpoints.files import (
     verify,
     write_manifest,
 )
-from stillhouse.learner.checkpoints.tensor_file import Shares, layout_of, write_share
+from stillhouse.learner.checkpoints.tensor_file import layout_of, write_share
+from stillhouse.learner.config import ADAPTER_WEIGHTS
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.optimizer import AdamWState
 from stillhouse.models.loading import converted_on_saving, describe_hf, weights_to_save
 from stillhouse.protocol.atomic_file import usual_permissions

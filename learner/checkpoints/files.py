@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from stillhouse.learner.config import ADAPTER_CONFIG
 from stillhouse.protocol.atomic_file import sync
 from stillhouse.protocol.messages import WeightVersion
 
@@ -24,12 +25,9 @@ FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"
 TRAINER: Final = "trainer.json"
 WEIGHTS: Final = "model.safetensors"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 VALUE_HEAD: Final = "value_head.safetensors"
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""In place of config.json in a checkpoint that has only adapters."""
 ACCOUNTS: Final = ("learner*.json", "replay*.json")
 """Accounts of the learner and of replays: of this launch and, with a number, of former ones."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")

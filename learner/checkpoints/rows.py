@@ -10,7 +10,8 @@ from pathlib import Path
 
 from stillhouse.learner.checkpoints.packed_rows import pack, unpack
 from stillhouse.learner.checkpoints.stored import StoredRows, file_of_rows, name_of_rows
-from stillhouse.learner.checkpoints.tensor_file import Shares, placed
+from stillhouse.learner.checkpoints.tensor_file import placed
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.protocol.object_store import Store, StoreError
 
 

@@ -14,16 +14,15 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stillhouse.learner.checkpoints.packed_rows import opened, write_at
-from stillhouse.models.transfer import Rows, host_copy, rows_of
+from stillhouse.learner.ranks.shares import Shares
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -38,26 +37,6 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.bool: "BOOL",
 }
 _ALIGNED: Final = 8
-
-
-@dataclass(frozen=True)
-class Shares:
-    """What a process holds of named tensors."""
-
-    tensors: Mapping[str, Tensor]
-    """Whole ones, and this rank's rows of others."""
-    rows: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
-    """The places of those rows; empty where all is whole."""
-
-    @classmethod
-    def copied(cls, named: Iterable[tuple[str, Tensor]]) -> Self:
-        """Copies in host memory, one after the other."""
-        tensors, rows = dict[str, Tensor](), dict[str, Rows]()
-        for name, tensor in named:
-            tensors[name] = host_copy(tensor)
-            if (place := rows_of(tensor)) is not None:
-                rows[name] = place
-        return cls(tensors, rows)
 
 
 class Layout(NamedTuple):

@@ -10,7 +10,7 @@ training goes on, and the checkpoint before is untouched.
 
 With several ranks, each has a thread that writes its rows, unless another one with the same rows does
 (learner.ranks.mesh). Those on other hosts put them into the run's store, if it has one (learner.checkpoints.rows). Rank
-0 waits for all of them before it gives the checkpoint its name (`Ranks.told`). No collective is involved, so the
+0 waits for all of them before it gives the checkpoint its name (`Ranks.collected`). No collective is involved, so the
 training threads can use theirs.
 """
 
@@ -28,8 +28,8 @@ import msgspec
 from stillhouse.learner.checkpoints.checkpoint import share_files, write_shares
 from stillhouse.learner.checkpoints.rows import fetch_rows, put_rows
 from stillhouse.learner.checkpoints.stored import StoredRows
-from stillhouse.learner.checkpoints.tensor_file import Shares
 from stillhouse.learner.ranks.group import Ranks
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.progress import Progress
 from stillhouse.protocol.messages import Snapshot, WeightVersion
 from stillhouse.protocol.object_store import Store
@@ -194,13 +194,13 @@ class ShareWriter:
             said = _Said(errno=error.errno or 0, error=str(error))
         except BaseException as error:
             said = _Said(error=f"{type(error).__name__}: {error}")
-        self._ranks.tell(draft.name, msgspec.json.encode(said))
+        self._ranks.post(draft.name, msgspec.json.encode(said))
 
 
 def written_by_others(ranks: Ranks, draft: Path, store: Store | None, rows: StoredRows) -> list[int]:
     """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store, which is
     noted in `rows`. Raises OSError or RuntimeError if one of them has failed."""
-    answers = [msgspec.json.decode(one, type=_Said) for one in ranks.told(draft.name)]
+    answers = [msgspec.json.decode(one, type=_Said) for one in ranks.collected(draft.name)]
     for rank, said in enumerate(answers, start=1):
         if said.errno:
             raise OSError(said.errno, f"rank {rank}: {said.error}")

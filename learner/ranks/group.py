@@ -4,12 +4,12 @@ Each rank holds a share of every parameter, gradient and optimizer moment (FSDP2
 before a layer runs, its weights are gathered; after its backward pass, the ranks' gradients are added up and each keeps
 its share. All ranks must therefore make the same passes in the same order.
 
-    rank 0    the learner's loop. Each call of its trainer that the others must join is announced first (`lead`)
-    others    wait for what is announced, and make the same call of their own trainers (learner.ranks.follow)
+    rank 0    the learner's loop. Each call of its trainer that the others must join is announced first (`announce`)
+    others    wait for what is announced, and make the same call of their own trainers (learner.follow)
 
 An announcement goes through the store, a small server of torch's, because waiting there can go on for as long as the
 buffer has no batch. Everything behind it is a collective, and ends with an error after `timeout_s`. A decision that
-rests on what single ranks have seen is made by all from the same list of what each says (`agreed`).
+rests on what single ranks have seen is made by all from the same list of what each has seen (`all_gather`).
 
 `Ranks` itself is the case of one process.
 """
@@ -60,7 +60,7 @@ class _Header(msgspec.Struct, frozen=True):
     n_bytes: int
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Result(msgspec.Struct, frozen=True):
     """What a rank says where all must agree."""
 
     value: msgspec.Raw
@@ -75,24 +75,24 @@ class Ranks:
 
     rank = 0
     mesh = Mesh()
-    group: Group | None = None
+    context_group: Group | None = None
     """The ranks with which this one divides each of its sequences; None: it has them whole."""
 
     @property
-    def size(self) -> int:
-        return self.mesh.size
+    def world_size(self) -> int:
+        return self.mesh.world_size
 
     @property
-    def speaks(self) -> bool:
+    def writes(self) -> bool:
         """Whether this rank sends and writes its share of the parameters."""
-        return self.mesh.speaks(self.rank)
+        return self.mesh.writes(self.rank)
 
     @property
     def device(self) -> torch.device | None:
         """The device on which this rank computes. None: the model's."""
         return None
 
-    def lead(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
+    def announce(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         """On rank 0: have all other ranks make this call, with what `payload` gives. It is asked only if there are
         others."""
 
@@ -100,29 +100,29 @@ class Ranks:
         """Leave on each rank its share of the parameters of rank 0. Must come before an optimizer has them. `bfloat16`:
         products are in it."""
 
-    def together(self, forward: Callable[[], T]) -> T:
+    def forward(self, forward: Callable[[], T]) -> T:
         """Run a forward pass of the sharded model, at the same time as all other ranks."""
         return forward()
 
-    def agreed(self, make: Callable[[], T], kind: Any) -> list[T]:
+    def all_gather(self, make: Callable[[], T], kind: Any) -> list[T]:
         """What `make` gives on each rank, in their order; `kind` is its type. If it raises a BatchError on any of them,
         all raise an error of that class, with the rollouts of all."""
         return [make()]
 
-    def succeeded(self, make: Callable[[], T]) -> T:
-        """What `make` gives here, once it has succeeded on all ranks; errors as in `agreed`."""
+    def on_all(self, make: Callable[[], T]) -> T:
+        """What `make` gives here, once it has succeeded on all ranks; errors as in `all_gather`."""
         return make()
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""
 
-    def tell(self, subject: str, said: bytes) -> None:
-        """On any rank that speaks but 0, once per subject: tell rank 0 some text. From any thread; nothing is waited
+    def post(self, subject: str, said: bytes) -> None:
+        """On any rank that writes but 0, once per subject: leave rank 0 some text. From any thread; nothing is waited
         for."""
 
-    def told(self, subject: str) -> list[bytes]:
-        """On rank 0: what each other rank that speaks tells about it, in their order. From any thread; waits as long as
-        it takes. Raises RuntimeError when the process of one of them is gone."""
+    def collected(self, subject: str) -> list[bytes]:
+        """On rank 0: what each other rank that writes has posted about it, in their order. From any thread;
+        waits as long as it takes. Raises RuntimeError when the process of one of them is gone."""
         return []
 
     @property
@@ -133,7 +133,7 @@ class Ranks:
     def close(self) -> None: ...
 
 
-class RankGroup(Ranks):
+class ProcessGroup(Ranks):
     """A rank of several. The process group is torch's default one, which this makes."""
 
     def __init__(self, *, device: torch.device, timeout_s: float, replicas: int = 1, context: int = 1) -> None:
@@ -149,7 +149,7 @@ class RankGroup(Ranks):
             backend,
             store=PrefixStore("learner", self._store),
             rank=self.rank,
-            world_size=self.size,
+            world_size=self.world_size,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
@@ -157,10 +157,10 @@ class RankGroup(Ranks):
         self._store.set(f"pid/{self.rank}", f"{self._node}:{os.getpid()}")
         self._device = device
         self.shares = ShareLink(self.rank, self.mesh, timeout_s=timeout_s)
-        for members in self.mesh.together:
+        for members in self.mesh.context_groups:
             handle = dist.new_group(members, timeout=timeout)  # all ranks make all of them
             if self.rank in members:
-                self.group = Group(cast(dist.ProcessGroup, handle), members.index(self.rank), len(members))
+                self.context_group = Group(cast(dist.ProcessGroup, handle), members.index(self.rank), len(members))
         self._announced = 0
         self._root: Any = None
 
@@ -173,7 +173,7 @@ class RankGroup(Ranks):
         """Whether rank 0 is on another host."""
         return self._node != "0"
 
-    def lead(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
+    def announce(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         if self.rank:
             return
         data = payload()
@@ -217,11 +217,11 @@ class RankGroup(Ranks):
 
         self._root = sharded(model, self.device, self.mesh, bfloat16=bfloat16)
 
-    def together(self, forward: Callable[[], T]) -> T:
+    def forward(self, forward: Callable[[], T]) -> T:
         return cast(T, self._root(forward))
 
-    def agreed(self, make: Callable[[], T], kind: Any) -> list[T]:
-        said = [msgspec.msgpack.decode(one, type=_Said) for one in self._gather(msgspec.msgpack.encode(_tried(make)))]
+    def all_gather(self, make: Callable[[], T], kind: Any) -> list[T]:
+        said = [msgspec.msgpack.decode(one, type=_Result) for one in self._gather(msgspec.msgpack.encode(_tried(make)))]
         wrong = [(rank, one) for rank, one in enumerate(said) if one.error]
         if wrong:
             rollout_ids = list(dict.fromkeys(name for _, one in wrong for name in one.rollout_ids))
@@ -229,35 +229,37 @@ class RankGroup(Ranks):
             raise ERRORS[wrong[0][1].error](message, rollout_ids)
         return [msgspec.msgpack.decode(one.value, type=kind) for one in said]
 
-    def succeeded(self, make: Callable[[], T]) -> T:
+    def on_all(self, make: Callable[[], T]) -> T:
         made: list[T] = []
-        self.agreed(lambda: made.append(make()), None)
+        self.all_gather(lambda: made.append(make()), None)
         return made[0]
 
     def _gather(self, data: bytes) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([len(data)]))
         longest = max(int(size) for size in sizes)
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(gathered, own)
         return [one[: int(size)].numpy().tobytes() for one, size in zip(gathered, sizes, strict=True)]
 
-    def add_up(self, tensors: list[Tensor]) -> None:
+    def all_reduce(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             dist.all_reduce(tensor)
 
-    def tell(self, subject: str, said: bytes) -> None:
-        self._store.set(f"told/{subject}/{self.rank}", said.decode())
+    def post(self, subject: str, said: bytes) -> None:
+        self._store.set(f"posted/{subject}/{self.rank}", said.decode())
 
-    def told(self, subject: str) -> list[bytes]:
-        return [self._wait(f"told/{subject}/{rank}", rank) for rank in range(1, self.size) if self.mesh.speaks(rank)]
+    def collected(self, subject: str) -> list[bytes]:
+        return [
+            self._wait(f"posted/{subject}/{rank}", rank) for rank in range(1, self.world_size) if self.mesh.writes(rank)
+        ]
 
     @property
     def staging(self) -> Staging:
         return StagingByRanks(
-            self.shares, self.mesh, lambda stage: self.lead("stage", lambda: msgspec.json.encode(stage))
+            self.shares, self.mesh, lambda stage: self.announce("stage", lambda: msgspec.json.encode(stage))
         )
 
     def close(self) -> None:
@@ -273,9 +275,9 @@ def _has_ended(process: int) -> bool:
         return True
 
 
-def _tried(make: Callable[[], Any]) -> _Said:
+def _tried(make: Callable[[], Any]) -> _Result:
     try:
-        return _Said(msgspec.Raw(msgspec.msgpack.encode(make())))
+        return _Result(msgspec.Raw(msgspec.msgpack.encode(make())))
     except BatchError as error:
         kind = next(cls for cls in type(error).__mro__ if cls.__name__ in ERRORS)
-        return _Said(msgspec.Raw(b"\xc0"), kind.__name__, str(error), error.rollout_ids)
+        return _Result(msgspec.Raw(b"\xc0"), kind.__name__, str(error), error.rollout_ids)

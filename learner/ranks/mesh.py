@@ -7,7 +7,7 @@ batch. The only place that knows.
 
 After a layer's backward pass gradients are added up over the shares of each replica, then over the replicas. The ranks
 of a replica have consecutive numbers: where each host has a replica, gathering stays within the host. Replica 0, with
-rank 0 in it, speaks for all: it alone sends weights and writes checkpoints.
+rank 0 in it, acts for all: it alone sends weights and writes checkpoints.
 
 Independently of this, `context` ranks with consecutive numbers train the same part of a batch: each has some tokens of
 every sequence of it (models.divided).
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Mesh(NamedTuple):
-    """Arrangement of `size` ranks in `replicas`."""
+    """Arrangement of `world_size` ranks in `replicas`."""
 
-    size: int = 1
+    world_size: int = 1
     replicas: int = 1
     context: int = 1
 
@@ -40,31 +40,31 @@ class Mesh(NamedTuple):
     @property
     def shares(self) -> int:
         """Into how many shares each parameter is divided: the ranks of a replica."""
-        return self.size // self.replicas
+        return self.world_size // self.replicas
 
     def share(self, rank: int) -> int:
         """Which share of the parameters a rank holds."""
         return rank % self.shares
 
-    def speaks(self, rank: int) -> bool:
+    def writes(self, rank: int) -> bool:
         """Whether this rank sends and writes its share. Exactly one of those who hold it does."""
         return rank < self.shares
 
     @property
     def parts(self) -> int:
         """Into how many parts a batch is divided."""
-        return self.size // self.context
+        return self.world_size // self.context
 
     def part(self, rank: int) -> int:
         """Which part of each batch a rank trains, alone or with others."""
         return rank // self.context
 
     @property
-    def together(self) -> list[list[int]]:
+    def context_groups(self) -> list[list[int]]:
         """The ranks that train the same part, by part; none if each trains one alone."""
         if self.context == 1:
             return []
-        return [list(range(first, first + self.context)) for first in range(0, self.size, self.context)]
+        return [list(range(first, first + self.context)) for first in range(0, self.world_size, self.context)]
 
     def of_devices(self, kind: str) -> DeviceMesh:
         """torch's view of it, for FSDP, which divides parameters along the last dimension and copies them along the
@@ -72,5 +72,5 @@ class Mesh(NamedTuple):
         from torch.distributed.device_mesh import init_device_mesh
 
         if self.replicas == 1:
-            return init_device_mesh(kind, (self.size,), mesh_dim_names=("share",))
+            return init_device_mesh(kind, (self.world_size,), mesh_dim_names=("share",))
         return init_device_mesh(kind, (self.replicas, self.shares), mesh_dim_names=("replica", "share"))

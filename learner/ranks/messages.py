@@ -13,7 +13,7 @@ from stillhouse.learner.batch import TrainItem
 from stillhouse.protocol.messages import BatchItem, WeightVersion
 
 
-class Beginning(msgspec.Struct, frozen=True):
+class RanksBegin(msgspec.Struct, frozen=True):
     """What rank 0 has found out before it loads its own share."""
 
     checkpoint: str | None

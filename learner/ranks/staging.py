@@ -129,7 +129,7 @@ class OwnShare:
 
     def __init__(self, streams: WeightStreams, rank: int, mesh: Mesh) -> None:
         self.streams = streams
-        self._speaks, self._share, self._shares = mesh.speaks(rank), mesh.share(rank), mesh.shares
+        self._writes, self._share, self._shares = mesh.writes(rank), mesh.share(rank), mesh.shares
         self._staged: dict[int, StagedWeights] = {}
         self._numbers: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -137,7 +137,7 @@ class OwnShare:
     def fill(self, stage: Stage, named: Iterable[tuple[str, Weight]]) -> None:
         """Copy this rank's share of the weights, if it is to be asked for it. All ranks call it at the same time:
         adapters are merged by all together. Raises ValueError for weights that are not divided by rows."""
-        if not self._speaks:
+        if not self._writes:
             for name, weight in named:
                 if isinstance(weight, Merged):
                     tensor_of(self._share_of(name, weight))
@@ -258,7 +258,7 @@ class ShareLink:
 
     def serve(self, share: OwnShare) -> None:
         """Answer questions in a thread, until `stop`; a rank that is never asked has none."""
-        if not self._mesh.speaks(self._rank):
+        if not self._mesh.writes(self._rank):
             return
         self._thread = threading.Thread(target=self._serve, args=(share,), name="weight-share", daemon=True)
         self._thread.start()
@@ -384,11 +384,11 @@ class _FormerShares:
 class StagingByRanks:
     """Makes the copies of a publisher (`weights.publisher`, `staging`) on rank 0 of several."""
 
-    def __init__(self, link: ShareLink, mesh: Mesh, lead: Callable[[Stage], None]) -> None:
-        """`lead` has the other ranks fill their shares."""
+    def __init__(self, link: ShareLink, mesh: Mesh, announce: Callable[[Stage], None]) -> None:
+        """`announce` has the other ranks fill their shares."""
         self.link = link
         self.mesh = mesh
-        self._lead = lead
+        self._announce = announce
         self._share: OwnShare | None = None
         self._slots = self._announced = 0
 
@@ -416,5 +416,5 @@ class StagingByRanks:
     def announce(self, stage: Stage) -> Stage:
         self._announced += 1
         stage = msgspec.structs.replace(stage, number=self._announced)
-        self._lead(stage)
+        self._announce(stage)
         return stage

@@ -149,10 +149,10 @@ class ValueCritic(Critic):
         return [p.grad for p in self.head.parameters() if p.grad is not None]
 
     def add_up(self, ranks: Ranks) -> None:
-        if ranks.size > 1:
+        if ranks.world_size > 1:
             for parameter in self.head.parameters():  # none where no token of this rank is judged
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            ranks.add_up(self.gradients())
+            ranks.all_reduce(self.gradients())
 
     def update(self, step: int) -> None:
         if self._config.max_grad_norm > 0:

@@ -309,7 +309,7 @@ def batch_values(
     made: list[Tensor] = []
     with torch.no_grad():
         for microbatch, counts in batch.passes:
-            values_N = ranks.together(partial(values_of, microbatch))
+            values_N = ranks.forward(partial(values_of, microbatch))
             if counts:
                 made.append(values_N)
 
@@ -321,7 +321,7 @@ def batch_values(
         return [(one.token_N.tolist(), own_N.tolist()) for one, own_N in zip(batch.counted, known, strict=True)]
 
     value_N = torch.empty(batch.n_trained, dtype=torch.float64)
-    for of_rank in ranks.agreed(own, list[tuple[list[int], list[float]]]):
+    for of_rank in ranks.all_gather(own, list[tuple[list[int], list[float]]]):
         for token_N, own_N in of_rank:
             value_N[torch.tensor(token_N)] = torch.tensor(own_N, dtype=torch.float64)
     return value_N

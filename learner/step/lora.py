@@ -30,8 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
 from stillhouse.protocol.atomic_file import usual_permissions
 from stillhouse.weights.staged_weights import Merged
 

@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 
 from stillhouse.learner.batch import EmptyBatchError, TrainItem
-from stillhouse.learner.checkpoints.files import ADAPTER_CONFIG, CheckpointError
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.reports.step_metrics import StepMetrics, StepSums
@@ -103,22 +102,15 @@ def make_trainer(
     head_of: HeadOf = no_heads,
 ) -> Trainer:
     """A trainer of `student`, or of the checkpoint's weights. With adapters, the base is always `student`. `head_of`:
-    for teachers that send hidden states. Raises CheckpointError if the checkpoint has all weights where adapters are
-    expected or the reverse, and what loading raises."""
+    for teachers that send hidden states. Raises what loading raises."""
     lora = learner.lora
-    if checkpoint is not None and (checkpoint / ADAPTER_CONFIG).is_file() != (lora.rank > 0):
-        holds = "all weights" if lora.rank else "adapters"
-        raise CheckpointError(
-            f"{checkpoint} holds {holds}, but learner.lora.rank is {lora.rank}; resume with the kind of weights "
-            "that the run was started with"
-        )
     source = str(checkpoint) if checkpoint is not None and not lora.rank else student
     device, ranks = resolve_device(learner.device), ranks or Ranks()
     turn_tf32_off(device)
     if device == "cpu":
         return_freed_blocks()
     log.info("the student is on %s, its products in %s", device, resolve_dtype(learner.dtype, device))
-    whole = device if ranks.size == 1 else "cpu"  # it may be too large for the device of one rank
+    whole = device if ranks.world_size == 1 else "cpu"  # it may be too large for the device of one rank
     model = load_causal_lm(
         source, device=whole, dtype="float32", attention="packed", train=True, weights=ranks.rank == 0
     )

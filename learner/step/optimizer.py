@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stillhouse.learner.checkpoints.tensor_file import Shares
 from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.host_moments import HostMomentsAdamW
 from stillhouse.models.transfer import Rows, host_copy, like, own_rows, rows_of, share_of
 from stillhouse.weights.staged_weights import streams_of

@@ -41,11 +41,11 @@ from stillhouse.learner.batch import (
     divide,
     pack_share,
 )
-from stillhouse.learner.checkpoints.tensor_file import Shares
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.batch_terms import batch_terms
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.messages import dump_items
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
 from stillhouse.learner.step.critic import make_critic, value_metrics
 from stillhouse.learner.step.forward import (
@@ -136,7 +136,7 @@ class Trainer:
         """True if matrix products are in bfloat16. Trained parameters are not."""
         if self.bfloat16 and (saved := halve_frozen(model)):
             log.info("frozen weights are kept in bfloat16: %.2f GB less", saved / 1e9)
-        if self.ranks.group is not None:
+        if self.ranks.context_group is not None:
             refuse_undividable(model.config)
         recompute(model, config.recompute)
         self.ranks.shard(model, bfloat16=self.bfloat16)
@@ -181,7 +181,7 @@ class Trainer:
         BatchError for token ids outside the vocabulary; weights, optimizer and clock are then as before.
         """
         started_s = time.perf_counter()
-        self.ranks.lead("step", lambda: dump_items(items, offline))
+        self.ranks.announce("step", lambda: dump_items(items, offline))
         parts, lr = self._parts(items, offline), self.next_lr
         updates = self._updates(parts)
         self.steps_done += 1
@@ -208,14 +208,14 @@ class Trainer:
     def pack_ahead(self, items: Sequence[TrainItem], step: int) -> None:
         """Read and pack what the step from `step` on will train, so that it need not. May be called from another thread
         while a step is under way. With several ranks each reads its own share when the step begins."""
-        if self.ranks.size == 1:
+        if self.ranks.world_size == 1:
             self._ahead.make(items, step)
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """The student's weights by the names of its architecture, with adapters merged in. With several ranks all of
         them must be read, each once and in this order (`weights.staged_weights.tensor_of`); the others are
         told when the first is asked for."""
-        self.ranks.lead("weights")
+        self.ranks.announce("weights")
         yield from self._merged()
 
     def named_weights(self) -> Iterable[tuple[str, Weight]]:
@@ -230,24 +230,24 @@ class Trainer:
 
     def skip(self) -> None:
         """Count a step that could not be made: the clock advances, weights and moments stay."""
-        self.ranks.lead("skip")
+        self.ranks.announce("skip")
         self.steps_done += 1
 
     def stage(self, draft: Path) -> Staged | None:
         """Copies in host memory of what a checkpoint has of weights and optimizer, on each rank of its share; None on a
         rank whose share another one writes. `draft`: the folder that all ranks write it into."""
-        self.ranks.lead("checkpoint", lambda: str(draft).encode())
+        self.ranks.announce("checkpoint", lambda: str(draft).encode())
         all_weights = self.adapters is None
-        converted = all_weights and any(self.ranks.agreed(lambda: converted_on_saving(self.model), bool))
-        if not self.ranks.speaks:
+        converted = all_weights and any(self.ranks.all_gather(lambda: converted_on_saving(self.model), bool))
+        if not self.ranks.writes:
             return None
         named = weights_to_save(self.model, converted=converted) if self.adapters is None else self.adapters.tensors()
         return Staged(Shares.copied(named.items()), self.state_dict())
 
     def logprobs(self, ids: Sequence[int]) -> Tensor:
         """[T - 1] log-probs of the tokens after the first, on the model's device."""
-        self.ranks.lead("logprobs", lambda: json.dumps(list(ids)).encode())
-        return self.ranks.together(partial(prompt_logprobs, self.model, ids, bfloat16=self.bfloat16))
+        self.ranks.announce("logprobs", lambda: json.dumps(list(ids)).encode())
+        return self.ranks.forward(partial(prompt_logprobs, self.model, ids, bfloat16=self.bfloat16))
 
     def gradient(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> list[Tensor]:
         """The gradient of such a step, before clipping, by parameter. No step is made. Not announced to other ranks."""
@@ -295,10 +295,10 @@ class Trainer:
         part = self.ranks.mesh.part(self.ranks.rank)
         mine = sorted(i for members in divided[part] for i in members)
         ready = list(items)
-        read_ones = self.ranks.succeeded(lambda: loss.read([items[i] for i in mine], self.steps_done))
+        read_ones = self.ranks.on_all(lambda: loss.read([items[i] for i in mine], self.steps_done))
         for i, train_item in zip(mine, read_ones, strict=True):
             ready[i] = train_item
-        return ready, pack_share(ready, divided, part, self.ranks.group)
+        return ready, pack_share(ready, divided, part, self.ranks.context_group)
 
     def _updates(self, parts: Sequence[BatchPart]) -> list[_Update]:
         """The updates that were made. Raises NonFiniteError if the first is not finite."""
@@ -362,7 +362,7 @@ class Trainer:
         device = self.model.device
         queued = [*passes, *(upload(scalar.double()[None], device) for scalar in further)]
         numbers = read(torch.cat(queued)).tolist() if queued else []
-        of_ranks = self.ranks.agreed(lambda: self._own_sums(parts, left, numbers, update), list[StepSums])
+        of_ranks = self.ranks.all_gather(lambda: self._own_sums(parts, left, numbers, update), list[StepSums])
         sums = [functools.reduce(StepSums.plus, of_part) for of_part in zip(*of_ranks, strict=True)]
         for of_part in sums:
             refuse_other_head(of_part, update=update)
@@ -385,19 +385,19 @@ class Trainer:
 
     def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
-        return self.ranks.together(partial(self._pass, microbatch, part))
+        return self.ranks.forward(partial(self._pass, microbatch, part))
 
     def _pass(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
         head, hidden_NH, exact_NH = self._states(microbatch)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
         targets_N = upload(microbatch.target_N, exact_NH.device)
-        rollouts = part.rollouts(microbatch, exact_NH.device, self.ranks.group)
+        rollouts = part.rollouts(microbatch, exact_NH.device, self.ranks.context_group)
         student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor, rollouts)
         value = self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor)
         return StepPass(inputs, student, value, inputs.teachers if part.loss.objective.reads_teachers else ())
 
     def _states(self, microbatch: Microbatch) -> States:
-        return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.group)
+        return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.context_group)
 
     def _norms(self) -> tuple[Tensor, Tensor]:
         """Norms of the student's gradient (used to clip it) and of the critic's. Scalars on the device."""
@@ -410,14 +410,14 @@ class Trainer:
         named = [(name, share_of(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None]
         named += [("the value head", gradient) for gradient in self.critic.gradients()]
         own = [name for name, grad in named if not bool(torch.isfinite(grad).all())]
-        parameters = sorted({name for of_rank in self.ranks.agreed(lambda: own, list[str]) for name in of_rank})
+        parameters = sorted({name for of_rank in self.ranks.all_gather(lambda: own, list[str]) for name in of_rank})
         culprits: list[str] = []
         for part, index in ((p, i) for p in parts for i in range(len(p.items))):
             train_item = part.items[index]
             if not train_item.n_trained:
                 continue
             self._zero_grad()
-            alone = part.alone(index, self.config.pack_tokens, self.steps_done, self.ranks.group)
+            alone = part.alone(index, self.config.pack_tokens, self.steps_done, self.ranks.context_group)
             for microbatch, counts in alone.batch.passes:
                 self._backward(microbatch, alone, counts=counts)
             if not all(bool(torch.isfinite(norm)) for norm in self._norms()):

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stillhouse.learner.checkpoints.packed_rows import Span, pack, pack_rest, unpack
-from stillhouse.learner.checkpoints.tensor_file import DTYPES, Shares, layout_of, placed, write_share
+from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, placed, write_share
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
 from stillhouse.models.transfer import Rows
 from tests.learner.conftest import word_tokenizer

@@ -24,10 +24,10 @@ from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, ca
 from stillhouse.learner.checkpoints.checkpoint import write_checkpoint as write_it
 from stillhouse.learner.checkpoints.files import latest
 from stillhouse.learner.checkpoints.stored import StoredRows
-from stillhouse.learner.checkpoints.tensor_file import Shares
 from stillhouse.learner.checkpoints.writer import ShareWriter, written_by_others
 from stillhouse.learner.config import LearnerConfig, LoraConfig
-from stillhouse.learner.ranks.group import RankGroup
+from stillhouse.learner.ranks.group import ProcessGroup
+from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.transfer import rows_of
@@ -47,7 +47,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def trainer_of(config: LearnerConfig, ranks: RankGroup, checkpoint: Path | None = None) -> Trainer:
+def trainer_of(config: LearnerConfig, ranks: ProcessGroup, checkpoint: Path | None = None) -> Trainer:
     """As `learner.step.make_trainer` makes one, in float64."""
     model = build_student(dtype=torch.float64)
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
     dist.broadcast_object_list(named)
     draft = Path(named[0])
     if (staged := trainer.stage(draft)) is None:
-        assert not ranks.speaks
+        assert not ranks.writes
         return ""
     weights, optimizer = staged
     mine = sum(tensor.numel() for name, tensor in optimizer.tensors.items() if name in optimizer.rows)
@@ -100,7 +100,7 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
     return written.name
 
 
-def write(folder: Path, ranks: RankGroup, store: str = "") -> dict[str, Any]:
+def write(folder: Path, ranks: ProcessGroup, store: str = "") -> dict[str, Any]:
     """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find. `store`: URL of
     one, below which each case has its own."""
     saved: dict[str, Any] = {}
@@ -114,13 +114,13 @@ def write(folder: Path, ranks: RankGroup, store: str = "") -> dict[str, Any]:
     return saved
 
 
-def write_both_ways(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+def write_both_ways(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
     """As `write` into "together"; and into "apart", by ranks on hosts that share no folder, but a store."""
     together, apart = folder / "together", folder / "apart"
     return {"together": write(together, ranks), "apart": write(apart, ranks, f"file://{apart}/store")}
 
 
-def read(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+def read(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
     """What each case goes on from, compared with the files of the checkpoint, and the sum of all after a third step."""
     found: dict[str, Any] = {}
     for name, settings in CASES.items():
@@ -152,7 +152,7 @@ def _different(own: Any, rows: Any, saved: dict[str, Tensor]) -> list[str]:
     return wrong
 
 
-def fail(folder: Path, ranks: RankGroup) -> dict[str, Any]:
+def fail(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
     """One checkpoint is whole; at the next the disk of rank 1 is full; at the third rank 1 dies."""
     trainer, writer = trainer_of(learner_config(**PLAIN), ranks), ShareWriter(ranks)
     trainer.step(items_of(seed=0, top_k=False))
@@ -178,7 +178,7 @@ def fail(folder: Path, ranks: RankGroup) -> dict[str, Any]:
     return {"outcomes": outcomes, "latest": str(found.path), "left": sorted(path.name for path in folder.iterdir())}
 
 
-DO: Final[dict[str, Callable[[Path, RankGroup], dict[str, Any]]]] = {
+DO: Final[dict[str, Callable[[Path, ProcessGroup], dict[str, Any]]]] = {
     "write": write,
     "write_both_ways": write_both_ways,
     "read": read,
@@ -189,7 +189,7 @@ DO: Final[dict[str, Callable[[Path, RankGroup], dict[str, Any]]]] = {
 def main(arguments: Sequence[str]) -> None:
     what, folder = arguments
     ranks = group_of(TIMEOUT_S)
-    ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]
+    ranks.announce = lambda *_: None  # type: ignore[method-assign,assignment]
     result = DO[what](Path(folder), ranks)
     print(json.dumps(result), flush=True)
     if what == "fail":

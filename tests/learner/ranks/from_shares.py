@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from stillhouse.learner.config import LoraConfig
-from stillhouse.learner.ranks.follow import follow
-from stillhouse.learner.ranks.group import RankGroup, Ranks
+from stillhouse.learner.follow import follow
+from stillhouse.learner.ranks.group import ProcessGroup, Ranks
 from stillhouse.learner.ranks.staging import OwnShare, ShareLink, Stage, StagedByRanks
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
@@ -81,7 +81,7 @@ def student(*, tied: bool = True, hidden: int = 16, vocab: int = 41, layers: int
 class Case:
     """What rank 0 does with a trainer that all ranks have, and what is wrong with the others."""
 
-    run: Callable[[RankGroup, Trainer, Case], dict[str, Any]]
+    run: Callable[[ProcessGroup, Trainer, Case], dict[str, Any]]
     student: dict[str, Any] = field(default_factory=dict[str, Any])
     lora: bool = False
     weights: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -108,7 +108,7 @@ class Case:
 class Learner:
     """A publisher on rank 0, and its actors."""
 
-    def __init__(self, ranks: RankGroup, folder: str, changes: dict[str, Any]) -> None:
+    def __init__(self, ranks: ProcessGroup, folder: str, changes: dict[str, Any]) -> None:
         self.fleet = ActorFleet()
         self.announced: list[WeightVersion] = []
         self.publisher = Publisher(
@@ -135,7 +135,7 @@ class Learner:
 
 
 @contextmanager
-def learning(ranks: RankGroup, changes: dict[str, Any]) -> Generator[Learner]:
+def learning(ranks: ProcessGroup, changes: dict[str, Any]) -> Generator[Learner]:
     with TemporaryDirectory() as folder:
         learner = Learner(ranks, folder, changes)
         try:
@@ -145,7 +145,7 @@ def learning(ranks: RankGroup, changes: dict[str, Any]) -> Generator[Learner]:
             learner.fleet.close()
 
 
-def of_versions(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
+def of_versions(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """The weights as loaded; after a step, while actors join; a version in whose middle an actor dies, and one after
     it (not with files or by wire, where actors have no operations to die in)."""
     found: dict[str, Any] = {}
@@ -176,7 +176,7 @@ def of_versions(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any
     return found
 
 
-def of_layouts(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
+def of_layouts(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """Runs as embedded actors, servers and files have them, read in pieces of several sizes."""
     staged = staged_by(ranks.staging)
     staged.fill(WeightVersion(0, 1), trainer.named_weights())
@@ -194,7 +194,7 @@ def of_layouts(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]
     return found
 
 
-def of_pieces(ranks: RankGroup, trainer: Trainer, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+def of_pieces(ranks: ProcessGroup, trainer: Trainer, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
     """A tensor that servers know as two, in the middle of whose rows the cut lies."""
     cut, whole = named[2]
     pieces = {cut: (Piece("first", (2, *whole.shape[1:])), Piece("second", (len(whole) - 2, *whole.shape[1:])))}
@@ -211,7 +211,7 @@ def of_pieces(ranks: RankGroup, trainer: Trainer, named: Sequence[tuple[str, Ten
     return {"wrong in pieces": wrong, "other names": sorted(got.keys() ^ expected.keys())}
 
 
-def of_late_copies(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
+def of_late_copies(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """Rank 0 asks for a bucket before the others have their copies, in two slots that take turns."""
     staging = ranks.staging
     slots = [staged_by(staging) for _ in range(2)]
@@ -227,7 +227,7 @@ def of_late_copies(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, 
     return found
 
 
-def of_dead_rank(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
+def of_dead_rank(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """The last rank ends when it is asked for its share: the publisher fails, and says which rank it was."""
     with learning(ranks, case.weights) as learner:
         learner.join("actor-0")
@@ -239,7 +239,7 @@ def of_dead_rank(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, An
     return {"said": "nothing"}
 
 
-def of_memory(ranks: RankGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
+def of_memory(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, Any]:
     """Bytes of tensors on rank 0 because of two versions under way, each seen by what Python knows: `living`, the most
     while a version is read; `largest`, the largest tensor that an operation made while they were copied."""
     before = living_bytes()
@@ -304,7 +304,7 @@ CASES: Final[dict[str, Case]] = {
 }
 
 
-def follow_slowly(case: Case, ranks: RankGroup, announced: Iterator[Any]) -> None:
+def follow_slowly(case: Case, ranks: ProcessGroup, announced: Iterator[Any]) -> None:
     fill = OwnShare.fill
 
     def late(share: OwnShare, stage: Stage, named: Iterable[tuple[str, Weight]]) -> None:
@@ -329,7 +329,7 @@ def main(names: Sequence[str]) -> None:
     dies = list(names) == ["dead rank"]
     ranks = group_of(RANK_TIMEOUT_S)
     announced = ranks.announcements()
-    if dies and ranks.rank == ranks.size - 1:
+    if dies and ranks.rank == ranks.world_size - 1:
         die_when_asked()
     for name in names:
         case = CASES[name]
@@ -340,7 +340,7 @@ def main(names: Sequence[str]) -> None:
             found = case.run(ranks, case.trainer(ranks), case)
             print(json.dumps({name: found}), flush=True)
             if not dies:
-                ranks.lead("begin")  # the next case
+                ranks.announce("begin")  # the next case
                 ranks.shares.stop()
     if dies:
         os._exit(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stillhouse.learner.ranks.group import RankGroup
+from stillhouse.learner.ranks.group import ProcessGroup
 from stillhouse.protocol.addresses import free_port
 from tests.patience import RUN_PATIENCE_S
 
@@ -18,10 +18,10 @@ REPLICAS = "TEST_REPLICAS"
 CONTEXT = "TEST_CONTEXT"
 
 
-def group_of(timeout_s: float) -> RankGroup:
+def group_of(timeout_s: float) -> ProcessGroup:
     """In such a process: its group."""
     replicas, context = (int(os.environ[name]) for name in (REPLICAS, CONTEXT))
-    return RankGroup(device=torch.device("cpu"), timeout_s=timeout_s, replicas=replicas, context=context)
+    return ProcessGroup(device=torch.device("cpu"), timeout_s=timeout_s, replicas=replicas, context=context)
 
 
 def run_ranks(

@@ -122,9 +122,9 @@ def whole_state(trainer: Trainer) -> AdamWState:
     own = trainer.state_dict()
     if not own.rows:
         return own
-    of_ranks: list[AdamWState] = [own] * trainer.ranks.size
+    of_ranks: list[AdamWState] = [own] * trainer.ranks.world_size
     dist.all_gather_object(of_ranks, own)
-    n_shares = trainer.ranks.size // trainer.ranks.mesh.replicas
+    n_shares = trainer.ranks.world_size // trainer.ranks.mesh.replicas
     for i, one in enumerate(of_ranks):
         same = [torch.equal(tensor, of_ranks[i % n_shares].tensors[name]) for name, tensor in one.tensors.items()]
         assert all(same) and one.rows == of_ranks[i % n_shares].rows, "replicas have different values"
@@ -159,7 +159,7 @@ def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[st
     alone, together = trainer_of(by_one, Ranks(), dtype), trainer_of(config, ranks, dtype)
     figures = gradients = 0.0
     for step in range(3):
-        divided = ranks.group is not None
+        divided = ranks.context_group is not None
         top_k = any(map(config.objective.needs_top_k_for, config.tasks.routes))
         pools = bool(config.objective.teacher_divergences)
         items = items_of(seed=10 * step, top_k=top_k, hidden=hidden, divided=divided, pools=pools)
@@ -323,7 +323,7 @@ def main(names: Sequence[str]) -> None:
     ranks = group_of(TIMEOUT_S)
     results: dict[str, dict[str, float]] = {}
     # Nothing is announced here: all ranks run this same program.
-    ranks.lead = lambda *_: None  # type: ignore[method-assign,assignment]
+    ranks.announce = lambda *_: None  # type: ignore[method-assign,assignment]
     for name, settings in CASES.items():
         if not names or name in names:
             results[name] = of_steps(ranks, settings, hidden=name == "hidden states")

@@ -90,7 +90,7 @@ def allocated(run: Callable[[], object]) -> tuple[int, int]:
 def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
     """MiB of the second step of one rank: weights, moments, and what the step allocates."""
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
-    arranged = {"ranks": ranks.size, "replicas": ranks.mesh.replicas, "context_parallel": ranks.mesh.context}
+    arranged = {"ranks": ranks.world_size, "replicas": ranks.mesh.replicas, "context_parallel": ranks.mesh.context}
     config = build(
         RunConfig,
         {"models": models, "learner": PACK | settings | arranged},
@@ -102,7 +102,9 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     trainer = Trainer(model, config.learner, total_steps=9, adapters=adapters, ranks=ranks)
     n = min(256, config.learner.pack_tokens)
     per_pack = config.learner.pack_tokens // n
-    items = [build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(2 * ranks.size * per_pack)]
+    items = [
+        build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(2 * ranks.world_size * per_pack)
+    ]
     trainer.step(items)  # makes AdamW's moments
     weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
     moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values())

@@ -16,16 +16,14 @@ import msgspec
 import torch
 
 from stillhouse.learner.batch import BatchError
-from stillhouse.learner.checkpoints.checkpoint import load_checkpoint
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.stored import StoredCheckpoints
 from stillhouse.learner.checkpoints.writer import ShareWriter
-from stillhouse.learner.ranks.group import Announced, RankGroup
-from stillhouse.learner.ranks.messages import Beginning, load_items
+from stillhouse.learner.ranks.group import Announced, ProcessGroup
+from stillhouse.learner.ranks.messages import RanksBegin, load_items
 from stillhouse.learner.ranks.staging import OwnShare, Stage
 from stillhouse.learner.run_config import LearnerRunConfig
-from stillhouse.learner.step.make_trainer import make_trainer
-from stillhouse.learner.step.teacher_heads import teacher_heads
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.object_store import Store
@@ -34,7 +32,7 @@ from stillhouse.weights.staged_weights import streams_of, tensor_of
 log = logging.getLogger(__name__)
 
 
-def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
+def main(ctx: RoleContext[LearnerRunConfig], ranks: ProcessGroup) -> int:
     """Follow rank 0 to its end. Raises what a call raises, but for batches that rank 0 refuses likewise."""
     torch.manual_seed(ctx.config.seed)
     announced = ranks.announcements()
@@ -42,12 +40,12 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: RankGroup) -> int:
     if first.call == "end":
         return ExitCode.OK
     store = Store(ctx.config.store) if ctx.config.store and ranks.elsewhere else None
-    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=Beginning), ranks, store)
+    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=RanksBegin), ranks, store)
     follow(trainer, ranks, announced, store)
     return ExitCode.OK
 
 
-def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced], store: Store | None = None) -> None:
+def follow(trainer: Trainer, ranks: ProcessGroup, announced: Iterator[Announced], store: Store | None = None) -> None:
     """Make the announced calls. `store`: where checkpoints are, on a host that does not see the run's folder."""
     share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.mesh)
     ranks.shares.serve(share)
@@ -78,24 +76,12 @@ def follow(trainer: Trainer, ranks: RankGroup, announced: Iterator[Announced], s
 
 
 def _trainer(
-    ctx: RoleContext[LearnerRunConfig], beginning: Beginning, ranks: RankGroup, store: Store | None
+    ctx: RoleContext[LearnerRunConfig], beginning: RanksBegin, ranks: ProcessGroup, store: Store | None
 ) -> Trainer:
     config = ctx.config
     checkpoint = None if beginning.checkpoint is None else Path(beginning.checkpoint)
     if store is not None and beginning.version is not None:
         checkpoint = StoredCheckpoints(store).fetch_version(ctx.run_dir / CHECKPOINTS, beginning.version)
-    trainer = make_trainer(
-        config.models.student,
-        config.learner,
-        steps=config.steps,
-        vocab_tokens=beginning.vocab_tokens,
-        seed=config.seed,
-        checkpoint=checkpoint,
-        ranks=ranks,
-        head_of=teacher_heads(config),
-    )
-    if checkpoint is not None:
-        state = load_checkpoint(checkpoint, verified=True)  # by rank 0
-        trainer.load_state_dict(state.optimizer)
-        trainer.critic.load_state_dict(state.value_head)
+    vocab_tokens = beginning.vocab_tokens
+    trainer, _ = first_trainer(config, checkpoint, vocab_tokens=vocab_tokens, ranks=ranks, verified=True)  # by rank 0
     return trainer
