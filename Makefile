@@ -97,6 +97,7 @@ $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
 docs: $(INSTALLED) $(DOCS_INSTALLED)  ## the site: README, ARCHITECTURE, docs/ and generated references, in build/site/html; a wrong link is an error
 	rm -rf build/site
 	$(VENV)/bin/python scripts/site/keys.py build/site/pages
+	$(VENV)/bin/python scripts/site/figures.py build/site/pages
 	NO_MKDOCS_2_WARNING=1 PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
 
 # Only the packages of the extra: the site reads the sources and imports nothing of them.

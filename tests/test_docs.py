@@ -13,7 +13,7 @@ from stillhouse.launch.config.command_line import parse_arguments, split_words
 from stillhouse.launch.config.help import USAGE
 from stillhouse.launch.doctor.command import split_own
 from stillhouse.launch.try_environment import OWN_FLAGS as TRY_FLAGS
-from tests.metrics_page import unexplained
+from tests.declared_figures import undeclared
 from tests.release import SHORT
 
 ROOT = Path(__file__).parent.parent
@@ -76,9 +76,9 @@ def test_help_lists_every_subcommand(command: str) -> None:
     assert f"stillhouse {command} " in USAGE
 
 
-def test_a_figure_that_the_page_of_metrics_does_not_explain_is_noticed() -> None:
+def test_a_figure_that_is_not_declared_is_noticed() -> None:
     """Runs are compared with it in tests/integration/test_whole_run.py and test_replay.py."""
-    assert unexplained(["train/loss", "masked/stale_total", "train/loss_of_another", "new/figure"]) == [
+    assert undeclared(["train/loss", "masked/stale_total", "train/loss_of_another", "new/figure"]) == [
         "new/figure",
         "train/loss_of_another",
     ]

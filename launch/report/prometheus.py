@@ -16,6 +16,7 @@ from stillhouse.launch.errors import LaunchError
 from stillhouse.launch.report.figures import RunView, learner_stats, named
 from stillhouse.launch.report.status import StatusView
 from stillhouse.learner.reports.alarms import ALARM_SINCE, MEAN
+from stillhouse.learner.reports.declared import DECLARED
 from stillhouse.learner.reports.figures import ROLES, staleness
 from stillhouse.learner.reports.trackers.feed import LOST_GAUGE
 from stillhouse.learner.reports.wait_clock import WAIT_CAUSES
@@ -112,13 +113,11 @@ def _of_learner(stats: Mapping[str, float]) -> Iterator[Family]:
     waits = {cause: stats[key] for cause in WAIT_CAUSES if (key := f"wait_{cause}_fraction") in stats}
     text = "Share of its time in which the learner waits, by cause."
     yield by("stillhouse_learner_wait_ratio", "gauge", text, "cause", waits)
-    for name, key, text in (
-        ("stillhouse_loss", "loss", "Loss of the newest step."),
-        ("stillhouse_reverse_kl_nats", "reverse_kl", "Reverse KL per token of the newest step."),
-    ):
-        if key in stats:
-            yield one(name, "gauge", text, stats[key])
-    text = "Figures of the training rollouts, mean over the newest five steps; docs/metrics.md, rollouts/..."
+    for tag, declared in DECLARED.items():
+        key = tag.rpartition("/")[2]
+        if declared.prometheus and key in stats:
+            yield one(declared.prometheus, "gauge", f"Newest step: {declared.meaning}.", stats[key])
+    text = "Figures of the training rollouts, mean over the newest five steps; rollouts/... of the metrics"
     yield by("stillhouse_rollouts_mean", "gauge", text, "figure", named(stats, MEAN))
     accuracy = {kind: stats[key] for kind in ("greedy", "sampled") if (key := f"eval_{kind}") in stats}
     yield by("stillhouse_eval_accuracy_ratio", "gauge", "Accuracy of the newest evaluation.", "decoding", accuracy)

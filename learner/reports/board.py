@@ -21,67 +21,12 @@ from tensorboard.plugins.hparams.metadata import (
 )
 from torch.utils.tensorboard.summary import custom_scalars
 
+from stillhouse.learner.reports.declared import DECLARED, charts, meaning_of, title_of
 from stillhouse.learner.reports.settings import Setting
-from stillhouse.learner.reports.tags import meaning_of, title_of
 
 api: Any = api_pb2  # protocol buffers: their classes are made at run time
 plugin: Any = plugin_data_pb2
 
-LAYOUT: Final = {
-    "Learning": {
-        "Reward": ("rollouts/reward_mean",),
-        "Accuracy": ("eval/accuracy_greedy", "eval/accuracy_sampled"),
-        "Reverse KL, nats": ("train/reverse_kl", "eval/reverse_kl"),
-        "Entropy, nats": ("train/entropy",),
-        "Response length, tokens": ("rollouts/length_mean",),
-        "Truncated and repeated share": ("rollouts/truncated_share", "rollouts/repetition"),
-        "Gradient norm": ("train/grad_norm",),
-    },
-    "Staleness": {
-        "Staleness, steps": ("staleness/mean", "staleness/max"),
-        "Importance ratio, mean": ("train/ratio_mean",),
-        "Effective sample size, share": ("train/ess",),
-        "Capped or clipped tokens, and rejected ones, share": ("train/truncated_fraction", "train/rejected_fraction"),
-    },
-    "Throughput": {
-        "Tokens per second": ("rate/actor_tokens_per_s", "rate/teacher_tokens_per_s", "rate/learner_tokens_per_s"),
-        "Busy fraction": ("actors/busy_fraction", "teachers/busy_fraction"),
-        "Actors: tokens per decode step": ("actors/tokens_per_decode_step",),
-        "Lost tokens, total": ("masked/.+_total", "dropped/.+_total"),
-    },
-    "Waits": {
-        "Step, seconds": ("time/step_s", "time/busy_s"),
-        "Waits of the learner, seconds per step": (
-            *("wait/data_s", "wait/scoring_s", "wait/shards_s", "wait/weights_s", "wait/eval_s", "wait/checkpoint_s"),
-        ),
-        "What limits the run, share of the learner's time": (
-            *("bound/learner", "bound/teachers", "bound/actors", "bound/environments", "bound/cpu"),
-            *("bound/staleness", "bound/shards", "bound/unknown"),
-        ),
-        "Tokens in the buffer": ("queue/tokens_unscored", "queue/tokens_scoring", "queue/tokens_scored"),
-        "Rollouts that wait for weights": ("actors/waiting_for_weights",),
-    },
-    "Teachers": {
-        "Divergence by pool": ("teachers/.+/divergence",),
-        "Reverse KL by pool, nats": ("teachers/.+/reverse_kl",),
-        "Share of the tokens by pool": ("teachers/.+/token_share",),
-        "Seconds per item": ("teachers/score_s",),
-        "Live workers": ("teachers/alive", "actors/alive"),
-    },
-    "Environments": {
-        "Reward by tag": ("rollouts/.+/reward_mean",),
-        "Turns": ("rollouts/turns_mean",),
-        "Seconds per answer": ("actors/environment_s",),
-        "What environments report, per rollout": ("env/.+_per_rollout",),
-        "Failed rollouts, total": ("failed_rollouts/.+_total",),
-    },
-}
-"""Groups of charts in the Custom Scalars tab: group -> title -> tags, which are regular expressions."""
-RESULTS: Final = (
-    *("eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reverse_kl", "train/reverse_kl", "rollouts/reward_mean"),
-    *("rollouts/length_mean", "staleness/mean", "rate/learner_tokens_per_s"),
-)
-"""Figures that the HParams tab shows for each run, with their newest values."""
 _PLUGINS: Final = {
     "simple_value": ("scalars", "DATA_CLASS_SCALAR"),
     "histo": ("histograms", "DATA_CLASS_TENSOR"),
@@ -93,8 +38,8 @@ def layout() -> Any:
     """Summary with the groups of charts."""
     # TensorBoard matches each tag as a regular expression, from its beginning.
     groups = {
-        group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in charts.items()}
-        for group, charts in LAYOUT.items()
+        group: {title: ["Multiline", [f"{tag}$" for tag in tags]] for title, tags in shown.items()}
+        for group, shown in charts().items()
     }
     return custom_scalars(groups)
 
@@ -108,7 +53,7 @@ def run_starts(name: str, settings: Mapping[str, Setting], unix_s: float) -> lis
             display_name=tag.partition("/")[0] + ": " + title_of(tag),
             description=meaning_of(tag),
         )
-        for tag in RESULTS
+        for tag in (one.tag for one in DECLARED.values() if one.result)
     ]
     experiment = api.Experiment(hparam_infos=columns, metric_infos=results, time_created_secs=unix_s)
     start = plugin.SessionStartInfo(group_name=name, start_time_secs=unix_s)

@@ -1,85 +1,86 @@
-"""Metrics of a step: sums over trained tokens, added up over microbatches, then divided. No mean of means. No torch:
-sums arrive here as numbers."""
+"""Figures of an optimizer step: sums over trained tokens, added up over microbatches, then divided. No mean of means.
+No torch: sums arrive here as numbers.
+
+A mean of the step is declared as a field of StepMetrics, and its sum is made under the field's name by
+learner.step.forward: these are the only two places that a new one touches."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Final
+
+from stillhouse.learner.reports.figure import Figure, Reduction
+
+AUXILIARY: Final = ("loss", "scored", "scores", "ratio_squared", "value_error", "ratio_max")
+"""Sums that are no mean's. loss: already divided by the divisor of the batch. scored: tokens with at least one teacher.
+scores: pairs of a token and a teacher that scores it. value_error: `learner.step.critic.value_loss`, without its
+coefficient; 0 without a value function. ratio_max is a maximum."""
+
+
+def figure(
+    meaning: str,
+    *,
+    unit: str = "",
+    over: str = "",
+    reduction: Reduction = "mean",
+    chart: tuple[str, str] | None = None,
+    result: bool = False,
+    prometheus: str = "",
+    default: Any = MISSING,
+) -> Any:
+    """A field of StepMetrics. `over`: what the sum of its name is divided by (None where that is 0)."""
+    declared = Figure("", meaning, unit, reduction, over, chart, "", result, prometheus)
+    return field(default=default, metadata={"figure": declared})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
-    """Sums over trained tokens of one microbatch, or of several; `ratio_max` is a maximum."""
+    """Sums over trained tokens of one microbatch, or of several."""
 
     tokens: int
-    loss: float
-    """Already divided by the divisor of the batch: the parts add up to the loss."""
-    divergence: float
-    reverse_kl: float
-    scored: float
-    """Tokens with at least one teacher."""
-    ratio: float
-    ratio_squared: float
-    cut: float
-    rejected: float
-    weight: float
-    entropy: float
-    logprob: float
-    advantage: float
-    value_error: float
-    """`learner.objectives.advantages.value_loss`, without its coefficient; 0 without a value function."""
-    hidden_error: float
-    """|q computed from hidden states - q sent|, nats."""
-    hidden_scores: int
-    """Number of its terms, one per token and teacher; 0 without hidden states."""
-    scores: float
-    """Pairs of a token and a teacher that scores it."""
-    excess: float
-    """Those at which the student's probability of the sampled token is more than twice the teacher's."""
-    deficit: float
-    """Those at which it is less than half of the teacher's."""
-    set_teacher_mass: float
-    """Over pairs with a top-k set: the teacher's probability of its set."""
-    set_student_mass: float
-    set_overlap: float
-    """Share of the student's likeliest tokens in the set (`TopKTeacher.agreement_T3`)."""
-    set_scores: int
-    """Number of their terms; 0 without top-k sets that the objective uses."""
-    pools: dict[str, tuple[float, int]]
+    sums: dict[str, float]
+    """By the names in SUMS."""
+    hidden_scores: int = 0
+    """Pairs of a token and a teacher that sent its hidden state."""
+    set_scores: int = 0
+    """Those with a top-k set that the objective uses."""
+    pools: dict[str, tuple[float, int]] = field(default_factory=dict[str, tuple[float, int]])
     """Pool -> (its part of `divergence`, tokens that it scored)."""
-    heads: dict[str, tuple[float, float, float]]
+    heads: dict[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
     """Teacher with hidden states and tag -> (its part of `hidden_error`, sum of s - q, number of terms)."""
-    ratio_max: float
+
+    def __getitem__(self, name: str) -> float:
+        return self.sums[name]
 
     @classmethod
-    def zero(cls) -> StepSums:
-        return cls(tokens=0, hidden_scores=0, set_scores=0, pools={}, heads={}, **dict.fromkeys(SUMS, 0.0))
-
-    def of_sets(self) -> dict[str, float]:
-        """Means over the scores that have a top-k set."""
-        n = self.set_scores
-        names = ("set_teacher_mass", "set_student_mass", "set_overlap")
-        return {name: float(getattr(self, name)) / n for name in names} if n else {}
+    def zero(cls, **known: float) -> StepSums:
+        """`known`: of no tokens, or of `tokens` whose other sums are 0."""
+        tokens = int(known.pop("tokens", 0))
+        return cls(tokens=tokens, sums=dict.fromkeys(SUMS, 0.0) | known)
 
     def plus(self, other: StepSums) -> StepSums:
-        names = (field.name for field in fields(self) if field.name not in ("pools", "heads"))
-        summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in names}
-        summed["ratio_max"] = max(self.ratio_max, other.ratio_max)
-        pools = dict(self.pools)
-        for pool, (divergence, n) in other.pools.items():
-            before, n_before = pools.get(pool, (0.0, 0))
-            pools[pool] = (before + divergence, n_before + n)
-        heads = dict(self.heads)
-        for name, (error, kl, terms) in other.heads.items():
-            before = heads.get(name, (0.0, 0.0, 0.0))
-            heads[name] = (before[0] + error, before[1] + kl, before[2] + terms)
-        return StepSums(pools=pools, heads=heads, **summed)
+        sums = {name: self[name] + other[name] for name in SUMS}
+        sums["ratio_max"] = max(self["ratio_max"], other["ratio_max"])
+        return StepSums(
+            tokens=self.tokens + other.tokens,
+            sums=sums,
+            hidden_scores=self.hidden_scores + other.hidden_scores,
+            set_scores=self.set_scores + other.set_scores,
+            pools=_added(self.pools, other.pools),
+            heads=_added(self.heads, other.heads),
+        )
+
+    def over(self, count: str) -> float:
+        """By what a sum is divided."""
+        return self.sums[count] if count in self.sums else getattr(self, count)
 
 
-COUNTS: Final = ("tokens", "hidden_scores", "set_scores", "pools", "heads")
-"""Sums that the host knows, and those of pools and heads."""
-SUMS: Final = tuple(field.name for field in fields(StepSums) if field.name not in COUNTS)
-"""Names of the other sums, in the order in which a step reads them from the device."""
+def _added(one: Mapping[str, tuple[Any, ...]], other: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    both = dict(one)
+    for name, numbers in other.items():
+        both[name] = tuple(map(sum, zip(both[name], numbers, strict=True))) if name in both else numbers
+    return both
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class OfflineMetrics:
     @classmethod
     def of(cls, sums: StepSums, *, items: int) -> OfflineMetrics:
         n = sums.tokens
-        return cls(n, items, sums.logprob / n, sums.reverse_kl / n, sums.weight / n)
+        return cls(n, items, sums["logprob"] / n, sums["reverse_kl"] / n, sums["weight_mean"] / n)
 
 
 @dataclass(frozen=True)
@@ -133,70 +134,112 @@ class UpdatesMetrics:
     @classmethod
     def of(cls, first: StepSums, last: StepSums, made: int, asked: int, grad_norm: float) -> UpdatesMetrics:
         n = first.tokens
-        shift = (last.logprob - first.logprob) / n
-        return cls(made, asked - made, last.ratio_max, last.cut / n, shift, grad_norm)
+        shift = (last["logprob"] - first["logprob"]) / n
+        return cls(made, asked - made, last["ratio_max"], last["truncated_fraction"] / n, shift, grad_norm)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """Figures of one optimizer step, at its first update. Means are over the trained tokens that the student wrote,
-    unless said otherwise; logs are natural."""
+    unless said otherwise; logs are natural. A figure that could not be computed is None."""
 
-    tokens: int
-    """Trained tokens, as in the ledger."""
-    tokens_unscored: int
-    """Trained tokens that no teacher scored."""
-    input_tokens: int
-    """Tokens that the model reads in one pass over the batch, including context and `offline`."""
-    items: int
-    items_idle: int
-    """Items without a token to train."""
-    items_unrewarded: int
-    """Items that have a token to train but no reward."""
-    microbatches: int
-    loss: float
-    divergence: float | None
-    """Divergence that the loss uses, summed over a token's teachers without coefficients, mean over the scored tokens:
-    the cost of the sampled tokens (k1: the same as reverse_kl), or the divergence between the distributions. None if no
-    token was scored."""
-    reverse_kl: float | None
-    """s - q summed over a token's teachers, mean over the scored tokens, under the current student. None if no token
-    was scored."""
-    ratio_mean: float
-    """Mean of r = exp(s - mu). It is 1 in expectation at any staleness, so a drift shows that an engine's log-probs
-    differ from the learner's."""
-    ratio_max: float
-    truncated_fraction: float
-    """Share of tokens whose weight was capped or clipped, rejected ones left out."""
-    rejected_fraction: float
-    """Share of tokens that objective.rejection left out of the loss."""
-    weight_mean: float
-    ess: float
-    """Effective sample size of the ratios over the number of tokens, (sum r)^2 / (n sum r^2), in (0, 1]."""
-    entropy: float
-    """Mean entropy of the student at the trained positions, nats."""
-    logprob: float
-    """Mean log-prob under the current student."""
-    advantage_mean: float
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    step_s: float
-    hidden_error: float | None = None
-    """Mean of |q computed from a teacher's hidden states - q that it sent|, nats; None without hidden states."""
-    excess_share: float | None = None
-    """Share of the scores (a token and one of its teachers) with s - q above log 2. None if no token was scored."""
-    deficit_share: float | None = None
-    """The same with q - s above log 2."""
-    set_teacher_mass: float | None = None
-    """Mean probability that a teacher gives to the tokens of the top-k set that it sent; None if the objective reads no
-    sets."""
-    set_student_mass: float | None = None
-    """The same of the student."""
-    set_overlap: float | None = None
-    """Mean share of the student's likeliest tokens, as many as the set has but at most 16, that are in the set."""
-    length_penalty: float | None = None
-    """Mean of the term that objective.length_penalty adds to rewards; None without it."""
+    loss: float = figure("the loss", prometheus="stillhouse_loss")
+    divergence: float | None = figure(
+        "the divergence that the loss uses: summed over a token's teachers, mean over the scored tokens",
+        unit="nats",
+        over="scored",
+    )
+    reverse_kl: float | None = figure(
+        "s - q, mean over the scored tokens; reported for every choice of divergence",
+        unit="nats",
+        over="scored",
+        chart=("Learning", "Reverse KL, nats"),
+        result=True,
+        prometheus="stillhouse_reverse_kl_nats",
+    )
+    hidden_error: float | None = figure(
+        "with `teacher.payload = hidden`: mean difference between q as the learner computes it from the hidden "
+        "states and q as the teacher sent it, in nats; the rounding of bfloat16. A step at which it is above 0.5 "
+        "is not made",
+        unit="nats",
+        over="hidden_scores",
+    )
+    excess_share: float | None = figure(
+        "share of the scores (a token and one of its teachers) at which the sampled token is more than twice as "
+        "likely for the student as for the teacher; with `k1` these are pushed down",
+        unit="share",
+        over="scores",
+    )
+    deficit_share: float | None = figure(
+        "share of the scores at which the sampled token is less than half as likely for the student as for the "
+        "teacher; with `k1` these are pushed up",
+        unit="share",
+        over="scores",
+    )
+    set_teacher_mass: float | None = figure(
+        "if the objective reads top-k sets: mean probability that the teacher gives to the set it sent. What is "
+        "missing to 1 is in the tail",
+        unit="share",
+        over="set_scores",
+    )
+    set_student_mass: float | None = figure(
+        "if the objective reads top-k sets: mean probability that the student gives to the set. Far below the "
+        "teacher's, much of the student's probability is compared as one bucket: raise `teacher.top_k`, or use "
+        "`teacher.top_k_of = student`",
+        unit="share",
+        over="set_scores",
+    )
+    set_overlap: float | None = figure(
+        "if the objective reads top-k sets: mean share of the student's likeliest tokens, as many as the set has "
+        "but at most 16, that are in the set",
+        unit="share",
+        over="set_scores",
+    )
+    entropy: float = figure(
+        "mean entropy of the student at the trained positions",
+        unit="nats",
+        over="tokens",
+        chart=("Learning", "Entropy, nats"),
+    )
+    logprob: float = figure("mean of s", unit="nats", over="tokens")
+    advantage_mean: float = figure("mean advantage of the trained tokens", over="tokens")
+    length_penalty: float | None = figure(
+        "mean term that `objective.length_penalty` adds to rewards; absent without it", default=None
+    )
+    ratio_mean: float = figure(
+        "mean of r. It is 1 in expectation; a drift means that an engine's log-probs differ from the learner's",
+        over="tokens",
+        chart=("Staleness", "Importance ratio, mean"),
+    )
+    ratio_max: float = figure("maximum of r", reduction="max")
+    truncated_fraction: float = figure(
+        "share of tokens whose importance weight was capped or clipped",
+        unit="share",
+        over="tokens",
+        chart=("Staleness", "Capped or clipped tokens, and rejected ones, share"),
+    )
+    rejected_fraction: float = figure(
+        "share of tokens that `objective.rejection` left out of the loss; these are not in `train/truncated_fraction`",
+        unit="share",
+        over="tokens",
+        chart=("Staleness", "Capped or clipped tokens, and rejected ones, share"),
+    )
+    weight_mean: float = figure("mean importance weight", over="tokens")
+    ess: float = figure(
+        "effective sample size of r, divided by the number of tokens",
+        unit="share",
+        chart=("Staleness", "Effective sample size, share"),
+    )
+    tokens: int = figure("tokens trained", unit="tokens", reduction="sum")
+    tokens_unscored: int = figure("trained tokens that no teacher scored", unit="tokens", reduction="sum")
+    input_tokens: int = figure("tokens read, including context", unit="tokens", reduction="sum")
+    microbatches: int = figure("number of packed forward passes", reduction="sum")
+    items: int = figure("rollouts (or pieces of them) in the batch", reduction="sum")
+    items_idle: int = figure("rollouts (or pieces of them) without a token to train", reduction="sum")
+    items_unrewarded: int = figure("rollouts (or pieces of them) without a reward", reduction="sum")
+    grad_norm: float = figure("gradient norm before clipping", reduction="last", chart=("Learning", "Gradient norm"))
+    lr: float = figure("learning rate", reduction="last")
+    step_s: float = figure("seconds spent in the model", unit="seconds", reduction="sum")
     offline: OfflineMetrics | None = None
     """None without offline tokens."""
     value: ValueMetrics | None = None
@@ -209,27 +252,18 @@ class StepMetrics:
     @classmethod
     def of(cls, sums: StepSums, *, offline_loss: float = 0.0, **given: Any) -> StepMetrics:
         """Means from sums; `sums.tokens` >= 1. `given`: the fields that are no means."""
-        n, scored = sums.tokens, sums.scored
+        means: dict[str, float | None] = {}
+        for name, over in MEANS.items():
+            n = sums.over(over)
+            means[name] = sums[name] / n if n else None
         return cls(
-            tokens=n,
-            tokens_unscored=n - int(scored),
-            loss=sums.loss + offline_loss,
-            divergence=sums.divergence / scored if scored else None,
-            reverse_kl=sums.reverse_kl / scored if scored else None,
-            ratio_mean=sums.ratio / n,
-            ratio_max=sums.ratio_max,
-            truncated_fraction=sums.cut / n,
-            rejected_fraction=sums.rejected / n,
-            weight_mean=sums.weight / n,
-            ess=sums.ratio**2 / (n * sums.ratio_squared) if sums.ratio_squared else 0.0,
-            entropy=sums.entropy / n,
-            logprob=sums.logprob / n,
-            advantage_mean=sums.advantage / n,
-            hidden_error=sums.hidden_error / sums.hidden_scores if sums.hidden_scores else None,
-            excess_share=sums.excess / sums.scores if sums.scores else None,
-            deficit_share=sums.deficit / sums.scores if sums.scores else None,
+            tokens=sums.tokens,
+            tokens_unscored=sums.tokens - int(sums["scored"]),
+            loss=sums["loss"] + offline_loss,
+            ratio_max=sums["ratio_max"],
+            ess=sums["ratio_mean"] ** 2 / (sums.tokens * sums["ratio_squared"]) if sums["ratio_squared"] else 0.0,
             pools={pool: divergence / n for pool, (divergence, n) in sums.pools.items() if n},
-            **sums.of_sets(),
+            **means,  # pyright: ignore[reportArgumentType]
             **given,
         )
 
@@ -245,3 +279,13 @@ class StepMetrics:
     def of_pools(self) -> dict[str, float]:
         """Figures of pools, by tag."""
         return {f"teachers/{pool}/divergence": value for pool, value in sorted(self.pools.items())}
+
+
+_DECLARED: Final[dict[str, Figure]] = {
+    one.name: one.metadata["figure"] for one in fields(StepMetrics) if "figure" in one.metadata
+}
+MEANS: Final = {name: declared.over for name, declared in _DECLARED.items() if declared.over}
+"""Name -> what its sum is divided by."""
+SUMS: Final = (*MEANS, *AUXILIARY)
+"""Names of the sums, in the order in which a step reads them from the device."""
+STEP_FIGURES: Final = tuple(declared._replace(tag=f"train/{name}") for name, declared in _DECLARED.items())

@@ -181,19 +181,19 @@ class StepPass(NamedTuple):
             "divergence": of_teachers_M.sum(),
             "reverse_kl": terms.reverse_kl_N.double().sum(),
             "scored": scored_N.double().sum(),
-            "ratio": ratio_N.sum(),
+            "ratio_mean": ratio_N.sum(),
             "ratio_squared": ratio_N.square().sum(),
-            "cut": terms.cut_N.double().sum(),
-            "rejected": terms.rejected_N.double().sum(),
-            "weight": terms.weights_N.double().sum(),
+            "truncated_fraction": terms.cut_N.double().sum(),
+            "rejected_fraction": terms.rejected_N.double().sum(),
+            "weight_mean": terms.weights_N.double().sum(),
             "entropy": self.student.entropy_N.double().sum(),
             "logprob": terms.student_N.double().sum(),
-            "advantage": terms.advantage_N.double().sum(),
+            "advantage_mean": terms.advantage_N.double().sum(),
             "value_error": self.value.error_N.double().sum(),
             "hidden_error": heads_X3[:, 0].sum(),
             "scores": routed_MN.double().sum(),
-            "excess": (routed_MN & (gap_MN > TWICE)).double().sum(),
-            "deficit": (routed_MN & (gap_MN < -TWICE)).double().sum(),
+            "excess_share": (routed_MN & (gap_MN > TWICE)).double().sum(),
+            "deficit_share": (routed_MN & (gap_MN < -TWICE)).double().sum(),
             "set_teacher_mass": payloads.sets_3[0],
             "set_student_mass": payloads.sets_3[1],
             "set_overlap": payloads.sets_3[2],
@@ -275,6 +275,7 @@ class PassLeft(NamedTuple):
         of_pools = zip(self.n_scores.items(), pools, strict=True)
         return StepSums(
             tokens=len(self.student_N),
+            sums=dict(zip(SUMS, sums, strict=True)),
             hidden_scores=self.hidden_scores,
             set_scores=self.set_scores,
             pools={pool: (divergence, n) for (pool, n), divergence in of_pools},
@@ -283,7 +284,6 @@ class PassLeft(NamedTuple):
                 for name, a, b, n in zip(self.heads, heads[::3], heads[1::3], heads[2::3], strict=True)
                 if n
             },
-            **dict(zip(SUMS, sums, strict=True)),
         )
 
     def _refuse(self, value_N: Tensor, items: Sequence[TrainItem], update: str, what: str) -> None:

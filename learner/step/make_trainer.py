@@ -6,7 +6,6 @@ import ctypes
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -57,14 +56,13 @@ def _sums(train_item: TrainItem) -> StepSums:
     n = train_item.n_trained
     mu_N = train_item.behaviour_L[train_item.train_mask_L].astype(np.float64)
     q_MN = train_item.teacher_ML[:, train_item.train_mask_L].astype(np.float64)
-    return replace(
-        StepSums.zero(),
+    return StepSums.zero(
         tokens=n,
         reverse_kl=float((mu_N - q_MN).sum()),
         scored=float(n if len(q_MN) else 0),
-        ratio=float(n),
+        ratio_mean=float(n),
         ratio_squared=float(n),
-        weight=float(n),
+        weight_mean=float(n),
         entropy=-float(mu_N.sum()),
         logprob=float(mu_N.sum()),
         ratio_max=1.0,

@@ -200,8 +200,8 @@ class Trainer:
             input_tokens=sum(part.batch.n_inputs for part in parts),
             step_s=time.perf_counter() - started_s,
             offline=OfflineMetrics.of(sums_offline[0], items=len(offline)) if sums_offline else None,
-            offline_loss=sum(part.loss for part in sums_offline),
-            value=None if whole.values is None else value_metrics(whole.values, sums.value_error, value_norm),
+            offline_loss=sum(part["loss"] for part in sums_offline),
+            value=None if whole.values is None else value_metrics(whole.values, sums["value_error"], value_norm),
             updates=UpdatesMetrics.of(sums, last.sums[0], len(updates), asked, last.grad_norm) if asked > 1 else None,
         )
 

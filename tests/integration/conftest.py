@@ -17,8 +17,8 @@ import pytest
 
 from stillhouse.launch.audit.report import Report
 from stillhouse.launch.audit.run import audit
+from tests.declared_figures import tags_of, undeclared
 from tests.integration.joined import Join, Joined
-from tests.metrics_page import tags_of, unexplained
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +61,10 @@ class Launched:
             )
 
     def wait(self, timeout_s: float = RUN_PATIENCE_S) -> int:
-        """Its exit code. Every figure that it wrote must be explained in docs/metrics.md, whatever the run was for."""
+        """Its exit code. Every figure that it wrote must be declared, whatever the run was for."""
         code = self.process.wait(timeout_s)
         if (self.run_dir / "metrics.jsonl").exists():
-            assert unexplained(tags_of(self.run_dir)) == [], "docs/metrics.md lacks these figures"
+            assert undeclared(tags_of(self.run_dir)) == [], "learner/reports/figures.toml lacks these figures"
         return code
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = RUN_PATIENCE_S) -> None:

@@ -18,8 +18,8 @@ from stillhouse.learner.reports.figures import TokenRates
 from stillhouse.learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
 from stillhouse.learner.reports.wait_clock import WaitClock, WaitReport
 from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
+from tests.declared_figures import undeclared
 from tests.full_disk import fill, small_disk
-from tests.metrics_page import unexplained
 
 WAITS = WaitReport(
     wall_s=2.0, busy_s=1.5, wait_s={"data": 0.25, "scoring": 0.25, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
@@ -118,7 +118,7 @@ def test_evaluations_of_one_step_on_several_sets_are_kept_apart(tmp_path: Path) 
         row = writer.evaluation(hard)
         writer.evaluation(evaluation(3, accuracy_greedy=1.0))
     assert (row["set"], row["eval/sets/hard/pass_at_2"], row["eval/sets/hard/reverse_kl"]) == ("hard", 0.5, None)
-    assert unexplained(key for key in row if "/" in key or key == "set") == []
+    assert undeclared(key for key in row if "/" in key or key == "set") == []
     assert scalar_series(tmp_path, "eval/sets/hard/avg_at_2") == [(3, 0.25)]
     named, own = read_metrics(tmp_path)
     assert (named["set"], own.get("set"), own["eval/accuracy_greedy"]) == ("hard", None, 1.0)
@@ -140,7 +140,7 @@ def test_decisions_of_the_autoscaler_and_ends_of_hosts_are_figures_of_the_step_a
         damaged = write_step(writer, 3)
     assert (row["scaling/added_teachers_total"], row["scaling/hosts_killed_total"]) == (2, 5)
     assert not [tag for tag in damaged if tag.startswith("scaling/")]
-    assert unexplained(key for key in row if "/" in key) == []
+    assert undeclared(key for key in row if "/" in key) == []
     assert scalar_series(tmp_path, "scaling/added_teachers_total") == [(2, 2.0)]
 
 

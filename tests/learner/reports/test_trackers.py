@@ -21,8 +21,8 @@ from stillhouse.learner.reports.settings import without_secrets
 from stillhouse.learner.reports.trackers import feed
 from stillhouse.learner.reports.trackers.feed import Trackers
 from stillhouse.learner.reports.trackers.registry import TrackedRun, UnknownTracker, check_tracker, make_tracker
+from tests.declared_figures import undeclared
 from tests.learner.reports.test_metrics import evaluation, peer, snapshot, write_step
-from tests.metrics_page import unexplained
 from tests.patience import PATIENCE_S, eventually
 
 
@@ -81,7 +81,7 @@ def test_a_tracker_gets_what_metrics_jsonl_gets(tmp_path: Path) -> None:
     assert kept.run is not None and (kept.run.name, kept.run.settings) == (tmp_path.name, {"learner.lr": 0.5})
     assert step == 1 and figures == {tag: value for tag, value in row.items() if "/" in tag}
     assert evaluated["eval/accuracy_sampled"] == 0.25 and kept.ended == [True]
-    assert unexplained(figures) == [] and figures["health/mine_rows_lost_total"] == 0
+    assert undeclared(figures) == [] and figures["health/mine_rows_lost_total"] == 0
 
 
 def test_rows_that_a_tracker_raises_at_are_counted_and_said_once_without_secrets(
