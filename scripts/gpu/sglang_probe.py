@@ -1,4 +1,4 @@
-"""What Stillhouse asks of a server, asked of one server, with its own code. In the repository's root, PYTHONPATH=.:
+"""What Stillhouse asks of a server, asked of one server, with its own code. In the repository's root, PYTHONPATH=src:
 
     python sglang_probe.py URL MODEL [--device cuda] [--backends gloo,nccl] [--noise 0.02] [--key KEY]
 

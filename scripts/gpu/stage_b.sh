@@ -1,6 +1,6 @@
 # (b) one SGLang server on the GPU, and what Stillhouse asks of it.  bash .gpu/stage_b.sh [tiny|0.6b|1.7b] [backends]      Back: b.log
 export PYTHONUNBUFFERED=1 T=${STAGE_TMP:-/tmp} P=${STAGE_PORT:-30000}; g=$(cd "$(dirname "$0")" && pwd); : "${OUT:=/tmp/out}"; mkdir -p "$OUT"; size=${1:-1.7b}; backends=${2:-gloo,nccl}; SECONDS=0
-. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD:$PYTHONPATH"; m=$T/m-$size
+. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD/src:$PYTHONPATH"; m=$T/m-$size
 kernels & k=$!; [ -e $m/tokenizer.json ] || python3 "$g/make_model.py" $m $size builtin/data/student || exit 1
 wait $k; serve student $m $P; await || { logs student > "$OUT/b.log"; exit 1; }; echo "at $SECONDS s"
 nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader

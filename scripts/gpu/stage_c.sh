@@ -1,6 +1,6 @@
 # (c) the whole system on one GPU: SGLang student and teacher, weights by NCCL (else gloo).  bash .gpu/stage_c.sh [nccl|gloo] [steps]      Back: c-*.log, metrics, summary
 export PYTHONUNBUFFERED=1 T=${STAGE_TMP:-/tmp} P=${STAGE_PORT:-30000}; g=$(cd "$(dirname "$0")" && pwd); : "${OUT:=/tmp/out}"; mkdir -p "$OUT"; backend=${1:-nccl}; steps=${2:-20}; run=$T/run-c-$backend; log=$OUT/c-$backend.log; SECONDS=0
-. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD:$PYTHONPATH"; kernels; rm -rf $run $run.record
+. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD/src:$PYTHONPATH"; kernels; rm -rf $run $run.record
 serve student builtin/data/student $P; serve teacher builtin/data/teacher $((P + 1)); await || { logs student teacher > "$log"; exit 1; }; echo "at $SECONDS s"
 # urls: the launcher does not know these servers' GPU, so --weights.backend nccl is accepted (launch/checks/placement.py, _impossible)
 timeout -k 20 ${STAGE_S:-130} python3 launch/cluster.py --config examples/demo.toml --device "$DEVICE" --steps $steps --actors 1 --actor.engine sglang --teacher.engine sglang --actor.urls http://127.0.0.1:$P \

@@ -1,7 +1,7 @@
 # (d) 1.7 billion parameters, SGLang student and embedded teacher, memory beside the estimate; then TRL on the same GPU.
 # bash .gpu/stage_d.sh [nccl|gloo] [steps] [size] [TRL's steps, 0: none]      Back: d-*.log, metrics, summary
 export PYTHONUNBUFFERED=1 T=${STAGE_TMP:-/tmp} P=${STAGE_PORT:-30000}; g=$(cd "$(dirname "$0")" && pwd); : "${OUT:=/tmp/out}"; mkdir -p "$OUT"; backend=${1:-nccl}; steps=${2:-6}; m=$T/m-${3:-1.7b}; trl=${4:-4}; run=$T/run-d-$backend; log=$OUT/d-$backend.log; SECONDS=0; rm -f $T/trl.txt
-. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD:$PYTHONPATH"; kernels; rm -rf $run
+. "$g/unpack.sh" || exit 1; . "$g/serve.sh"; export PYTHONPATH="$PWD/src:$PYTHONPATH"; kernels; rm -rf $run
 [ -e $m/tokenizer.json ] || python3 "$g/make_model.py" $m ${3:-1.7b} builtin/data/student || exit 1
 serve student $m $P $([ "$DEVICE" = cpu ] || echo --mem-fraction-static 0.25)
 R="--config examples/demo.toml --device $DEVICE --actors 1 --student $m --teacher $m --actor.engine sglang --actor.urls http://127.0.0.1:$P --teacher.engine torch --teacher.payload top_k --teacher.top_k 64 --learner.pack_tokens 2048 --weights.dtype bfloat16 --weights.backend $backend --learner.eval_every 0 --learner.checkpoint_every 0 --steps $steps ${RUN_ARGS:-}"
