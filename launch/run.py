@@ -8,6 +8,8 @@ with signal n (130: Ctrl-C, 143: SIGTERM). Stopping is not a failure: what was t
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ from stillhouse.launch.config.help import help_text
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import LaunchError, interrupted, refuse
 from stillhouse.launch.machine.machine import pretended_machine
-from stillhouse.launch.processes.local import LocalProcesses
+from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.render.apply import apply, check_apply
 from stillhouse.launch.render.submit import check_submission, submit
@@ -43,12 +45,12 @@ from stillhouse.launch.store_guard import StoreGuard, held_store
 from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
 from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import beside_the_learner, workers_text
-from stillhouse.launch.trace.command import print_trace
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
 from stillhouse.launch.workers.supervisor import Supervisor
 from stillhouse.learner.checkpoints.files import NOTHING_FOUND, Found
 from stillhouse.learner.config import RUN_FOLDER
+from stillhouse.tracing.events import FOLDER
 
 SCHEDULERS: Final = {"slurm": (submit, check_submission), "k8s": (apply, check_apply)}
 """Backends to which a whole run is given: what does that, and what checks it."""
@@ -203,8 +205,20 @@ def run(
             status.say("Ctrl-C: the teacher's accuracy is not measured; the run itself had ended")
     print_summary(summary, folder)
     if config.launch.trace:
-        print_trace(folder.path, Path(config.launch.trace).expanduser())
+        _print_trace(folder.path, Path(config.launch.trace).expanduser())
     return summary.exit_code
+
+
+def _print_trace(run: Path, out: Path) -> None:
+    """By `stillhouse trace`, which prints its figures too. What goes wrong is reported, and changes nothing."""
+    words = ["trace", str(run), str(out)]
+    command = [sys.executable, "-P", "-m", "stillhouse.launch.cluster", *words]
+    done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, check=False)
+    print(done.stdout, end="")
+    print(done.stderr, end="", file=sys.stderr)
+    if done.returncode != 0:
+        later = f"to write it later: stillhouse {shlex.join(words)}"
+        print(f"stillhouse: no trace; the events are in {run / FOLDER}; {later}", file=sys.stderr)
 
 
 def _version() -> str:

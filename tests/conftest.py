@@ -34,7 +34,7 @@ SLOW_FILES: Final = (
     ),
     *(
         "bench/race/test_evaluate_checkpoints.py",
-        "launch/doctor/test_scoring.py",
+        "tools/doctor/test_scoring.py",
     ),
     "learner/reports/test_tracker_packages.py",
 )
@@ -42,7 +42,7 @@ SLOW_FILES: Final = (
 LONGEST: Final = (
     *("launch/render/test_slurm.py", "launch/ray", "chaos", "hosts", "learner/ranks"),
     *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
-    *("weights/test_group_faults.py", "learner/checkpoints", "launch/doctor", "launch/test_recovery.py"),
+    *("weights/test_group_faults.py", "learner/checkpoints", "tools/doctor", "launch/test_recovery.py"),
     *("sglang", "integration"),
 )
 """Files and folders whose slow tests begin first, because they take minutes: one that begins last would run alone."""

@@ -11,8 +11,8 @@ import pytest
 from stillhouse.launch.cluster import COMMANDS
 from stillhouse.launch.config.command_line import parse_arguments, split_words
 from stillhouse.launch.config.help import USAGE
-from stillhouse.launch.doctor.command import split_own
-from stillhouse.launch.try_environment import OWN_FLAGS as TRY_FLAGS
+from stillhouse.tools.doctor.command import split_own
+from stillhouse.tools.try_environment import OWN_FLAGS as TRY_FLAGS
 from tests.declared_figures import undeclared
 from tests.release import SHORT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ROOMS = (
     *("actors", "buffer", "builtin", "engines", "launch", "learner", "models", "protocol", "recording", "replay"),
-    *("sglang_server", "teachers", "tracing", "weights"),
+    *("sglang_server", "teachers", "tools", "tracing", "weights"),
 )
 NO_BEGINNING = re.compile(r"(Of|Who|Whom|Whose|By how much|So many|Told)\b")
 """A docstring that begins like this leaves out its subject."""

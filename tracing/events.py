@@ -14,7 +14,7 @@ The first line is an object, HEADER; each later one is an array:
     ["end", at_ns]
 
 Times are CLOCK_MONOTONIC, which all processes of a machine share. The header has the wall clock of the same moment, by
-which files of other machines are moved (launch.trace.clocks).
+which files of other machines are moved (`tools.trace.clocks`).
 
 A line is written whole, in one write with others, at most FLUSH_S after it was made if more events follow. A killed
 process loses what it held, and leaves at most one torn line. A file ends at MAX_BYTES, and a disk that is full loses

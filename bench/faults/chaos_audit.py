@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from stillhouse.launch.audit import report as kinds
-from stillhouse.launch.audit.report import Report
+from stillhouse.tools.audit import report as kinds
+from stillhouse.tools.audit.report import Report
 from tests.sim.chaos.campaign import run_campaign
 from tests.sim.chaos.plan import Plan
 from tests.sim.chaos.verdict import Verdict

@@ -34,7 +34,7 @@ EFFICIENCY: Final = {
     "teacher_s_per_1000_tokens": ("{:.3g} s of a teacher per 1,000 tokens", 1),
     "weight_pause_s": ("engines stood still {:.3g} ms per version", 1000),
 }
-"""How each figure is shown, and times what; in the units of the figures of a trace (`launch.trace.figures`)."""
+"""How each figure is shown, and times what; in the units of the figures of a trace (`tools.trace.figures`)."""
 
 
 def print_summary(summary: Summary, folder: RunFolder, console: Console | None = None) -> None:

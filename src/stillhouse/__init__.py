@@ -1,7 +1,7 @@
 """Stillhouse: on-policy distillation of language models. The parts of this package are the folders beside src/, each
 linked here by its name.
 
-`from stillhouse import Run` starts and watches a run from a notebook or a script (stillhouse.launch.notebook)."""
+`from stillhouse import Run` starts and watches a run from a notebook or a script (stillhouse.tools.notebook)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from stillhouse.launch.notebook import Run as Run
-    from stillhouse.launch.notebook import RunFailed as RunFailed
+    from stillhouse.tools.notebook import Run as Run
+    from stillhouse.tools.notebook import RunFailed as RunFailed
 
 SOURCES: Final = Path(__file__).resolve().parent.parent
 """The folder on whose path `import stillhouse` works: src/ of a checkout, or site-packages."""
@@ -19,7 +19,7 @@ SOURCES: Final = Path(__file__).resolve().parent.parent
 def __getattr__(name: str) -> object:
     """Import what is asked for, so that importing a part of this package imports no more than that."""
     if name in ("Run", "RunFailed"):
-        from stillhouse.launch import notebook
+        from stillhouse.tools import notebook
 
         return getattr(notebook, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

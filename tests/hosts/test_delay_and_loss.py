@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import pytest
 
-from stillhouse.launch.audit.run import audit
 from stillhouse.protocol.context import WorkerRole
+from stillhouse.tools.audit.run import audit
 from tests.hosts.conftest import HostRun, hosts_or_skip
 from tests.hosts.network import Network
 

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from stillhouse.launch.audit.report import Report
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.report import Report
+from stillhouse.tools.audit.run import audit
 from tests.declared_figures import tags_of, undeclared
 from tests.integration.joined import Join, Joined
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stillhouse import builtin
-from stillhouse.launch.audit.record import Batch, RecordFile
+from stillhouse.tools.audit.record import Batch, RecordFile
 from tests.integration.conftest import Launched
 from tests.integration.test_exactly_once import fates, interrupt
 from tests.integration.test_whole_run import assert_balanced

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from stillhouse.launch.trace.command import main
-from stillhouse.launch.trace.figures import read_figures
+from stillhouse.tools.trace.command import main
+from stillhouse.tools.trace.figures import read_figures
 from tests.integration.conftest import Launched
-from tests.launch.trace.chrome_trace import faults, load
+from tests.tools.trace.chrome_trace import faults, load
 
 Launch = Callable[..., Launched]
 

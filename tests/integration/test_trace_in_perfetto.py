@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 
 from tests.integration.conftest import Launched
-from tests.launch.trace.chrome_trace import Event, load
-from tests.launch.view.browser import Tab, tab
 from tests.patience import PATIENCE_S
+from tests.tools.trace.chrome_trace import Event, load
+from tests.tools.view.browser import Tab, tab
 
 pytestmark = pytest.mark.slow
 Answer = list[dict[str, Any]]

@@ -43,7 +43,7 @@ TYPED: Final = {
     "--backend k8s --name big --config topology.toml --cluster.image registry/stillhouse:1 --actor.engine torch "
     "--teacher.engine torch": ON_KUBERNETES,
     "--backend k8s --resume --run-dir runs/big": ON_KUBERNETES,
-    "doctor": "tests/launch/doctor/test_command.py",
+    "doctor": "tests/tools/doctor/test_command.py",
     "join RUN --actors 8": "tests/integration/test_join.py",
     "audit RUN": RUNS,
     "view RUN": RUNS,
@@ -54,7 +54,7 @@ TYPED: Final = {
     "--actor.engine torch --teacher.engine torch": AS_IT_STANDS,
     "render skypilot --name big --volume runs --accelerator H100 --config topology.toml": AS_IT_STANDS,
     "replay": "tests/integration/test_replay.py",
-    "completion bash": "tests/launch/test_completion.py",
+    "completion bash": "tests/tools/test_completion.py",
 }
 NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),

@@ -8,9 +8,9 @@ import msgspec
 import psutil
 import pytest
 
-from stillhouse.launch.doctor.command import Report, main
-from stillhouse.launch.doctor.finding import Finding
 from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.tools.doctor.command import Report, main
+from stillhouse.tools.doctor.finding import Finding
 from tests.sglang.conftest import READY_S, TEACHER, start
 
 SERVED = "servers,off-by-one,temperature,known-text,replica-noise,weights-taken"

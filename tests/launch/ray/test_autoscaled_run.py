@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.integration import slow_teacher
 from tests.launch.ray.nodes import ROOT, ray_nodes
 from tests.launch.ray.ray_run import SMALL, ray_run

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.launch.ray.nodes import ray_nodes
 from tests.launch.ray.ray_run import SMALL, ray_run
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.integration import slow_actor
 from tests.launch.ray.nodes import ROOT, Nodes, alive, ray_nodes
 from tests.launch.ray.ray_run import SMALL, RayRun, ray_run

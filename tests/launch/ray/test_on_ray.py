@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.launch.ray.nodes import ROOT, Nodes, ray_nodes
 from tests.launch.ray.ray_run import RayRun, ray_run
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.launch.ray.nodes import ray_nodes, raylet_of
 from tests.launch.ray.ray_run import ray_run
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stillhouse.launch.audit.run import audit
+from stillhouse.tools.audit.run import audit
 from tests.launch.render.kubernetes_server import ApiServer
 from tests.launch.render.pods import Manifest
 from tests.launch.render.test_slurm import ROOT, render, steps_made

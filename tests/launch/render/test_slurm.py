@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import pytest
 
-from stillhouse.launch.audit.run import audit
 from stillhouse.launch.config.cluster import HostConfig
 from stillhouse.launch.render.slurm import SlurmJob, sbatch_script
 from stillhouse.launch.topology import HostGroup
+from stillhouse.tools.audit.run import audit
 from tests.launch.render.slurm_cluster import CORES, Slurm, missing
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from stillhouse.launch.audit.record import AuditError
-from stillhouse.launch.audit.report import Report
-from stillhouse.launch.audit.run import audit as count_again
+from stillhouse.tools.audit.record import AuditError
+from stillhouse.tools.audit.report import Report
+from stillhouse.tools.audit.run import audit as count_again
 from tests.patience import PATIENCE_S
 from tests.sim.chaos.audit import Audit, audit
 from tests.sim.chaos.commands import Proxy

@@ -1,0 +1,63 @@
+"""Examining in this process, without the launcher's own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from stillhouse import builtin
+from stillhouse.launch.config.command_line import parse_arguments
+from stillhouse.tools.doctor.case import Case
+from stillhouse.tools.doctor.examiner import findings
+from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.table import CHECKS
+
+Examine = Callable[..., list[Finding]]
+ENGINES = "tests.tools.doctor.faulty_engines"
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Callable[..., Case]]:
+    """`case(*arguments)`: the run of a command line."""
+    made: list[Case] = []
+
+    def make(*arguments: str) -> Case:
+        scratch = tmp_path / f"scratch-{len(made)}"
+        scratch.mkdir()
+        made.append(Case.of(parse_arguments([f"--run-dir={tmp_path / 'run'}", "--device=cpu", *arguments]), scratch))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def examine(case: Callable[..., Case]) -> Examine:
+    """`examine("disk", *arguments)`: what that check reports."""
+
+    def run(name: str, *arguments: str) -> list[Finding]:
+        check = next(check for check in CHECKS if check.name == name)
+        return list(findings(check, case(*arguments)))
+
+    return run
+
+
+def of(found: list[Finding], subject: str) -> Finding:
+    """The finding about this subject."""
+    return next(finding for finding in found if finding.subject == subject)
+
+
+@pytest.fixture
+def student(tmp_path: Path) -> Path:
+    """A copy of the built-in student, to be spoilt."""
+    return Path(shutil.copytree(builtin.STUDENT_DIR, tmp_path / "student"))
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    """A copy of the built-in teacher, to be spoilt."""
+    return Path(shutil.copytree(builtin.TEACHER_DIR, tmp_path / "teacher"))

@@ -1,0 +1,122 @@
+"""`stillhouse doctor` as a command: what it prints, its exit code, and checks that hang or crash."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from stillhouse.tools.doctor.command import Report, main, split_own
+from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.table import CHECKS
+from tests.patience import SLOWNESS
+from tests.tools.doctor.conftest import ENGINES
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def findable_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_all_checks_of_the_built_in_run_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In another process, as a user sees them, each exactly once."""
+    report, before = tmp_path / "report.json", set(psutil.Process().children(recursive=True))
+    assert main([f"--json={report}", "--device=cpu", f"--run-dir={tmp_path / 'run'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = msgspec.json.decode(report.read_bytes(), type=Report)
+    assert found.ok and list(dict.fromkeys(one.check for one in found.findings)) == [check.name for check in CHECKS]
+    assert lines[:-1] == [finding.line() for finding in found.findings]
+    assert lines[-1].startswith("0 failed, ") and lines[-1].endswith("nothing was left running")
+    assert not (tmp_path / "run").exists() and [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.mark.slow
+def test_a_check_that_hangs_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """The teacher never answers; what needs its scores fails, each at its deadline, and the rest goes on."""
+    before = set(psutil.Process().children(recursive=True))
+    arguments = ["--device=cpu", f"--teacher.engine={ENGINES}:HANGS", "--only=off-by-one,weights-taken"]
+    limit_s = round(20 * SLOWNESS)
+    assert main([*arguments, f"--timeout-s={limit_s}"]) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED   off by one: the check did not end within {limit_s} s" in out
+    assert "ok       weights taken (actor)" in out
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_a_check_that_crashes_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--device=cpu", f"--teacher.engine={ENGINES}:CRASHES", "--only=known-text,weights-taken"]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "FAILED   known text: the check was killed by SIGKILL" in out and "ok       weights taken (actor)" in out
+
+
+def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A student's folder that only breaks when its weights are read."""
+    (tmp_path / "broken_engine.py").write_text(
+        "from stillhouse.engines.torch.provider import TorchProvider\n"
+        "class Broken(TorchProvider):\n"
+        "    def student(self, ctx):\n"
+        "        raise KeyError('no such layer')\n"
+        "BROKEN = Broken()\n"
+    )
+    before = Path.cwd()
+    os.chdir(tmp_path)  # a module of the folder in which the command is typed
+    try:
+        code = main(["--device=cpu", "--actor.engine=broken_engine:BROKEN", "--only=off-by-one,temperature,disk"])
+    finally:
+        os.chdir(before)
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 1
+    assert any("FAILED   off by one: KeyError: 'no such layer' (at broken_engine.py:4)" in line for line in lines)
+    assert any("skipped  temperature: " in line and "failed, see above" in line for line in lines)
+    assert sum(line.startswith("ok       disk") for line in lines) == 2
+
+
+def test_a_refused_configuration_still_gets_the_other_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device=cpu", "--teacher=no/such/folder"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED   configuration: models.teacher: no folder 'no/such/folder'" in out
+    assert "ok       disk (room)" in out and "skipped  known text: the configuration is refused, see above" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only=dsik"], "--only: got dsik, expected names of checks: configuration, open-files"),
+        (["--timeout-s=soon"], "--timeout-s: got 'soon', expected seconds above 0"),
+        (["--json"], "--json: needs a value"),
+        (["--learner.lrr=1"], "did you mean"),
+        (["--check"], "expected the keys of a run"),
+        (["disk"], "'disk': unexpected"),
+    ],
+)
+def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_the_help_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(check.name.replace(" ", "-") in text for check in CHECKS)
+
+
+def test_own_flags_and_those_of_the_run() -> None:
+    own, left = split_own(["--json", "a.json", "--actors", "2", "--only=disk", "--timeout_s", "5"])
+    assert own == {"json": "a.json", "only": "disk", "timeout_s": "5"} and left == ["--actors", "2"]
+
+
+def test_a_line_says_what_to_do_only_where_something_is_to_be_done() -> None:
+    finding = Finding(check="disk", status="ok", measured="9 MB/s", normal="10", advice="buy one")
+    assert finding.line() == "ok       disk: 9 MB/s; normal: 10"
+    failed = msgspec.structs.replace(finding, status="failed", subject="speed")
+    assert failed.line() == "FAILED   disk (speed): 9 MB/s; normal: 10; do: buy one"
+    assert json.loads(msgspec.json.encode(finding))["status"] == "ok"

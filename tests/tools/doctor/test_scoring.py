@@ -1,0 +1,102 @@
+"""Engines with a planted fault are found, by name of the fault. Each fault is in the engine, where a real one would be;
+the checks see it through the run's own providers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.tools.doctor.conftest import ENGINES, Examine, of
+
+SCORING = ("off by one", "temperature", "known text", "replica noise", "weights taken")
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_sound_engines_pass(examine: Examine, name: str) -> None:
+    found = examine(name, "--teachers=2")
+    assert [finding.status for finding in found] == ["ok"] * len(found) and found
+    assert all(finding.measured and finding.normal and finding.figures for finding in found)
+
+
+def test_scores_of_the_token_before(examine: Examine) -> None:
+    found = of(examine("off by one", f"--teacher.engine={ENGINES}:LATE"), "pool default")
+    assert found.status == "failed" and "they are those of the token before" in found.measured
+
+
+def test_scores_for_an_empty_answer(examine: Examine) -> None:
+    found = of(examine("off by one", f"--teacher.engine={ENGINES}:ALL_OF_NOTHING"), "pool default")
+    assert found.status == "failed" and "for no token" in found.measured
+
+
+def test_scores_that_are_no_numbers(examine: Examine) -> None:
+    assert of(examine("off by one", f"--teacher.engine={ENGINES}:NOT_A_NUMBER"), "pool default").status == "failed"
+
+
+def test_logprobs_of_samples_one_late(examine: Examine) -> None:
+    found = of(examine("off by one", f"--actor.engine={ENGINES}:LOGPROBS_LATE"), "actor")
+    assert found.status == "failed"
+
+
+def test_scores_divided_by_the_temperature(examine: Examine) -> None:
+    found = of(examine("temperature", f"--teacher.engine={ENGINES}:DIVIDED"), "pool default")
+    assert found.status == "failed" and "as if divided by 0.70" in found.measured
+    assert found.figures["factor"] == pytest.approx(1 / 0.7, rel=1e-4)
+
+
+def test_scores_at_the_temperature(examine: Examine) -> None:
+    found = of(examine("temperature", f"--teacher.engine={ENGINES}:AT_TEMPERATURE"), "pool default")
+    assert found.status == "failed" and found.figures["best_temperature"] == 0.7
+
+
+def test_samples_whose_logprobs_ignore_the_temperature(examine: Examine) -> None:
+    found = of(examine("temperature", f"--actor.engine={ENGINES}:AT_TEMPERATURE_ONE"), "actor")
+    assert found.status == "failed" and "the engine reports them at temperature 1" in found.measured
+
+
+def test_an_engine_that_takes_temperature_1_only(examine: Examine) -> None:
+    engine = f"--actor.engine={ENGINES}:ONLY_TEMPERATURE_ONE"
+    found = of(examine("temperature", engine), "actor")
+    assert found.status == "ok" and "refuses temperature 1.5" in found.measured
+    assert of(examine("temperature", engine, "--learner.tasks.temperature=0.8"), "actor").status == "failed"
+    assert of(examine("off by one", engine), "actor").status == "ok"
+
+
+def test_a_noisy_replica(examine: Examine) -> None:
+    arguments = ("--teachers=2", f"--teacher.engine={ENGINES}:NOISY_REPLICA")
+    found = of(examine("replica noise", *arguments), "pool default")
+    assert found.status == "failed" and "between 2 teachers" in found.measured
+    assert found.figures["noise_nats"] > found.figures["signal_nats"] > 0.1
+
+
+def test_a_teacher_that_is_the_student(examine: Examine, student: Path) -> None:
+    found = of(examine("replica noise", f"--student={student}", f"--teacher={student}"), "pool default")
+    assert found.status == "warning" and "same model" in found.advice and found.figures["signal_nats"] < 1e-5
+
+
+def test_a_teacher_on_random_weights(examine: Examine, teacher: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(teacher)).save_pretrained(teacher)
+    found = of(examine("known text", f"--teacher={teacher}"), "pool default")
+    assert found.status == "failed" and found.figures["mean_logprob"] < 0.8 * found.figures["uniform_logprob"]
+    assert of(examine("off by one", f"--teacher={teacher}"), "pool default").status == "ok", "it scores as it should"
+
+
+def test_an_engine_that_ignores_new_weights(examine: Examine) -> None:
+    (found,) = examine("weights taken", f"--actor.engine={ENGINES}:DEAF")
+    assert found.status == "failed" and "it goes on with the former weights" in found.measured
+
+
+@pytest.mark.parametrize("name", SCORING)
+def test_without_a_valid_configuration_they_are_skipped(examine: Examine, name: str) -> None:
+    (found,) = examine(name, "--teacher=no/such/folder")
+    assert found.status == "skipped" and "the configuration is refused" in found.measured
+
+
+def test_without_teachers_only_the_actor_is_examined(examine: Examine) -> None:
+    objective = ("--learner.objective.coef=0", "--learner.objective.advantage=grpo", "--buffer.release=rollout")
+    found = examine("off by one", "--teachers=0", *objective)
+    assert [finding.subject for finding in found if finding.status == "ok"] == ["actor"]
+    assert found[-1].status == "skipped" and "no teacher scores anything" in found[-1].measured
