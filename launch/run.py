@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
 
 import psutil
 
@@ -31,8 +30,6 @@ from stillhouse.launch.errors import LaunchError, interrupted, refuse
 from stillhouse.launch.machine.machine import pretended_machine
 from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
-from stillhouse.launch.render.apply import apply, check_apply
-from stillhouse.launch.render.submit import check_submission, submit
 from stillhouse.launch.report.figures import plural
 from stillhouse.launch.report.prometheus import PublishedStatus
 from stillhouse.launch.report.status import make_status
@@ -44,16 +41,13 @@ from stillhouse.launch.runfolder import RunFolder, choose_path, unwritable
 from stillhouse.launch.store_guard import StoreGuard, held_store
 from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
 from stillhouse.launch.terminal import lasting_output
-from stillhouse.launch.topology import beside_the_learner, workers_text
+from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
 from stillhouse.launch.workers.supervisor import Supervisor
 from stillhouse.learner.checkpoints.files import NOTHING_FOUND, Found
 from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.tracing.events import FOLDER
-
-SCHEDULERS: Final = {"slurm": (submit, check_submission), "k8s": (apply, check_apply)}
-"""Backends to which a whole run is given: what does that, and what checks it."""
 
 
 @lasting_output()
@@ -73,13 +67,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             print(f"stillhouse: {brought}", file=sys.stderr)
         with ExitStack() as stack:
             config = resolve_config(line)
-            if config.launch.backend in SCHEDULERS:
-                start, check = SCHEDULERS[config.launch.backend]
-                if not line.check:
-                    return start(line, config)
-                print(*check(config), sep="\n")
-                config = beside_the_learner(config)
-            elif config.launch.backend == "ray":
+            if config.launch.backend == "ray":
                 config, make_backend = _on_ray(line, config, stack)
             return _start(line, config, make_backend, began_s)
     except LaunchError as error:

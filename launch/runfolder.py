@@ -47,8 +47,6 @@ EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 ALARM_EXIT_CODE: Final = 5
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
-SCRIPT: Final = "job.sbatch"
-"""In the folder of a run that is a job of Slurm."""
 log = logging.getLogger(__name__)
 
 
@@ -265,9 +263,8 @@ def is_locked(path: Path) -> bool:
 
 
 def _expect_empty(path: Path) -> None:
-    """Keys may be there before the run is, where a scheduler hands them out, and the script of its job
-    (launch.render)."""
-    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS, SCRIPT))
+    """Keys may be there before the run is, where a scheduler hands them out."""
+    others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS))
     if others:
         if (path / "lock").stat().st_size == 0:  # made just now
             (path / "lock").unlink()

@@ -114,9 +114,9 @@ def workers_text(config: RunConfig, elsewhere: str) -> str:
 
 
 def flags_of_the_run(groups: Sequence[HostGroup]) -> str:
-    """The same in a scheduler's script, where nothing else is to start the run once more."""
+    """`beside_the_learner` as flags, in a scheduler's script."""
     none = [f" --pools.{group.pool}.count 0" if group.pool else f" --{group.name} 0" for group in _workers(groups)]
-    return "".join((" --backend local", *none))
+    return "".join(none)
 
 
 def _workers(groups: Sequence[HostGroup]) -> list[HostGroup]:

@@ -1,4 +1,4 @@
-"""The machines of a run on several hosts: --backend ray, slurm and k8s, and `stillhouse render`. No torch."""
+"""The machines of a run on several hosts: --backend ray, and `stillhouse render`. No torch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
 
 
 class ClusterConfig(Settings, frozen=True, kw_only=True):
-    """Machines by role, for --backend ray, slurm and k8s and for stillhouse render. Other runs use the machine
-    that they are on."""
+    """Machines by role, for --backend ray and for stillhouse render. Other runs use the machine that they are on."""
 
     learner: HostConfig = msgspec.field(default_factory=HostConfig)
     actors: RoleHostsConfig = msgspec.field(default_factory=RoleHostsConfig)
@@ -48,5 +47,3 @@ class ClusterConfig(Settings, frozen=True, kw_only=True):
     """Kubernetes: the container image of all pods, in which `stillhouse` can be called."""
     volume_gib: PositiveInt = 200
     """Kubernetes: size of the volume for the run's folder. A run with a `store` has none."""
-    kubectl: str = ""
-    """Options of kubectl, for every call: --context=training --namespace=research"""

@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 import yaml
@@ -29,6 +29,11 @@ from stillhouse.launch.config.peers import PEERS
 from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.settings import Member, Members, Settings, described, members_of
+
+HINTS: Final = {
+    "launch.backend": "; a job for Slurm or Kubernetes is made by `stillhouse render slurm` or `stillhouse render k8s`"
+}
+"""Key -> what to do, behind the message about a wrong value."""
 
 
 class Key(NamedTuple):
@@ -163,7 +168,7 @@ def parse_text(key: Key, text: str) -> object:
             continue
         if _accepts(value, key.type):
             return value
-    raise ConfigError(f"{key.name}: got {text!r}, expected {type_name(key.type)}")
+    raise ConfigError(f"{key.name}: got {text!r}, expected {type_name(key.type)}{HINTS.get(key.name, '')}")
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:

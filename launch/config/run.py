@@ -38,10 +38,10 @@ class ModelsConfig(Settings, frozen=True, kw_only=True):
 class LaunchConfig(Settings, frozen=True, kw_only=True):
     """How processes are started, watched and stopped."""
 
-    backend: Literal["local", "ray", "slurm", "k8s"] = "local"
-    """local: all workers on this machine. The others place workers as the section `cluster` says (docs/cluster.md).
-    ray: on the nodes of the Ray cluster at RAY_ADDRESS, or of one that is started here. slurm: the run becomes a job,
-    which is given to sbatch. k8s: it becomes manifests of Kubernetes, which are given to kubectl."""
+    backend: Literal["local", "ray"] = "local"
+    """local: all workers on this machine. ray: as the section `cluster` says, on the nodes of the Ray cluster at
+    RAY_ADDRESS, or of one that is started here. Jobs for Slurm and Kubernetes are made by `stillhouse render`
+    (docs/cluster.md)."""
     start_method: Literal["auto", "fork", "spawn"] = "auto"
     """fork: workers start from one parent that has imported torch (Linux). spawn: each is a new interpreter. auto: fork
     where that is safe."""

@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar, cast
 import msgspec
 
 from stillhouse.launch.config.keys import (
+    HINTS,
     Key,
     choices_of,
     default_of,
@@ -267,7 +268,7 @@ def _merged_member(former: object, value: object, default: str) -> object:
 def wrong_type(key: str, value: object, expected: object, detail: str) -> str:
     """The message for a value of the wrong type. `detail` is msgspec's, which knows more about nested values."""
     where = f" ({detail})" if "`$" in detail and "at `$`" not in detail else ""
-    return f"{key}: got {value!r} ({type(value).__name__}), expected {type_name(expected)}{where}"
+    return f"{key}: got {value!r} ({type(value).__name__}), expected {type_name(expected)}{where}{HINTS.get(key, '')}"
 
 
 def _gathered(struct: type[msgspec.Struct], plain: Mapping[str, object]) -> Mapping[str, object]:

@@ -9,45 +9,35 @@ from typing import Final, NamedTuple
 from stillhouse.launch.config.command_line import CommandLine, Words, resolve_config, split_words
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError, LaunchError, refuse
-from stillhouse.launch.render.kubernetes_files import expect_name, kubernetes_files
-from stillhouse.launch.render.skypilot import SkyTask, sky_task
+from stillhouse.launch.render.kubernetes import kubernetes_files
 from stillhouse.launch.render.slurm import sbatch_script, slurm_job
 from stillhouse.launch.topology import HostGroup, host_groups
 
 USAGE: Final = """\
 usage: stillhouse render slurm --run-dir DIR [--config FILE] [--KEY VALUE ...] > job.sbatch
        stillhouse render k8s --name NAME --private DIR [--config FILE] [--KEY VALUE ...] > run.yaml
-       stillhouse render skypilot --name NAME --volume VOLUME [--accelerator GPU] [--config FILE] ... > task.yaml
 
-Prints the file with which Slurm, Kubernetes or SkyPilot starts a run on several hosts, and continues it from its newest
-checkpoint when it starts it again. (A run with --backend slurm or k8s writes the file itself and submits it.) The
-section `cluster` says how many workers share a host, and what each host has; all other keys are those of a run.
-docs/cluster.md has an example of each.
+Prints the file with which Slurm (sbatch job.sbatch) or Kubernetes (kubectl apply -f run.yaml) starts a run on several
+hosts, and continues it from its newest checkpoint when it starts it again. The section `cluster` says how many workers
+share a host, and what each host has; all other keys are those of a run. docs/cluster.md has an example of each.
 
   --run-dir DIR      Slurm: folder of the run; all hosts must see it under this path, as they must see this clone.
                      With a `store` only the first host needs it, and it may be on that host's own disk
   --name NAME        name of the run, and of what belongs to it: lower-case letters, digits and dashes
   --private DIR      Kubernetes: folder for the keys of the run and their Secrets, secrets.yaml. It is made if it is not
                      there; keys that it has are kept. Only you can read it
-  --volume VOLUME    SkyPilot: its name of the volume for the run's folder, to which all nodes must be able to write
-  --accelerator GPU  SkyPilot: its name of the GPUs, e.g. H100
   --config FILE      configuration of the run
   --KEY VALUE        any key of a run; stillhouse --help explains all keys, --help cluster those of hosts
 """
 
 
-class Asked(NamedTuple):
+class RenderLine(NamedTuple):
     """The parsed command line."""
 
     words: Words
     file: Path | None
     config: RunConfig
     groups: tuple[HostGroup, ...]
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the run that were given, as words of a command line."""
-        return tuple(word for key, text in self.words.overrides for word in (f"--{key.name}", text))
 
     def flag(self, name: str, expected: str) -> str:
         """Value of a flag of this scheduler. Raises ConfigError without it."""
@@ -57,7 +47,7 @@ class Asked(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    render: Callable[[Asked], str]
+    render: Callable[[RenderLine], str]
     flags: tuple[str, ...]
 
 
@@ -76,19 +66,23 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(*(f"--{flag.replace('_', '-')}: {name} does not have it" for flag in foreign))
         file = Path(words.own["config"]).expanduser().absolute() if "config" in words.own else None
         config = resolve_config(CommandLine(config=file, overrides=words.overrides))
-        text = SCHEDULERS[name].render(Asked(words, file, config, host_groups(config)))
+        if config.launch.backend != "local":
+            raise ConfigError(
+                f"launch.backend: got {config.launch.backend}, expected local: {name} starts all hosts of a job"
+            )
+        text = SCHEDULERS[name].render(RenderLine(words, file, config, host_groups(config)))
     except LaunchError as error:
         return refuse(error)
     print(text, end="")
     return 0
 
 
-def _slurm(asked: Asked) -> str:
+def _slurm(asked: RenderLine) -> str:
     run_dir = Path(asked.flag("run_dir", "the folder of the run, which all hosts see")).expanduser().absolute()
     return sbatch_script(slurm_job(run_dir, asked.file, asked.words.overrides, asked.config))
 
 
-def _kubernetes(asked: Asked) -> str:
+def _kubernetes(asked: RenderLine) -> str:
     name = asked.flag("name", "a name for the run")
     private = Path(asked.flag("private", "a folder for the keys of the run")).expanduser().absolute()
     try:
@@ -97,27 +91,7 @@ def _kubernetes(asked: Asked) -> str:
         raise LaunchError(f"{private} cannot be written: {error}; name another folder with --private") from error
 
 
-def _skypilot(asked: Asked) -> str:
-    name = asked.flag("name", "a name for the run")
-    expect_name(name)
-    volume = asked.flag("volume", "SkyPilot's name of a volume to which all nodes can write")
-    gpus = any(group.host.gpus for group in asked.groups)
-    accelerator = asked.flag("accelerator", "SkyPilot's name of the GPUs, such as H100") if gpus else ""
-    return sky_task(
-        SkyTask(
-            name=name,
-            config=str(asked.file or ""),
-            arguments=asked.keys,
-            volume=volume,
-            accelerator=accelerator,
-            groups=asked.groups,
-            port=asked.config.cluster.port,
-        )
-    )
-
-
 SCHEDULERS: Final[Mapping[str, Scheduler]] = {
     "slurm": Scheduler(_slurm, ("run_dir",)),
     "k8s": Scheduler(_kubernetes, ("name", "private")),
-    "skypilot": Scheduler(_skypilot, ("name", "volume", "accelerator")),
 }

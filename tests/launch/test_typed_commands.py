@@ -6,7 +6,6 @@ tests/integration/test_typed_commands.py."""
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -25,7 +24,6 @@ SMOLLM2: Final = ROOT / "examples" / "smollm2" / "model"
 CHECKED, AS_IT_STANDS = "with --check", "as it stands"
 RUNS: Final = "tests/integration/test_typed_commands.py"
 ON_RAY: Final = "tests/launch/ray/test_on_ray.py"
-ON_KUBERNETES: Final = "tests/launch/render/test_kubernetes.py"
 TYPED: Final = {
     "": CHECKED,
     "--help": AS_IT_STANDS,
@@ -36,23 +34,17 @@ TYPED: Final = {
     "--config examples/smollm2/context.toml": CHECKED,
     "--actor.engine sglang --teacher.engine sglang --device cpu --actors 4 --teachers 2": CHECKED,
     "--check --device cuda --gpus 8 --actors 6": AS_IT_STANDS,
-    "--backend slurm --run-dir /shared/runs/big --config topology.toml": CHECKED,
-    "--backend slurm --resume --run-dir /shared/runs/big": "tests/launch/render/test_slurm.py",
     "--backend ray --name big --config topology.toml": ON_RAY,
     "--backend ray --steps 20 --actors 8 --teachers 2": RUNS,
-    "--backend k8s --name big --config topology.toml --cluster.image registry/stillhouse:1 --actor.engine torch "
-    "--teacher.engine torch": ON_KUBERNETES,
-    "--backend k8s --resume --run-dir runs/big": ON_KUBERNETES,
     "doctor": "tests/tools/doctor/test_command.py",
     "join RUN --actors 8": "tests/integration/test_join.py",
     "audit RUN": RUNS,
     "view RUN": RUNS,
     "view latest": RUNS,
     "scale big --actors 48 --teachers 12": ON_RAY,
-    "render slurm": AS_IT_STANDS,
+    "render slurm --run-dir /shared/runs/big --config topology.toml": AS_IT_STANDS,
     "render k8s --name big --private big-private --config topology.toml --cluster.image registry/stillhouse:1 "
     "--actor.engine torch --teacher.engine torch": AS_IT_STANDS,
-    "render skypilot --name big --volume runs --accelerator H100 --config topology.toml": AS_IT_STANDS,
     "replay": "tests/integration/test_replay.py",
     "completion bash": "tests/tools/test_completion.py",
 }
@@ -60,7 +52,6 @@ NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),
     "DIR_OR_NAME": (SMOLLM2 / "config.json").is_file(),
     "sglang": (ROOT / ".venv-sglang").is_dir(),
-    "--backend slurm": shutil.which("sbatch") is not None,
 }
 """Word of a command -> whether this machine has what it names."""
 EXAMPLES: Final = sorted((ROOT / "examples").rglob("*.toml"))
@@ -131,8 +122,6 @@ def test_a_command_of_the_pages(
     typed: Callable[[str], list[str]], command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = typed(command)
-    if command == "render slurm":
-        given += ["--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml")]
     if given[:1] == ["render"]:
         assert render(given[1:]) == 0, capsys.readouterr().err
         assert "join" in capsys.readouterr().out

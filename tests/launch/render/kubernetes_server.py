@@ -21,7 +21,6 @@ KINDS = {
     "v1": {"configmaps": "ConfigMap", "secrets": "Secret", "services": "Service", "pods": "Pod"}
     | {"persistentvolumeclaims": "PersistentVolumeClaim"},
     "batch/v1": {"jobs": "Job"},
-    "authorization.k8s.io/v1": {"selfsubjectaccessreviews": "SelfSubjectAccessReview"},
 }
 PATH = re.compile(
     r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/v1))(?:/namespaces/default)?"
@@ -181,9 +180,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         made = self._body()
-        if made["kind"] == "SelfSubjectAccessReview":
-            self._send(201, {**made, "status": {"allowed": True}})
-            return
         self.api.check(json.loads(json.dumps(made)))
         made["metadata"] |= {"namespace": "default", "uid": made["metadata"]["name"], "resourceVersion": "1"}
         self.api.create(made)
@@ -256,7 +252,7 @@ def _group(version: str) -> Manifest:
 def _resources(version: str) -> list[Manifest]:
     verbs = ["create", "delete", "get", "list", "patch", "watch"]
     return [
-        {"name": plural, "singularName": kind.lower(), "namespaced": version != "authorization.k8s.io/v1"}
+        {"name": plural, "singularName": kind.lower(), "namespaced": True}
         | {"kind": kind, "verbs": verbs, "categories": ["all"] if kind in ("Job", "Pod", "Service") else []}
         for plural, kind in KINDS[version].items()
     ]

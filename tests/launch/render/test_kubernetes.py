@@ -3,23 +3,21 @@ make a whole run whose record is audited."""
 
 from __future__ import annotations
 
-import os
-import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
+from stillhouse.launch.render.command import main as render_command
 from stillhouse.tools.audit.run import audit
 from tests.launch.render.kubernetes_server import ApiServer
 from tests.launch.render.pods import Manifest
-from tests.launch.render.test_slurm import ROOT, render, steps_made
-from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
+from tests.launch.render.test_slurm import render, steps_made
+from tests.patience import RUN_PATIENCE_S, eventually
 
 STEPS = 40
 TOPOLOGY = """\
@@ -152,39 +150,16 @@ def test_the_engine_of_each_pool_counts(tmp_path: Path, engine: str, refused: bo
         Rendered(tmp_path, *words, f"--pools.style.engine={engine}")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "expected a container image"),
-        (("--cluster.image=x", "--actors=1"), "no kubectl in PATH here"),
-        (("--cluster.image=x", "--cluster.kubectl='"), "which a shell cannot read"),
-        (("--name=Big",), "expected up to 40 lower-case letters"),
-        (("--resume",), "not started with --backend k8s"),
-        (("--resume", "--steps=9"), "got --steps"),
-    ],
-)
-def test_what_is_refused_before_the_cluster_is_asked(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
-    """kubectl here notes that it was called, and fails."""
-    folder, asked = tmp_path / "bin", tmp_path / "asked"
-    folder.mkdir()
-    if "kubectl" not in says:
-        (folder / "kubectl").write_text(f"#!/bin/sh\n[ $1 = get ] || touch {asked}\n")
-        (folder / "kubectl").chmod(0o755)
-    (tmp_path / "runs" / "big").mkdir(parents=True)
-    if "got --steps" in says:
-        (tmp_path / "runs" / "big" / "manifests.yaml").touch()
-    named = () if any("--name" in word for word in words) else ("--name=big",)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend=k8s", *named, *words],
-        env={**os.environ, "PATH": str(folder)},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 2, done.stdout
-    assert says in done.stderr
-    assert not asked.exists()
+def test_what_cannot_be_rendered_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["k8s", "--private", str(tmp_path / "private")]
+    for more, message in (
+        (["--name=big"], "expected a container image"),
+        (["--name=Big"], "expected up to 40 lower-case letters"),
+        ([], "--name: got none"),
+    ):
+        assert render_command([*words, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "private").exists()
 
 
 def missing() -> str:
@@ -194,37 +169,33 @@ def missing() -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_run_that_is_submitted_is_stopped_and_resumed(tmp_path: Path) -> None:
-    """With the real kubectl, by the lines that the submission prints. Its containers run as processes."""
+    """With the real kubectl, by the commands of docs/cluster.md. Its containers run as processes."""
     validate = pytest.importorskip("kubernetes_validate")
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    file, run_dir, pods = tmp_path / "topology.toml", tmp_path / "big", tmp_path / "cluster"
+    file, private, pods = tmp_path / "topology.toml", tmp_path / "big-private", tmp_path / "cluster"
     file.write_text(TOPOLOGY.replace("PORT", str(port)))
     pods.mkdir()
+    (tmp_path / "big.yaml").write_text(render("k8s", "--name", "big", "--private", str(private), "--config", str(file)))
+    files = ("-f", str(private / "secrets.yaml"), "-f", str(tmp_path / "big.yaml"))
     with ApiServer(pods, lambda one: validate.validate(one, "1.31", strict=True)) as server:
-        launcher = (sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "k8s")
-        typed = (*launcher, "--run-dir", str(run_dir), "--config", str(file), f"--cluster.kubectl={server.options}")
-        assert "actors: 2 hosts with 8 CPUs, 4 GPUs and 32 GiB each" in called(*typed, "--check")
-        said = called(*typed)
-        lines = {words[0]: words[1] for line in said.splitlines() if len(words := line.split(maxsplit=1)) == 2}
-        log = lambda: called(*shlex.split(lines["log"].replace("--follow ", "")))  # noqa: E731
+        kubectl = lambda *words: called("kubectl", *server.options.split(), *words)  # noqa: E731
+        kubectl("apply", *files)
+        log = lambda: kubectl("logs", "job/big-run")  # noqa: E731
         volume = pods / "volume" / "big"
         eventually(lambda: steps_made(volume) >= 4, lambda: f"4 steps; the log:\n{log()}", RUN_PATIENCE_S)
-        assert "the run goes on in big-run-0-" in fails(*shlex.split(lines["resume"]))
-        assert "big is on this cluster already" in fails(
-            *typed[:4], "--run-dir", str(tmp_path / "x" / "big"), *typed[6:]
-        )
-        assert "job.batch" in called(*shlex.split(lines["stop"].split("    (")[0]))
+        assert "job.batch/big-run unchanged" in kubectl("apply", *files), "the run goes on, and no second one starts"
+        assert "job.batch" in kubectl("delete", "job", "big-run", "--cascade=foreground")
         stopped_at = steps_made(volume)
         assert stopped_at < STEPS
-        assert "got --steps" in fails(*shlex.split(lines["resume"]), "--steps", "9")
-        called(*shlex.split(lines["resume"]))
+        kubectl("delete", "jobs", "--selector", "app=big")
+        kubectl("apply", *files)
         ended = lambda: server.phases("run") == ["Succeeded"]  # noqa: E731
         eventually(ended, lambda: f"the end of the run; the log:\n{log()}", RUN_PATIENCE_S)
         assert "resuming run" in log()
         eventually(lambda: set(server.phases()) == {"Succeeded"}, lambda: f"the end of all pods: {server.phases()}")
-        called(*shlex.split(lines["remove"]))
+        kubectl("delete", "all,configmaps,secrets,persistentvolumeclaims", "--selector", "app=big")
         assert not server.objects, "nothing is left on the cluster"
     assert steps_made(volume) == STEPS
     report = audit(volume)
@@ -235,9 +206,3 @@ def called(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def fails(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_PATIENCE_S)
-    assert done.returncode == 2, done.stdout
-    return done.stderr

@@ -16,6 +16,7 @@ from typing import Any, Final
 import pytest
 
 from stillhouse.launch.config.cluster import HostConfig
+from stillhouse.launch.render.command import main as render_command
 from stillhouse.launch.render.slurm import SlurmJob, sbatch_script
 from stillhouse.launch.topology import HostGroup
 from stillhouse.tools.audit.run import audit
@@ -50,7 +51,7 @@ def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) 
     )
     run = ("--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml"))
     options = "--cluster.sbatch=--partition=gpu --time=1:00:00"
-    script = render("slurm", *run, options, "--cluster.actors.gpus", "2", "--backend", "slurm")
+    script = render("slurm", *run, options, "--cluster.actors.gpus", "2")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     components = script.split("#SBATCH hetjob")
     assert [part.count("--nodes=") - part.count("srun") for part in components] == [1, 1, 1]
@@ -58,9 +59,6 @@ def test_bash_reads_the_script_and_each_group_has_its_component(tmp_path: Path) 
     assert all("#SBATCH --partition=gpu --time=1:00:00" in part for part in components)
     alone = render("slurm", *run, "--cluster.actors.each", "0", "--cluster.teachers.each", "0")
     subprocess.run(["bash", "-n"], input=alone, text=True, check=True)
-    assert all(" --backend local" in text and "--launch.backend" not in text for text in (script, alone)), (
-        "else endless"
-    )
     assert "hetjob" not in alone
     assert "srun" not in alone
 
@@ -74,19 +72,32 @@ def test_each_pool_has_a_component_and_joins_as_itself(tmp_path: Path) -> None:
     assert "shares=(2 1); join_run --pool math --teachers ${shares[SLURM_PROCID]}" in script
     assert "shares=(1); join_run --pool style --teachers ${shares[SLURM_PROCID]}" in script
     assert "--name-prefix teachers-math-$SLURM_PROCID" in script
-    assert " --backend local --pools.math.count 0 --pools.style.count 0" in script
+    assert " --pools.math.count 0 --pools.style.count 0" in script
+
+
+def test_what_cannot_be_rendered_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ("slurm", "--run-dir", str(tmp_path / "big"))
+    for words, message in (
+        (
+            (*run, "--backend", "slurm"),
+            "got 'slurm', expected one of local, ray; a job for Slurm or Kubernetes is made by",
+        ),
+        ((*run, "--cluster.sbatch='"), "which a shell cannot read"),
+        ((*run, "--backend", "ray"), "launch.backend: got ray, expected local"),
+    ):
+        assert render_command(words) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 2, 143])
 def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_path: Path, code: int) -> None:
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
+    python = tmp_path / "python"
     python.write_text(f"#!/bin/bash\nexit {code}\n")
     python.chmod(0o755)
     job = SlurmJob(
         name="run",
         run_dir=tmp_path / "run",
-        home=tmp_path,
+        python=python,
         where=tmp_path,
         arguments=(),
         groups=(HostGroup("run", (1,), HostConfig()),),
@@ -97,10 +108,10 @@ def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_pa
 
 
 FAKE_PYTHON: Final = r"""#!/bin/bash
-case "$2" in
+case "$3" in
     export) code=$(head -n 1 codes); sed -i 1d codes; echo "export says $code" >&2
-            [ $code -eq 0 ] && mkdir "$4" && touch "$4/join.json"; exit $code ;;
-    join) ls "$3" > joined; touch leave ;;
+            [ $code -eq 0 ] && mkdir "$5" && touch "$5/join.json"; exit $code ;;
+    join) ls "$4" > joined; touch leave ;;
     *) trap 'exit 143' TERM; mkdir run; touch run/run.json
        for _ in $(seq 600); do sleep 0.1; [ ! -f leave ] || exit 0; done; exit 9 ;;
 esac
@@ -128,7 +139,7 @@ def test_a_run_that_nobody_can_join_is_stopped_with_the_reason(
     job = SlurmJob(
         name="run",
         run_dir=tmp_path / "run",
-        home=tmp_path,
+        python=tmp_path / ".venv" / "bin" / "python",
         where=tmp_path,
         arguments=(),
         groups=(HostGroup("run", (1,), HostConfig()), HostGroup("actors", (2,), HostConfig())),
@@ -150,57 +161,19 @@ def test_a_run_that_nobody_can_join_is_stopped_with_the_reason(
     assert (tmp_path / "codes").read_text() == "", "it has asked as often as there are answers"
 
 
-def refusal(*words: str, path: str = "/usr/bin:/bin", folder: Path = ROOT) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "slurm", *words],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 2, done.stdout
-    return done.stderr
-
-
-def test_without_sbatch_nothing_is_written(tmp_path: Path) -> None:
-    for more in ((), ("--check",)):
-        said = refusal("--run-dir", str(tmp_path / "big"), *more, path=str(tmp_path))
-        assert "there is no sbatch in PATH here" in said and "stillhouse render slurm" in said
-    assert not (tmp_path / "big").exists()
-
-
-def test_what_is_refused_before_sbatch_is_asked(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
-    sbatch.chmod(0o755)
-    path, run = str(sbatch.parent), ("--run-dir", str(tmp_path / "big"))
-    assert "which a shell cannot read" in refusal(*run, "--cluster.sbatch='", path=path)
-    assert "not started with --backend slurm" in refusal(*run, "--resume", path=path)
-    (tmp_path / "big").mkdir()
-    (tmp_path / "big" / "job.sbatch").touch()
-    assert "got --steps" in refusal(*run, "--resume", "--steps", "9", path=path)
-    assert not (tmp_path / "asked").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_run_that_is_submitted_is_requeued_stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """As the lines say that the submission prints."""
+    """By the commands of docs/cluster.md."""
     folder = Path(tmp_path_factory.mktemp("slurm"))
-    run_dir, file = folder / "run", folder / "topology.toml"
-    launcher = (sys.executable, str(ROOT / "launch" / "cluster.py"), "--backend", "slurm")
+    run_dir, file, script = folder / "run", folder / "topology.toml", folder / "job.sbatch"
     with Slurm(folder, hosts=4) as slurm:
         file.write_text(TOPOLOGY.replace("RECORD", str(folder / "record")).replace("PORT", str(_free_port())))
         assert CORES > 1
-        typed = (*launcher, "--run-dir", str(run_dir), "--config", str(file))
-        refused = slurm.fails(*typed, "--cluster.sbatch=--partition=nowhere")
-        assert "sbatch refused the job" in refused and "invalid partition" in refused, refused
-        assert "actors: 2 hosts with 1 CPU, 0 GPUs and 4 GiB each" in slurm.run(*typed, "--check")
-        said = slurm.run(*typed)
-        job, log = _printed(said, r"is job (\d+) of"), Path(_printed(said, r"log +(.*)"))
-        text = lambda: log.read_text() if log.is_file() else "(no log yet)"  # noqa: E731
+        script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file)))
+        submit = lambda: slurm.run("sbatch", "--parsable", str(script)).strip()  # noqa: E731
+        text = lambda: "".join(log.read_text() for log in folder.glob("run.slurm-*.log"))  # noqa: E731
+        job = submit()
         eventually(lambda: steps_made(run_dir) >= 8, lambda: f"8 steps; the log:\n{text()}", RUN_PATIENCE_S)
         slurm.run("scancel", "--signal=USR1", "--batch", job)
         eventually(lambda: slurm.states(job) == {"PENDING"}, lambda: f"in the queue again; the log:\n{text()}")
@@ -211,14 +184,13 @@ def test_a_run_that_is_submitted_is_requeued_stopped_and_resumed(tmp_path_factor
         for component in range(3):
             slurm.run("scontrol", "update", f"JobId={job}+{component}", "StartTime=now")
         eventually(lambda: steps_made(run_dir) > stopped_at, lambda: f"more steps; the log:\n{text()}", RUN_PATIENCE_S)
-        assert "resuming run" in text()
-        slurm.run(*_printed(said, r"stop +(.*?) {3}").split())
+        assert text().count("resuming run") == 1
+        slurm.run("scancel", "--signal=TERM", "--batch", job)
         eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{text()}", RUN_PATIENCE_S)
         assert steps_made(run_dir) < STEPS, "it was stopped"
-        again = slurm.run(*_printed(said, r"resume +(.*)").split())
-        job, log = _printed(again, r"is job (\d+) of"), Path(_printed(again, r"log +(.*)"))
+        job = submit()
         eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{text()}", RUN_PATIENCE_S)
-        assert "resuming run" in text()
+        assert text().count("resuming run") == 2
     assert steps_made(run_dir) == STEPS
     report = audit(run_dir)
     assert report.clean, str(report)
@@ -263,12 +235,6 @@ def test_a_run_with_a_store_needs_no_shared_folder(tmp_path_factory: pytest.Temp
     assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
     names = _json(folder / "store" / "owner.json")["checkpoints"]
     assert any("step_000012" in name for name in names)
-
-
-def _printed(text: str, pattern: str) -> str:
-    found = re.search(pattern, text)
-    assert found is not None, text
-    return found[1]
 
 
 def steps_made(run_dir: Path) -> int:
