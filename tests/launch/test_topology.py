@@ -87,7 +87,7 @@ def test_each_pool_has_hosts_of_its_own_and_the_run_keeps_none_of_their_teachers
         ("teachers-style", "--pool style --teachers", (1,)),
         ("actors", "--actors", (1, 1)),
     ]
-    assert flags_of_the_run(groups) == " --backend local --actors 0 --pools.math.count 0 --pools.style.count 0"
+    assert flags_of_the_run(groups) == " --actors 0 --pools.math.count 0 --pools.style.count 0"
     run = beside_the_learner(spread)
     assert (run.teachers, {name: pool.count for name, pool in run.pools.items()}) == (0, {"math": 0, "style": 0})
     beside = config(teachers=4, pools=POOLS, cluster={"actors": {"each": 1}})
