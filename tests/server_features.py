@@ -23,5 +23,4 @@ CAPABLE: Final = Features(
     stream_interval=True,
     logprob_temperature="as_sampled",
     greedy_logprobs_at_one=True,
-    flushes_while_paused=True,
 )

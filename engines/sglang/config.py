@@ -42,11 +42,11 @@ class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):
     """Treatment of running requests at a weight swap. `abort`: they end, and continue as new requests that recompute
     their KV cache; `in_place`: the same, but they find their old KV cache again; `retract`: the server itself
     recomputes it, and tokens sampled after the swap are held back until the request ends, because only then does the
-    server say which weights sampled which token (SGLang 0.5.21 and later). Log-probs are those that tokens were sampled
-    with in any mode. `abort` costs one prefill of all running requests per version; `in_place` saves it where the
-    objective weighs by importance ratios, because tokens after a swap then come from no single version. `in_place` is
-    not for max_staleness = 0. `keep`, only for adapters (weights.adapters): requests keep the version that they began
-    with to their end. With adapters `abort` works too; `in_place` and `retract` do not, because a server cannot change
-    the adapter of a request."""
+    server say which weights sampled which token (0.5.23 does, 0.5.17 does not). Log-probs are those that tokens were
+    sampled with in any mode. `abort` costs one prefill of all running requests per version; `in_place` saves it where
+    the objective weighs by importance ratios, because tokens after a swap then come from no single version. `in_place`
+    is not for max_staleness = 0. `keep`, only for adapters (weights.adapters): requests keep the version that they
+    began with to their end. With adapters `abort` works too; `in_place` and `retract` do not, because a server cannot
+    change the adapter of a request."""
     pause_timeout_s: PositiveFloat = 120.0
     """Longest pause for new weights before waiting requests fail."""

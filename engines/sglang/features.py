@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal, TypeAlias
@@ -25,9 +24,6 @@ _PROMPT: Final = [1, 2, 3]
 _STREAM_TOKENS: Final = 16
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
-_FLUSH_TOKENS: Final = 512
-"""Length of the request that runs while the cache is flushed; it is aborted right after."""
-_FLUSH_TRIES: Final = 3
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -117,9 +113,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """Precision of its computation."""
     adapter_rank: int = 0
     """Largest rank of the adapters that it loads; 0: it loads none."""
-    flushes_while_paused: bool | None = None
-    """It can flush cached prefixes while requests wait in a pause. A server that cannot ends itself when new weights
-    come in mode `retract`. None: not measured, because another mode is configured."""
 
     @property
     def facts(self) -> ServerFacts:
@@ -135,7 +128,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
 
     def table(self, *, weights: bool = True) -> str:
         """A table for the log, one line per feature. `weights`: include the label of its weights."""
-        flushes = self.flushes_while_paused
         rows = {
             "SGLang": self.version,
             **({"weights": self.weights_label} if weights else {}),
@@ -144,7 +136,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "device": f"{self.device}, {self.tp_size} process{'' if self.tp_size == 1 else 'es'}, {self.precision}",
             "weight updates": "in sessions" if self.update_sessions else "without sessions",
             "pause and continue": "yes" if self.pausing else "no",
-            **({} if flushes is None else {"new weights in a pause": "yes" if flushes else "no: it would end itself"}),
             "checksums": "yes" if self.checksums else "no",
             **({"adapters": f"up to rank {self.adapter_rank}"} if self.adapter_rank else {}),
             "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
@@ -193,13 +184,11 @@ def why_unfit(features: Features, config: SGLangConfig) -> str | None:
         lacks = "cannot be paused"
     elif not features.version_spans:
         lacks = "does not say which weights sampled which token of a request that went on under new ones"
-    elif not features.flushes_while_paused:
-        lacks = "ends itself when new weights come while requests wait"
     else:
         return None
     return (
         f"SGLang {features.version} {lacks}, and update_mode is retract; use abort, which recomputes the KV cache as "
-        "well, or an SGLang that can (0.5.21 and later could when they were tried)"
+        "well, or an SGLang that can (0.5.23 could when it was tried)"
     )
 
 
@@ -216,10 +205,6 @@ async def detect_features(link: ServerLink) -> Features:
     at_one, spans = await _top_two(link, 1.0)
     at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
     incremental, interval, greedy = await _probe_stream(link, info)
-    pausing = await link.has_endpoint("/pause_generation")
-    flushes = None
-    if isinstance(link.config, SGLangConfig) and link.config.update_mode == "retract" and pausing:
-        flushes = await _flushes_while_paused(link, min(_FLUSH_TOKENS, max_context - 2 * len(_PROMPT)))
     return Features(
         version=info.version,
         weights_label=model.weight_version,
@@ -230,7 +215,7 @@ async def detect_features(link: ServerLink) -> Features:
         device="cuda" if (info.device or "").startswith("cuda") else "cpu",
         tp_size=info.tp_size,
         update_sessions=await link.has_endpoint("/begin_weight_update"),
-        pausing=pausing,
+        pausing=await link.has_endpoint("/pause_generation"),
         labels_settable=await link.has_endpoint("/update_weight_version"),
         checksums=await link.has_endpoint("/weights_checker"),
         version_spans=spans,
@@ -240,7 +225,6 @@ async def detect_features(link: ServerLink) -> Features:
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
         precision=info.precision,
         adapter_rank=(info.max_lora_rank or 0) if info.enable_lora else 0,
-        flushes_while_paused=flushes,
     )
 
 
@@ -295,37 +279,6 @@ async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
     body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
     async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
         return [decode_chunk(text) async for text in texts]
-
-
-async def _flushes_while_paused(link: ServerLink, n_tokens: int) -> bool:
-    """Measured with a running request, which the pause puts back into the queue. It must still be there to be aborted
-    afterwards: this proves that it waited during the flush."""
-    for _ in range(_FLUSH_TRIES):
-        rid = f"probe-{secrets.token_hex(4)}"
-        flushed: bool | None = None
-        finish = ""
-        body = _body(1.0, n_tokens, stream=True, rid=rid)
-        async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
-            async for text in texts:
-                said = decode_chunk(text).meta_info.finish_reason
-                finish = "" if said is None else said.type
-                if flushed is None and not finish:
-                    flushed = await _flush_in_a_pause(link)
-                    await link.post("/abort_request", {"rid": rid})
-        if flushed is False or (flushed and finish == "abort"):
-            return flushed
-    raise StreamError(f"the server ended a request of {n_tokens} tokens before it could be paused")
-
-
-async def _flush_in_a_pause(link: ServerLink) -> bool:
-    await link.post("/pause_generation", {"mode": "retract"})
-    try:
-        await link.post("/flush_cache", {})
-    except RequestRefused:
-        return False
-    finally:
-        await link.post("/continue_generation", {})
-    return True
 
 
 def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:

@@ -210,7 +210,7 @@ def read_scores(
     vocab_size: int,
 ) -> ScoreResult:
     """The server's entries start at `start - 1`, whose log-prob is skipped. Raises StreamError when the entries are of
-    other tokens, or not finite. SGLang (0.5.17 to 0.5.23) returns the last id of the vocabulary as 0, with the right
+    other tokens, or not finite. SGLang (0.5.17 and 0.5.23) returns the last id of the vocabulary as 0, with the right
     log-prob, because it takes the id for padding."""
     wanted_N = request.token_ids[request.start :]
     entries = entries[1:]

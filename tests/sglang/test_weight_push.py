@@ -235,7 +235,7 @@ def worst_difference(engine: SGLangEngine, version: WeightVersion, reference: Re
 
 
 def checksums_work(server: Server) -> bool:
-    """Up to 0.5.22 the endpoint needs CUDA."""
+    """That of 0.5.17 needs CUDA."""
     try:
         post(server, "/weights_checker", {"action": "checksum"})
     except urllib.error.HTTPError as error:

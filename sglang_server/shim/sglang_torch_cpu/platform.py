@@ -20,7 +20,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
 
-if not hasattr(SRTPlatform, "get_kv_pool_cls"):  # 0.5.17 era: hooks without an in-tree default
+if not hasattr(SRTPlatform, "get_kv_pool_cls"):  # 0.5.17: hooks without an in-tree default
 
     def _mha(self):
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -62,10 +62,10 @@ def test_device_and_tp_are_what_the_servers_say(monkeypatch: pytest.MonkeyPatch)
 def test_actors_servers_that_cannot_do_what_is_configured_are_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old = replace(A, version="0.5.20", flushes_while_paused=False)
+    old = replace(A, version="0.5.17", version_spans=False)
     assert run_on(monkeypatch, A, old).mistakes == []
-    (mistake,) = run_on(monkeypatch, replace(A, flushes_while_paused=True), old, update_mode="retract").mistakes
-    assert mistake.startswith("actor.urls: http://127.0.0.1:2: SGLang 0.5.20 ") and "use abort" in mistake
+    (mistake,) = run_on(monkeypatch, A, old, update_mode="retract").mistakes
+    assert mistake.startswith("actor.urls: http://127.0.0.1:2: SGLang 0.5.17 ") and "use abort" in mistake
 
 
 @pytest.mark.parametrize("other", [replace(A, tp_size=1), replace(A, device="cpu")])
