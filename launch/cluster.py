@@ -3,7 +3,6 @@ Add workers:   python launch/cluster.py join RUN --actors 8            (on anoth
 Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
 See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
 Make a job for Slurm or Kubernetes: python launch/cluster.py render slurm --config FILE
-Change a run on Ray: python launch/cluster.py scale RUN --actors 16    (one that was started with --backend ray)
 Write its trace: python launch/cluster.py trace RUN                    (one that was started with --trace FILE)
 Try an environment, without a run:   python launch/cluster.py try ENV --n 4
 Examine a run before its start:   python launch/cluster.py doctor         (the keys of the run)
@@ -25,7 +24,6 @@ COMMANDS = {
     "view": "tools.view.command",
     "render": "launch.render.command",
     "trace": "tools.trace.command",
-    "scale": "launch.ray.scale",
     "try": "tools.try_environment",
     "doctor": "tools.doctor.command",
     "completion": "tools.completion",

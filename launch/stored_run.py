@@ -3,7 +3,6 @@
     <store>/owner.json      which launch may write, and which checkpoints count (protocol.store_owner)
             config.yaml     the resolved configuration, as in the run's folder; there are no secrets in it
             run.json        RunRecord of the newest launch
-            hosts.json      of a run on Ray: numbers of workers (launch.ray.hosts)
             launches/<n>/   summary.json and metrics.jsonl of each launch that has ended
             checkpoints/, export/    learner.checkpoints.stored          weights/, teacher_weights/    weights.snapshot
 
@@ -24,7 +23,6 @@ from stillhouse.launch.config.files import read_plain
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import get
 from stillhouse.launch.errors import ConfigError, unwritten
-from stillhouse.launch.ray.wanted import HOSTS_FILE
 from stillhouse.launch.runfolder import RUNS, RunFolder, RunRecord, unwritable
 from stillhouse.launch.topology import GroupName, HostGroup
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
@@ -96,7 +94,7 @@ def bring_run(line: CommandLine) -> tuple[CommandLine, str]:
             if line.resume_or_start:
                 return line, ""
             raise ConfigError(f"--resume: {path} holds no run, and neither does {url}; leave --resume out to start one")
-        files = {name: store.read(name) for name in (CONFIG, HOSTS_FILE, RECORD) if name in there}
+        files = {name: store.read(name) for name in (CONFIG, RECORD) if name in there}
         record = msgspec.json.decode(files[RECORD], type=RunRecord)
     except msgspec.DecodeError as error:
         raise ConfigError(f"store: {url.rstrip('/')}/{RECORD} is not a run record of this version: {error}") from error

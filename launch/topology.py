@@ -6,7 +6,7 @@ beside the learner. launch.render turns this into the files of a scheduler, laun
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -54,33 +54,22 @@ class HostGroup(NamedTuple):
 def host_groups(config: RunConfig, *, one_machine: bool = False) -> tuple[HostGroup, ...]:
     """All groups; that of the run is the first. `one_machine`: all hosts are this machine. Raises ConfigError for a
     configuration that cannot be spread."""
-    groups = groups_of(config, actors=config.actors, teachers=teachers_by_pool(config))
-    if mistakes := list(_mistakes(config, groups, one_machine=one_machine)):
-        raise ConfigError(*mistakes)
-    return groups
-
-
-def teachers_by_pool(config: RunConfig) -> dict[str, int]:
-    """Number of teachers of each pool; of a run without `pools`, under the empty name."""
-    return {name: pool.count for name, pool in config.pools.items()} or {"": config.teachers}
-
-
-def groups_of(config: RunConfig, *, actors: int, teachers: Mapping[str, int]) -> tuple[HostGroup, ...]:
-    """The groups with these numbers of actors, and of teachers by pool; unchecked."""
     cluster, learner = config.cluster, config.learner
     groups = [HostGroup("run", (learner.ranks_each,), cluster.learner)]
     if learner.hosts > 1:
         groups.append(HostGroup("ranks", (learner.ranks_each,) * (learner.hosts - 1), cluster.learner))
-    for pool, n in teachers.items():
+    for pool, n in ({name: pool.count for name, pool in config.pools.items()} or {"": config.teachers}).items():
         if cluster.teachers.each and n:
             groups.append(HostGroup("teachers", shares(n, cluster.teachers.each), cluster.teachers, pool))
-    if cluster.actors.each and actors:
-        groups.append(HostGroup("actors", shares(actors, cluster.actors.each), cluster.actors))
+    if cluster.actors.each and config.actors:
+        groups.append(HostGroup("actors", shares(config.actors, cluster.actors.each), cluster.actors))
+    if mistakes := list(_mistakes(config, groups, one_machine=one_machine)):
+        raise ConfigError(*mistakes)
     return tuple(groups)
 
 
 def shares(count: int, each: int) -> tuple[int, ...]:
-    """`count` workers on hosts of `each`; the last host has the rest. If the count changes, only the last hosts do."""
+    """`count` workers on hosts of `each`; the last host has the rest."""
     return (each,) * (count // each) + ((count % each,) if count % each else ())
 
 
@@ -144,12 +133,6 @@ def resources(cpus: int, gpus: int, memory_gib: int) -> str:
 def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bool) -> Iterator[str]:
     names = [group.name for group in groups]
     yield from too_few_workers(config)
-    for role, hosts in (("actors", config.cluster.actors), ("teachers", config.cluster.teachers)):
-        if hosts.most and not hosts.each:
-            yield (
-                f"cluster.{role}.most: got {hosts.most} with cluster.{role}.each = 0, so that no host could be added; "
-                f"set cluster.{role}.each to the number of {role} on each host"
-            )
     if "actors" in names and config.actor.urls:
         yield "cluster.actors.each: expected 0 with actor.urls, whose servers are there already"
     if "teachers" in names and (config.teacher.urls or any(pool.urls for pool in config.pools.values())):
@@ -160,11 +143,6 @@ def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bo
             "so that no task would be sent to them; expected 0, or cluster.teachers.each = 0, where scores are figures"
         )
     if "teachers" in names and config.pools:
-        if config.cluster.teachers.most:
-            yield (
-                f"cluster.teachers.most: got {config.cluster.teachers.most}, expected 0 with pools: what a run waits "
-                "for is known of all teachers together, and not of each pool; use `stillhouse scale RUN --pool NAME`"
-            )
         for pool in config.pools:
             if not POOL_NAME.fullmatch(pool):
                 yield (

@@ -26,11 +26,7 @@ class RoleHostsConfig(HostConfig, frozen=True, kw_only=True):
     """Hosts of actors, or of teachers."""
 
     each: NonNegativeInt = 0
-    """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner. With --backend
-    ray, where no role has any: as many as the nodes of the cluster give."""
-    most: NonNegativeInt = 0
-    """With --backend ray: add hosts while the run waits for this role, up to this many workers, and remove hosts of
-    teachers that are not needed. 0: the number stays as it is, until stillhouse scale changes it."""
+    """Workers on each host. 0: the role has no hosts of its own; its workers run beside the learner."""
 
 
 class ClusterConfig(Settings, frozen=True, kw_only=True):

@@ -24,7 +24,6 @@ usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        stillhouse trace RUN [FILE]                             write the trace of a run with --trace, for Perfetto
        stillhouse try ENV [--n N] [--model DIR]                run a few episodes of an environment and print them
        stillhouse render SCHEDULER ...                         write a job for Slurm or Kubernetes
-       stillhouse scale RUN --actors N                         change the workers of a run on Ray
        stillhouse write FILE ...                               record what a teacher writes, for off-policy training
        stillhouse replay FILE ...                              train on a recording, without actors and teachers
        stillhouse export-model CHECKPOINT OUT                  write a checkpoint as a Hugging Face folder

@@ -1,4 +1,6 @@
-"""The Ray cluster of a run: an existing one (RAY_ADDRESS), or one that is started here and ends with the run."""
+"""The Ray cluster of a run: an existing one (RAY_ADDRESS), or one that is started here and ends with the run.
+
+Ray finds a node for each host and counts its resources; a host is an actor of Ray that asks for them."""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,13 +16,10 @@ from stillhouse import SOURCES
 from stillhouse.launch.config.cluster import HostConfig
 from stillhouse.launch.errors import ConfigError, LaunchError
 from stillhouse.launch.ray.host import JoiningHost
-from stillhouse.launch.ray.reservation import Look, Reservation
-from stillhouse.launch.ray.room import ADVICE, GIB, Node, said_of_layout, spread_over, too_small
 from stillhouse.launch.topology import HostGroup, resources
 
 ADDRESS_VARIABLE: Final = "RAY_ADDRESS"
-START_S: Final = 60.0
-"""How long a process of Ray may take to start."""
+GIB: Final = 2**30
 LOOPBACK: Final = "127.0.0.1"
 ON_LOOPBACK_VARIABLE: Final = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """With 0, Ray takes the loopback address for its node's, on Linux too, and all its processes listen only there. Its own
@@ -38,9 +37,8 @@ class RayCluster:
     """This node's address, at which the other nodes reach the run."""
     ours: bool
     """Started here: all of it is on this machine."""
-    reservation: Reservation
     holder: Any = None
-    """Keeps the run's own GPUs."""
+    """Keeps what the run itself needs."""
 
     @classmethod
     def connect(cls, pretended_gpus: int | None = None) -> RayCluster:
@@ -67,81 +65,68 @@ class RayCluster:
             where = f"at {ADDRESS_VARIABLE}={address}" if address else "that could be started here"
             raise LaunchError(f"launch.backend: no Ray cluster {where}: {str(error).strip()}") from error
         here = str(ray.util.get_node_ip_address()) if address else LOOPBACK
-        return cls(ray, here, not address, Reservation(ray.get_runtime_context().get_node_id()))
+        return cls(ray, here, not address)
 
-    def check(self, groups: Sequence[HostGroup]) -> list[str]:
-        """Where the hosts could be, for the user. Raises ConfigError when the cluster is too small, even if nothing
-        else runs there."""
-        nodes = self.nodes()
-        layout = spread_over(groups, nodes)
-        if layout.missing:
+    def check(self, groups: Sequence[HostGroup]) -> None:
+        """Raise ConfigError if all nodes together have less than the hosts need."""
+        hosts = [group.host for group in groups for _ in group.workers]
+        needed = [sum(host.cpus for host in hosts), sum(host.gpus for host in hosts)]
+        needed.append(sum(host.memory_gib for host in hosts))
+        has = _counted(self.ray.cluster_resources())
+        if any(n > there for n, there in zip(needed, has, strict=True)):
             where = "that is started on this machine" if self.ours else f"at {os.environ[ADDRESS_VARIABLE]}"
-            named = f"name a larger cluster by {ADDRESS_VARIABLE}, " if self.ours else ""
-            small = too_small(groups, nodes, layout)
-            raise ConfigError(f"launch.backend: the Ray cluster {where} is too small: {small}; {named}{ADVICE}")
-        return list(said_of_layout(nodes, layout))
+            raise ConfigError(
+                f"launch.backend: the Ray cluster {where} is too small: all hosts need {resources(*needed)}, and its "
+                f"nodes have {resources(*has)}. Add nodes{f' and name them by {ADDRESS_VARIABLE}' * self.ours}, or ask "
+                "for less: fewer workers, or cluster.learner, cluster.actors and cluster.teachers with fewer cpus, "
+                "gpus and memory_gib"
+            )
 
-    def reserve(self, groups: Sequence[HostGroup], limit_s: float, say: Callable[[str], None]) -> None:
-        """Hold what all hosts need, as long as this connection lives; the GPUs that Ray gives the run itself become
-        those of this process. Raises LaunchError when there is no room within the limit, and at once for a cluster
-        that can never have it."""
-        if self.ours:
-            self.check(groups)
-        self.reservation.ask(groups)
-        self.reservation.wait(groups, limit_s, Look(self.nodes, self.free), say)
-        if groups[0].host.gpus:
-            self.holder = self.ray.remote(_Holder).options(**self._options("run", groups[0].host)).remote()
-            got: Sequence[int] = self.ray.get(self.holder.gpus.remote(), timeout=START_S)
+    def hold(self, host: HostConfig, limit_s: float) -> None:
+        """Keep what the run itself needs on this node; the GPUs that Ray gives it become those of this process. Raises
+        LaunchError when there is no room within the limit."""
+        strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
+        here = strategies.NodeAffinitySchedulingStrategy(self.ray.get_runtime_context().get_node_id(), soft=False)
+        self.holder = self.ray.remote(_Holder).options(**_options(host), scheduling_strategy=here).remote()
+        try:
+            got: Sequence[int] = self.ray.get(self.holder.gpus.remote(), timeout=limit_s)
+        except self.ray.exceptions.RayError as error:
+            raise LaunchError(
+                f"launch.backend: this node of Ray had no room for the run itself within {limit_s:.0f} s "
+                f"(launch.ready_timeout_s): {resources(host.cpus, host.gpus, host.memory_gib)}, section "
+                f"cluster.learner; free are {self.free()} on all nodes"
+            ) from error
+        if host.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, got))
 
     def place(
-        self,
-        name: str,
-        host: HostConfig,
-        files: Mapping[str, bytes],
-        words: Sequence[str],
-        variables: Mapping[str, str],
+        self, host: HostConfig, files: Mapping[str, bytes], words: Sequence[str], variables: Mapping[str, str]
     ) -> Any:
         """Start a host where it has room; returns at once. Its first answer comes when Ray has found that. `variables`:
         of the join's environment. They go with the files, because Ray shows everybody what is in a `runtime_env`."""
         shown = {"PYTHONPATH": str(SOURCES), "PYTHONUNBUFFERED": "1"}
         if not host.gpus:
             shown["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from those that asked for some
-        options = self._options(name, host) | {"runtime_env": {"env_vars": shown}, "max_restarts": 0}
+        options = _options(host) | {"runtime_env": {"env_vars": shown}, "max_restarts": 0}
+        options["scheduling_strategy"] = "SPREAD"
         return self.ray.remote(_RayHost).options(**options).remote(dict(files), list(words), dict(variables))
-
-    def release(self, name: str) -> None:
-        """Give back what a host had that has left."""
-        self.reservation.release(name)
-
-    def nodes(self) -> list[Node]:
-        """All nodes that are alive, with what they have when they are empty; this one is the first."""
-        here = self.ray.get_runtime_context().get_node_id()
-        nodes = [
-            Node(
-                str(node["NodeManagerAddress"]),
-                float(node["Resources"].get("CPU", 0)),
-                float(node["Resources"].get("GPU", 0)),
-                float(node["Resources"].get("memory", 0)),
-                node["NodeID"] == here,
-            )
-            for node in self.ray.nodes()
-            if node["Alive"]
-        ]
-        return sorted(nodes, key=lambda node: (not node.here, node.address))
 
     def free(self) -> str:
         """What is free on the whole cluster, for a message."""
-        free: Mapping[str, float] = self.ray.available_resources()
-        return resources(int(free.get("CPU", 0)), int(free.get("GPU", 0)), int(free.get("memory", 0) // GIB))
+        return resources(*_counted(self.ray.available_resources()))
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
         self.ray.shutdown()
 
-    def _options(self, name: str, host: HostConfig) -> dict[str, Any]:
-        asked = {"num_cpus": host.cpus, "num_gpus": host.gpus, "memory": host.memory_gib * GIB}
-        return {**asked, "scheduling_strategy": self.reservation.strategy(name, host)}
+
+def _options(host: HostConfig) -> dict[str, Any]:
+    return {"num_cpus": host.cpus, "num_gpus": host.gpus, "memory": host.memory_gib * GIB}
+
+
+def _counted(found: Mapping[str, float]) -> tuple[int, int, int]:
+    """CPUs, GPUs and GiB in Ray's own words for resources."""
+    return int(found.get("CPU", 0)), int(found.get("GPU", 0)), int(found.get("memory", 0) // GIB)
 
 
 def _to_the_log(data: Mapping[str, Any], **_options: Any) -> None:

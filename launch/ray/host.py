@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final, NamedTuple, Protocol
+from typing import IO, Final, NamedTuple
 
 from stillhouse.launch.processes.lifeline import kill_group
 
@@ -28,7 +28,7 @@ JOIN_LOG: Final = "join.log"
 """Output of the join itself; the workers' logs lie beside it."""
 
 
-class News(NamedTuple):
+class HostAnswer(NamedTuple):
     """Answer to the launcher's question."""
 
     code: int | None
@@ -37,16 +37,7 @@ class News(NamedTuple):
     """Name of a log -> what follows the given offset."""
 
 
-class SomeHost(Protocol):
-    """What the launcher asks of a host; JoiningHost, behind Ray."""
-
-    def node(self) -> str: ...
-    def news(self, offsets: Mapping[str, int]) -> News: ...
-    def stop(self) -> None: ...
-    def clean(self) -> None: ...
-
-
-class JoiningHost(SomeHost):
+class JoiningHost:
     """The join and its folder. It is used from one thread."""
 
     def __init__(
@@ -81,7 +72,7 @@ class JoiningHost(SomeHost):
         """Address of the node where Ray put the host."""
         return self._address
 
-    def news(self, offsets: Mapping[str, int]) -> News:
+    def look(self, offsets: Mapping[str, int]) -> HostAnswer:
         """Pieces of the logs from these offsets on. The last pieces come together with the exit code, or after it."""
         code = self._join.poll()
         pieces: dict[str, bytes] = {}
@@ -90,7 +81,7 @@ class JoiningHost(SomeHost):
                 log.seek(offsets.get(file.name, 0))
                 if piece := log.read(PIECE_BYTES):
                     pieces[file.name] = piece
-        return News(code, pieces)
+        return HostAnswer(code, pieces)
 
     def stop(self) -> None:
         """Ask the join to leave; its workers say goodbye to the run."""

@@ -7,9 +7,7 @@ Each other host of the topology (section `cluster`) is an actor of Ray with the 
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,16 +15,14 @@ from stillhouse.buffer.config import BufferConfig
 from stillhouse.launch.checks.preflight import replace
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.join.export import ROLES, files_to_join
 from stillhouse.launch.join.target import listening_address, running_record
 from stillhouse.launch.processes.local import LocalProcesses
-from stillhouse.launch.ray.autoscale import Autoscaler
 from stillhouse.launch.ray.backend import RayBackend
 from stillhouse.launch.ray.cluster import RayCluster
-from stillhouse.launch.ray.default_hosts import with_hosts
 from stillhouse.launch.ray.hosts import RayHosts
-from stillhouse.launch.ray.wanted import Wanted, read_wanted
-from stillhouse.launch.topology import beside_the_learner, host_groups, said_of_groups, teachers_by_pool
+from stillhouse.launch.topology import HostGroup, beside_the_learner, host_groups, said_of_groups
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend
 from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.protocol.addresses import is_local
@@ -34,35 +30,34 @@ from stillhouse.weights.config import WeightsConfig
 
 
 def check_on_ray(config: RunConfig, former: Path | None, pretended_gpus: int | None) -> tuple[RunConfig, list[str]]:
-    """The configuration of the run itself, and where the hosts could be, in lines for the user. `pretended_gpus`: those
-    of this machine, if no cluster is named. `former`: as in `on_ray`.
+    """The configuration of the run itself, and its hosts, in lines for the user. `pretended_gpus`: those of this
+    machine, if no cluster is named. `former`: as in `on_ray`.
 
     Raises ConfigError for a configuration that cannot be spread or a cluster that is too small, and LaunchError without
     a cluster."""
     config = of_the_former(config, former)
     cluster = RayCluster.connect(pretended_gpus)
     try:
-        config = with_hosts(config, cluster.nodes())
-        return beside_the_learner(config), cluster.check(host_groups(config, one_machine=cluster.ours))
+        groups = hosts_on_ray(config, one_machine=cluster.ours)
+        cluster.check(groups)
+        return beside_the_learner(config), ["Ray: its nodes have room for", *said_of_groups(groups)]
     finally:
         cluster.close()
 
 
 @contextmanager
 def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig, MakeBackend]]:
-    """Connect to Ray and reserve there what all hosts need. Gives the configuration of the run itself and the backend
-    that adds the hosts. `former`: the folder of a run that is resumed, whose hosts.json has the numbers of workers.
+    """Connect to Ray. Gives the configuration of the run itself and the backend that adds the hosts. `former`: the
+    folder of a run that is resumed.
 
     Raises ConfigError for a configuration that cannot be spread, and LaunchError without a cluster that has room."""
     config = of_the_former(config, former)
     cluster = RayCluster.connect()
     try:
-        named, config = config, with_hosts(config, cluster.nodes())
-        groups = host_groups(config, one_machine=cluster.ours)
-        if config != named:
-            _say("Ray: hosts by what the nodes have, as the section `cluster` names none:")
-            print(*said_of_groups(groups), sep="\n", file=sys.stderr, flush=True)
-        cluster.reserve(groups, config.launch.ready_timeout_s, _say)
+        groups = hosts_on_ray(config, one_machine=cluster.ours)
+        if cluster.ours:  # nobody adds nodes to it
+            cluster.check(groups)
+        cluster.hold(groups[0].host, config.launch.ready_timeout_s)
         run = beside_the_learner(config)
         if not is_local(cluster.address):
             run = replace(
@@ -70,22 +65,13 @@ def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig,
                 buffer=replace(run.buffer, bind=f"tcp://{cluster.address}:0"),
                 weights=replace(run.weights, host=cluster.address),
             )
-        wanted = wanted_of(config)
 
         def make_backend(plan: LaunchPlan, folder: WorkFolder) -> RayBackend:
             def files() -> Mapping[str, bytes]:
                 record = running_record(folder.path)
                 return files_to_join(folder.path, record.name, listening_address(folder.path, record), ROLES)
 
-            scaler = Autoscaler(config.cluster, folder.path, time.monotonic(), fewest=config.buffer.shards)
-            hosts = RayHosts(
-                cluster,
-                plan.config,
-                folder.path,
-                wanted,
-                files,
-                decide=scaler.decide,
-            )
+            hosts = RayHosts(cluster, plan.config, folder.path, groups[1:], files)
             return RayBackend(LocalProcesses(plan, folder), hosts)
 
         yield run, make_backend
@@ -93,34 +79,26 @@ def on_ray(config: RunConfig, former: Path | None) -> Generator[tuple[RunConfig,
         cluster.close()
 
 
-def _say(text: str) -> None:
-    """Before the run has a folder and a status."""
-    print(f"stillhouse: {text}", file=sys.stderr, flush=True)
-
-
-def wanted_of(config: RunConfig) -> Wanted:
-    """The workers of roles that have hosts of their own."""
-    cluster, teachers = config.cluster, teachers_by_pool(config)
-    return Wanted(
-        actors=config.actors if cluster.actors.each else 0,
-        teachers=teachers.pop("", 0) if cluster.teachers.each else 0,
-        pools=teachers if cluster.teachers.each else {},
+def hosts_on_ray(config: RunConfig, *, one_machine: bool) -> tuple[HostGroup, ...]:
+    """All groups of hosts; that of the run is the first. Raises ConfigError if there is none beside it."""
+    groups: Sequence[HostGroup] = host_groups(config, one_machine=one_machine)
+    if len(groups) > 1:
+        return tuple(groups)
+    raise ConfigError(
+        f"launch.backend: got ray, but no role has workers on hosts of its own (actors = {config.actors}, "
+        f"cluster.actors.each = {config.cluster.actors.each}, teachers = {config.teachers}, cluster.teachers.each = "
+        f"{config.cluster.teachers.each}); set `each` to the number of workers on each host, and name the numbers "
+        "again where a run is resumed: its config.yaml has what its own launcher started"
     )
 
 
 def of_the_former(config: RunConfig, former: Path | None) -> RunConfig:
-    """The topology of a run that is resumed from this folder: its numbers of workers, where none are named now, and no
-    address of the node on which it was."""
-    if former is None or (wanted := read_wanted(former)) is None:
+    """Without the addresses of the node on which a run was that is resumed from this folder."""
+    if former is None or not (former / "config.yaml").is_file():
         return config
-    recorded, cluster = read_config(former / "config.yaml"), config.cluster
+    recorded = read_config(former / "config.yaml")
     if config.buffer.bind == recorded.buffer.bind:
         config = replace(config, buffer=replace(config.buffer, bind=BufferConfig().bind))
     if config.weights.host == recorded.weights.host:
         config = replace(config, weights=replace(config.weights, host=WeightsConfig().host))
-    if cluster.actors.each and not config.actors:
-        config = replace(config, actors=wanted.actors)
-    if cluster.teachers.each and not config.teachers:
-        pools = {name: replace(pool, count=wanted.pools.get(name, 0)) for name, pool in config.pools.items()}
-        config = replace(config, teachers=sum(wanted.teachers_by_pool.values()), pools=pools)
     return config

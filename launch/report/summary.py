@@ -23,7 +23,6 @@ from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, damaged, newest
 from stillhouse.learner.evaluation.figures import EvalPoint
-from stillhouse.learner.reports import scaling
 from stillhouse.learner.reports.alarms import Alarm
 from stillhouse.learner.reports.sample import Sample
 from stillhouse.protocol.atomic_file import write_atomic
@@ -182,11 +181,6 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     servers: dict[str, ServerAccount] = msgspec.field(default_factory=dict[str, ServerAccount])
     failed_rollouts: dict[str, FailedRollouts] = msgspec.field(default_factory=dict[str, FailedRollouts])
     """By reason; the most recent reason is last."""
-    scaling: Mapping[scaling.Outcome | scaling.HostEnd, int] = msgspec.field(
-        default_factory=dict[scaling.Outcome | scaling.HostEnd, int]
-    )
-    """On Ray: decisions of the autoscaler, and hosts that left, were killed or lost, over all launches
-    (docs/metrics.md, scaling/...)."""
 
 
 def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome, *, first_step: int = 0) -> Summary:
@@ -241,7 +235,6 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome, *, fir
             each.reason: FailedRollouts(n=each.n, newest=each.newest, examples=each.examples)
             for each in (snapshot.failures if snapshot is not None else ())
         },
-        scaling=scaling.read_counts(folder.path),
     )
     _write(summary, folder)
     return summary

@@ -18,7 +18,6 @@ from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.learner.evaluation.figures import EvalPoint, TagFigures
 from stillhouse.learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
-from stillhouse.learner.reports.scaling import HOST_ENDS, OUTCOMES
 from stillhouse.protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 ANSWERS: Final = {
@@ -117,10 +116,6 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     )
     if joined := joined_text(summary):
         yield "joined", joined
-    if decided := [f"{n:,} {what.replace('_', ' ')}" for what, n in summary.scaling.items() if what in OUTCOMES]:
-        yield "autoscaling", ", ".join(decided)
-    if ended := [f"{n:,} {what.removeprefix('hosts_')}" for what, n in summary.scaling.items() if what in HOST_ENDS]:
-        yield "hosts of Ray", ", ".join(ended)
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:

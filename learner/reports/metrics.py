@@ -30,7 +30,7 @@ import numpy as np
 from torch.utils.tensorboard.summary import histogram_raw, scalar, text
 
 from stillhouse.learner.evaluation.evaluation import EvalSample, EvaluationResult
-from stillhouse.learner.reports import board, scaling
+from stillhouse.learner.reports import board
 from stillhouse.learner.reports.event_file import EventFile
 from stillhouse.learner.reports.figures import RATES_S, TokenRates
 from stillhouse.learner.reports.figures import staleness as staleness_of
@@ -85,7 +85,6 @@ class MetricsWriter:
             raise FileExistsError(f"{metrics_file} holds another run's metrics; resume it, or take a new folder")
         torn_bytes = _cut_torn_line(metrics_file)
         _cut_torn_line(samples_file)
-        self._folder = folder
         self.unwritten = Unwritten()
         self._rates = TokenRates(RATES_S)
         self._nonfinite_total = 0
@@ -132,7 +131,6 @@ class MetricsWriter:
             **(self._buffer_scalars(snapshot) if snapshot is not None else {}),
             **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
             **{f"weights/{name}": value for name, value in weights.items()},
-            **scaling.figures(self._folder),
             **(others or {}),
         }
         extra = {

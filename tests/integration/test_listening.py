@@ -112,4 +112,6 @@ def test_a_run_on_sglang_with_tensor_parallelism(
 def test_a_run_on_ray(launch: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch) -> None:
     """With the daemons of a cluster that it starts for itself."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert_local(launch("--steps=1000", "--actors=1", "--teachers=1", "--learner.eval_every=0", "--backend=ray"), 6)
+    hosts = [f"--cluster.{role}.{key}=1" for role in ("learner", "actors") for key in ("cpus", "memory_gib")]
+    words = ("--backend=ray", "--cluster.actors.each=1", *hosts)
+    assert_local(launch("--steps=1000", "--actors=1", "--teachers=1", "--learner.eval_every=0", *words), 6)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tests.launch.ray.nodes import ROOT
-from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
+from tests.patience import RUN_PATIENCE_S, eventually
 
 SMALL: Final = """\
 steps = 100000
@@ -48,10 +48,6 @@ class RayRun(NamedTuple):
 
     def summary(self) -> dict[str, Any]:
         return json.loads((self.folder / "summary.json").read_text())
-
-    def scale(self, *words: str) -> None:
-        command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "scale", str(self.folder), *words]
-        subprocess.run(command, check=True, timeout=PATIENCE_S)
 
     def stop(self) -> None:
         """In order, with a checkpoint."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,24 +13,26 @@ from typing import Any
 import psutil
 import pytest
 
+from stillhouse.launch.checks.preflight import replace
 from stillhouse.launch.config.cluster import ClusterConfig, HostConfig, RoleHostsConfig
-from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.run import LaunchConfig, RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.errors import LaunchError
-from stillhouse.launch.ray.autoscale import Decision
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.ray import hosts as hosts_module
 from stillhouse.launch.ray.host import JoiningHost
 from stillhouse.launch.ray.hosts import RayHosts
-from stillhouse.launch.ray.run import on_ray
-from stillhouse.launch.ray.scale import main as scale
-from stillhouse.launch.ray.wanted import Wanted, read_wanted, write_wanted
-from stillhouse.launch.runfolder import RunFolder
+from stillhouse.launch.ray.run import hosts_on_ray, on_ray
+from stillhouse.launch.topology import host_groups
+from stillhouse.weights.config import WeightsConfig
+from tests.full_disk import fill, small_disk
 from tests.patience import eventually
+from tests.sim.chaos.disk import BALLAST
 
 ROOT = Path(__file__).parents[3]
 CONFIG = RunConfig(
     actors=5,
     teachers=1,
+    weights=WeightsConfig(allow_plain_network=True),
     cluster=ClusterConfig(actors=RoleHostsConfig(each=2)),
     launch=LaunchConfig(max_restarts=1, restart_backoff_s=0.0, shutdown_grace_s=0.5),
 )
@@ -76,13 +77,13 @@ class FakeHost:
         self.last_words, self.lost_stops = "the node died\nmore", 0
         self.hangs = False
         """It answers nothing and does nothing."""
-        self.node, self.news = Method(self, self._node), Method(self, self._news)
+        self.node, self.look = Method(self, self._node), Method(self, self._look)
         self.stop, self.clean = Method(self, self._stop, now=True), Method(self, self._clean, now=True)
 
     def _node(self) -> str:
         return "10.0.0.9"
 
-    def _news(self, offsets: Mapping[str, int]) -> tuple[int | None, dict[str, bytes]]:
+    def _look(self, offsets: Mapping[str, int]) -> tuple[int | None, dict[str, bytes]]:
         if self.away:
             self.away -= 1
             raise ActorUnavailableError
@@ -106,23 +107,21 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self.hosts: list[FakeHost] = []
-        self.released: list[str] = []
+        self.full = 100
+        """Number of hosts after which there is no room for another one."""
         self.ray, self.exceptions = self, self
         self.RayError, self.ActorUnavailableError = RayError, ActorUnavailableError
 
     def place(
-        self, name: str, host: HostConfig, files: Mapping[str, bytes], words: list[str], variables: Mapping[str, str]
+        self, host: HostConfig, files: Mapping[str, bytes], words: list[str], variables: Mapping[str, str]
     ) -> FakeHost:
         assert files == {"join.json": b"{}"}
-        assert name in words, "the host's name is the prefix of its workers"
         self.hosts.append(FakeHost(words))
         return self.hosts[-1]
 
-    def release(self, name: str) -> None:
-        self.released.append(name)
-
     def wait(self, references: list[Reference], timeout: float) -> tuple[list[Reference], list[Reference]]:
-        return [one for one in references if not one.host.hangs], [one for one in references if one.host.hangs]
+        waits = [one for one in references if one.host.hangs or one.host in self.hosts[self.full :]]
+        return [one for one in references if one not in waits], waits
 
     def get(self, reference: Reference) -> Any:
         assert not reference.host.hangs, "a wait without end"
@@ -141,7 +140,7 @@ class FakeCluster:
 @pytest.fixture
 def watched(tmp_path: Path) -> Generator[tuple[RayHosts, FakeCluster, Path]]:
     cluster = FakeCluster()
-    hosts = RayHosts(cluster, CONFIG, tmp_path, Wanted(actors=5), lambda: {"join.json": b"{}"})
+    hosts = RayHosts(cluster, CONFIG, tmp_path, host_groups(CONFIG)[1:], lambda: {"join.json": b"{}"})
     hosts.start()
     try:
         eventually(lambda: len(cluster.hosts) == 3, "three hosts")
@@ -175,8 +174,11 @@ def test_each_host_gets_its_share_and_its_log_comes_home(watched: tuple[RayHosts
 
 def test_the_headline_has_what_is_asked_of_ray(tmp_path: Path) -> None:
     learner: dict[str, Any] = {"ranks": 4, "hosts": 2}
-    config = build(RunConfig, {"learner": learner, "cluster": {"actors": {"each": 2}, "teachers": {"each": 1}}})
-    hosts = RayHosts(FakeCluster(), config, tmp_path, Wanted(actors=5, teachers=1), dict)
+    counts = {"actors": 5, "teachers": 1, "weights": {"allow_plain_network": True}}
+    config = build(
+        RunConfig, {**counts, "learner": learner, "cluster": {"actors": {"each": 2}, "teachers": {"each": 1}}}
+    )
+    hosts = RayHosts(FakeCluster(), config, tmp_path, host_groups(config)[1:], dict)
     assert hosts.said_of_all() == "5 actors, 1 teacher, 2 further ranks on 5 hosts of Ray"
 
 
@@ -204,55 +206,19 @@ def test_a_host_that_cannot_be_reached_for_a_while_is_not_replaced(
     assert "lost" not in texts(hosts)
 
 
-@pytest.mark.parametrize(("code", "says"), [(1, "broke off"), (2, "FATAL")])
+@pytest.mark.parametrize(("code", "says"), [(1, "broke off"), (-9, "broke off"), (143, "broke off"), (2, "FATAL")])
 def test_the_exit_code_of_a_join_decides(watched: tuple[RayHosts, FakeCluster, Path], code: int, says: str) -> None:
     hosts, cluster, _ = watched
     cluster.hosts[1].code = code
     said: list[str] = []
     eventually(lambda: says in (said.append(texts(hosts)) or "".join(said)), says)
-    if code == 1:
+    if code != 2:
         eventually(lambda: len(cluster.hosts) == 4, "another place")
-
-
-def test_the_numbers_can_change(watched: tuple[RayHosts, FakeCluster, Path]) -> None:
-    _, cluster, run_dir = watched
-    write_wanted(run_dir, Wanted(actors=2))
-    eventually(lambda: [host.stopped for host in cluster.hosts] == [False, True, True], "two hosts to leave")
-    write_wanted(run_dir, Wanted(actors=3))
-    eventually(lambda: counts(cluster)[3:] == ["1"], "a host of one actor")
-    eventually(lambda: sorted(cluster.released) == ["actors-1", "actors-2"], "both to give back what they had")
-
-
-def test_decisions_are_obeyed_and_said_and_a_repeated_refusal_only_once(tmp_path: Path) -> None:
-    refused = Decision("refused_most", Wanted(actors=7), "the limit is 7")
-    decisions = [Decision("added_actors", Wanted(actors=7), "they are few"), refused, refused]
-    decisions += [Decision("kept", Wanted(actors=7), "all is well"), refused]
-    cluster = FakeCluster()
-    hosts = RayHosts(
-        cluster,
-        CONFIG,
-        tmp_path,
-        Wanted(actors=5),
-        lambda: {"join.json": b"{}"},
-        decide=lambda _wanted, _now_s: decisions.pop(0) if decisions else None,
-    )
-    hosts.start()
-    try:
-        eventually(lambda: not decisions and len(cluster.hosts) == 4, "all decisions, and another host")
-    finally:
-        hosts.close()
-    said = texts(hosts)
-    assert read_wanted(tmp_path) == Wanted(actors=7)
-    assert "autoscaling: added actors: they are few" in said
-    assert said.count("autoscaling: refused most: the limit is 7") == 2, "once, and once more after another decision"
-    assert "all is well" not in said
-    counted = json.loads((tmp_path / "scaling.json").read_text())
-    assert counted == {"added_actors": 1, "refused_most": 3, "kept": 1}, "each decision once"
 
 
 def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> None:
     cluster = FakeCluster()
-    hosts = RayHosts(cluster, CONFIG, tmp_path, Wanted(actors=5), lambda: {"join.json": b"{}"})
+    hosts = RayHosts(cluster, CONFIG, tmp_path, host_groups(CONFIG)[1:], lambda: {"join.json": b"{}"})
     hosts.start()
     eventually(lambda: len(cluster.hosts) == 3, "three hosts")
     hosts.end()
@@ -263,34 +229,64 @@ def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> Non
     assert "broke off" not in texts(hosts)
 
 
-def test_a_damaged_file_of_numbers_is_named(tmp_path: Path) -> None:
-    assert read_wanted(tmp_path) is None
-    (tmp_path / "hosts.json").write_text("{")
-    with pytest.raises(LaunchError, match=r"hosts\.json"):
-        read_wanted(tmp_path)
+def test_hosts_that_hang_at_the_end_of_the_run_are_killed(
+    watched: tuple[RayHosts, FakeCluster, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "END_S", 3.0)
+    hosts, cluster, _ = watched
+    said: list[str] = []
+    eventually(lambda: (said.append(texts(hosts)) or "".join(said)).count("on 10.0.0.9") == 3, "three hosts")
+    cluster.hosts[0].hangs = True
+    cluster.hosts[1].lost_stops, cluster.hosts[1].away = 1, 1
+    hosts.close()
+    assert texts(hosts).count("did not leave at the end of the run and is still there; Ray kills it") == 1
+    assert all(host.dead for host in cluster.hosts) and cluster.hosts[1].stopped, "it was asked again"
 
 
-def test_scale_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        ([], "expected a RUN"),
-        ([str(tmp_path)], "expected a RUN"),
-        ([str(tmp_path), "--actors", "many"], "expected a number"),
-        ([str(tmp_path), "--actors", "4"], "holds no run"),
-    ):
-        assert scale(words) == 2
-        assert message in capsys.readouterr().err
+def test_a_host_that_never_found_room_ends_the_run_and_one_that_lost_its_room_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts_module, "SAY_WAITS_S", 0.5)
+    config = replace(CONFIG, launch=replace(CONFIG.launch, ready_timeout_s=2.0))
+    cluster = FakeCluster()
+    hosts = RayHosts(cluster, config, tmp_path, host_groups(config)[1:], lambda: {"join.json": b"{}"})
+    cluster.full = 2
+    hosts.start()
+    try:
+        said: list[str] = []
+        until = lambda text: eventually(lambda: text in (said.append(texts(hosts)) or "".join(said)), text)  # noqa: E731
+        until("Ray: actors-2 (1 actor) waits for a node with 8 CPUs, 0 GPUs and 32 GiB; free are nothing")
+        cluster.hosts[0].dead = True
+        until("actors-0 (2 actors) waits for a node")
+        until("FATAL Ray: actors-2 (1 actor) waited 2 s (launch.ready_timeout_s) for a node with 8 CPUs")
+        assert "actors-0 (2 actors) waited" not in "".join(said)
+    finally:
+        hosts.close()
 
 
-def test_scale_leaves_a_worker_for_each_shard_of_the_buffer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = {"actors": {"each": 1}, "teachers": {"each": 1}}
-    config = build(RunConfig, {"buffer": {"shards": 3}, "cluster": hosts})
-    with RunFolder.open(tmp_path / "run", resume=False) as folder:
-        write_config(config, folder.config_path)
-        write_wanted(folder.path, Wanted(actors=4, teachers=4))
-        assert scale([str(folder.path), "--actors", "3", "--teachers", "2"]) == 2
-        assert "--teachers: got 2, expected at least buffer.shards = 3, or 0" in capsys.readouterr().err
-        assert read_wanted(folder.path) == Wanted(actors=4, teachers=4)
-        assert scale([str(folder.path), "--actors", "3", "--teachers", "0"]) == 0
+def test_a_full_disk_of_the_run_takes_the_logs_and_not_the_run(tmp_path: Path) -> None:
+    cluster = FakeCluster()
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        hosts = RayHosts(cluster, CONFIG, disk, host_groups(CONFIG)[1:], lambda: {"join.json": b"{}"})
+        hosts.start()
+        eventually(lambda: len(cluster.hosts) == 3, "three hosts")
+        fill(disk)
+        cluster.hosts[0].log += b"lost" * 1000
+        said: list[str] = []
+        full = "logs of actors-0 (2 actors) cannot be written"
+        eventually(lambda: full in (said.append(texts(hosts)) or "".join(said)), full)
+        cluster.hosts[1].log += b"lost" * 1000
+        cluster.hosts[1].code = 1
+        eventually(lambda: len(cluster.hosts) == 4, "another place for a host whose last words cannot be kept")
+        (disk / BALLAST).unlink()
+        log = disk / "joined" / "actors-0" / "logs" / "join.log"
+        eventually(lambda: log.read_bytes().endswith(b"lost" * 1000), "the log, once there is room")
+        hosts.close()
+
+
+def test_without_a_host_beside_the_runs_own_nothing_is_asked_of_ray() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.actors\.each = 0.*set `each`"):
+        hosts_on_ray(RunConfig(), one_machine=True)
 
 
 def no_spec(_name: str) -> None:

@@ -51,6 +51,5 @@ def test_ranks_on_two_nodes_train_one_student_and_go_on_together_on_another_node
     assert len({row["epoch"] for row in run.steps()}) >= 2, "both ranks began a new epoch"
     log = (run.folder / "joined" / "ranks-0" / "logs" / "learner-ranks-0-0.log").read_text()
     assert len(re.findall(r"learner-ranks-0-0 rank 1 of 2 starts", log)) >= 2, log
-    assert summary["scaling"] == {"hosts_lost": 1}
     report = audit(run.folder)
     assert report.clean, str(report)

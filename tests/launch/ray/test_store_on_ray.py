@@ -1,6 +1,5 @@
 """A run on a real Ray cluster with a store behind the S3 API: its learner's second rank has no folder
-of the run, its actor fetches weights from the store, and it goes on in an empty folder with the numbers of workers that
-`scale` had set.
+of the run, its actor fetches weights from the store, and it goes on in an empty folder.
 
 Access to the store goes with the messages of Ray: the nodes' own environment has none. What is in the store is read by
 boto3."""
@@ -8,7 +7,6 @@ boto3."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 
@@ -18,8 +16,8 @@ import pytest
 from stillhouse.tools.audit.run import audit
 from tests.launch.ray.nodes import ray_nodes, raylet_of
 from tests.launch.ray.ray_run import ray_run
-from tests.patience import PATIENCE_S, RUN_PATIENCE_S, eventually
-from tests.s3_server import BUCKET, KEYS, environment_of, object_named, objects, s3_server
+from tests.patience import RUN_PATIENCE_S
+from tests.s3_server import BUCKET, KEYS, environment_of, objects, s3_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +41,7 @@ def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
     topology = TOPOLOGY.replace("STORE", url)
     with s3_server() as server, ray_nodes() as nodes:
         access = environment_of(server.url)
-        with ray_run(tmp_path, topology, "--actors=1", RAY_ADDRESS=nodes.address, **access) as run:
+        with ray_run(tmp_path, topology, "--actors=2", RAY_ADDRESS=nodes.address, **access) as run:
             run.until(lambda: len(run.steps()) >= 4, "four steps")
             rank = nodes.joins()["ranks-0"]
             assert not any(str(run.folder) in word for word in rank.cmdline()), "it has no folder of the run"
@@ -51,13 +49,6 @@ def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
             assert not [word for word in shown if KEYS["AWS_SECRET_ACCESS_KEY"] in word], "no key in a command"
             inherited = psutil.Process(raylet_of(rank)).environ()
             assert not inherited.keys() & KEYS.keys(), "the node itself has no access"
-            run.scale("--actors", "2")
-            run.until("joined the run: actor-actors-1-0", "another actor")
-            eventually(
-                lambda: json.loads(object_named(server, "big/hosts.json"))["actors"] == 2,
-                "the numbers in it",
-                PATIENCE_S,
-            )
             run.stop()
             stopped_at = len(run.steps())
         names = [name.removeprefix("big/") for name in objects(server)]
@@ -70,7 +61,7 @@ def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
         assert not [name for name in names if "key" in name], "no keys"
         shutil.rmtree(run.folder)
         steps = stopped_at + STEPS_AFTER
-        words = ("--resume", f"--store={url}", f"--steps={steps}")
+        words = ("--resume", "--actors=2", f"--store={url}", f"--steps={steps}")
         with ray_run(tmp_path, topology, *words, RAY_ADDRESS=nodes.address, **access) as again:
             assert again.process.wait(RUN_PATIENCE_S) == 0, again.text()
     assert "1 teacher, 2 actors, 1 further rank on 3 hosts of Ray" in again.text(), again.text()

@@ -129,21 +129,6 @@ def test_evaluations_of_one_step_on_several_sets_are_kept_apart(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------ what a step writes
 
 
-def test_decisions_of_the_autoscaler_and_ends_of_hosts_are_figures_of_the_step_and_a_damaged_file_of_them_stops_nothing(
-    tmp_path: Path,
-) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        assert not [tag for tag in write_step(writer, 1) if tag.startswith("scaling/")]
-        (tmp_path / "scaling.json").write_text('{"added_teachers": 2, "hosts_killed": 5}')
-        row = write_step(writer, 2)
-        (tmp_path / "scaling.json").write_text('{"added_nonsense": 2}')
-        damaged = write_step(writer, 3)
-    assert (row["scaling/added_teachers_total"], row["scaling/hosts_killed_total"]) == (2, 5)
-    assert not [tag for tag in damaged if tag.startswith("scaling/")]
-    assert undeclared(key for key in row if "/" in key) == []
-    assert scalar_series(tmp_path, "scaling/added_teachers_total") == [(2, 2.0)]
-
-
 def test_a_step_writes_the_same_figures_to_both(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         write_step(writer, 1, loss=0.5, reverse_kl=0.25)
