@@ -21,7 +21,7 @@ from stillhouse.learner.checkpoints.files import (
     CHECKPOINTS,
     TRAINER,
     VALUE_HEAD,
-    Found,
+    FoundCheckpoint,
     NoneUsable,
     go_on_from,
     set_aside,
@@ -54,7 +54,7 @@ class _Checkpoint(msgspec.Struct, frozen=True):
     tasks: _Stream
 
 
-def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False) -> Found:
+def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False) -> FoundCheckpoint:
     """Find the checkpoint to resume from; without any, the run starts anew and nothing has to fit. `config`: with paths
     resolved. `read_prompts`: open the prompts even if their path is unchanged, to see whether the file has changed (the
     learner does so in any case). Raises ConfigError, naming files or keys, when no checkpoint is intact, or when the
@@ -87,7 +87,7 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     return found
 
 
-def describe_resumed(found: Found) -> list[str]:
+def describe_resumed(found: FoundCheckpoint) -> list[str]:
     """Lines for the user: damaged checkpoints first, then where the run resumes."""
     lines = [f"{skipped}; an older one is used" for skipped in found.damaged]
     if found.path is None or found.version is None:
@@ -95,7 +95,7 @@ def describe_resumed(found: Found) -> list[str]:
     return [*lines, f"going on from step {found.version.step} ({found.path})"]
 
 
-def set_damaged_aside(found: Found) -> list[str]:
+def set_damaged_aside(found: FoundCheckpoint) -> list[str]:
     """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
     here = [skipped.path for skipped in found.damaged if not skipped.in_store]
     return [f"{path} is kept as {set_aside(path)}" for path in here]

@@ -45,7 +45,7 @@ from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
 from stillhouse.launch.workers.supervisor import Supervisor
-from stillhouse.learner.checkpoints.files import NOTHING_FOUND, Found
+from stillhouse.learner.checkpoints.files import NOTHING_FOUND, FoundCheckpoint
 from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.tracing.events import FOLDER
 
@@ -118,7 +118,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
         return _launch(line, checked, make_backend, began_s, store)
 
 
-def _found(line: CommandLine, config: RunConfig) -> Found:
+def _found(line: CommandLine, config: RunConfig) -> FoundCheckpoint:
     if not line.resume:
         return NOTHING_FOUND
     folder = choose_path(line.run_dir, resume=True, name=line.name)
@@ -153,7 +153,7 @@ def run(
     plan: LaunchPlan,
     folder: RunFolder,
     *,
-    found: Found = NOTHING_FOUND,
+    found: FoundCheckpoint = NOTHING_FOUND,
     make_backend: MakeBackend = LocalProcesses,
     store: StoreGuard | None = None,
 ) -> int:

@@ -35,7 +35,7 @@ class LearnerStalled(RuntimeError):
     """No batch arrived within `stall_timeout_s`. The message says what the buffer holds."""
 
 
-class Ready(NamedTuple):
+class ReadyBatch(NamedTuple):
     """A batch that can be trained."""
 
     delivered: Delivered
@@ -70,7 +70,7 @@ class BatchFeed:
         self._thread = ThreadPoolExecutor(1, "next-batch")
         self._ahead: WeightVersion | None = None
         """Version whose batch the other thread waits for."""
-        self._fetched: Future[Ready | None] | None = None
+        self._fetched: Future[ReadyBatch | None] | None = None
 
     def ask_ahead(self, version: WeightVersion) -> None:
         """Ask for the batch of a later step."""
@@ -79,7 +79,7 @@ class BatchFeed:
         self._fetched = self._thread.submit(self._fetch, version)
         self._fetched.add_done_callback(lambda _: self._client.wake())
 
-    def next(self, version: WeightVersion) -> Ready:
+    def next(self, version: WeightVersion) -> ReadyBatch:
         """The batch of this version. Attributes the time of waiting to what is waited for. Raises LearnerStalled,
         StopAsked, and what is wrong with the batch."""
         if (ready := self._looked(version, 0.0)) is not None:
@@ -111,14 +111,14 @@ class BatchFeed:
         self._ahead = None
         self._thread.shutdown()
 
-    def _looked(self, version: WeightVersion, timeout_s: float) -> Ready | None:
+    def _looked(self, version: WeightVersion, timeout_s: float) -> ReadyBatch | None:
         """Read what the buffer has sent, also if the batch is here already."""
         self._stop.check()
         self._inbox.pump(timeout_s)
         self._meanwhile()
         return self._arrived(version)
 
-    def _arrived(self, version: WeightVersion) -> Ready | None:
+    def _arrived(self, version: WeightVersion) -> ReadyBatch | None:
         """The batch of this version, whichever thread received it. Others are late repeats."""
         fetched = self._fetched
         if fetched is not None and fetched.done():
@@ -133,7 +133,7 @@ class BatchFeed:
         with events.span("learner", "decode", step=version.step + 1):
             return _ready(delivered)
 
-    def _fetch(self, version: WeightVersion) -> Ready | None:
+    def _fetch(self, version: WeightVersion) -> ReadyBatch | None:
         """Runs on the other thread. None: the batch came to the loop's thread, or none will come. Takes no other batch,
         which would be lost here."""
 
@@ -168,6 +168,6 @@ class BatchFeed:
         return "scoring" if unscored > 0 and generating == 0 else "data"
 
 
-def _ready(delivered: Delivered) -> Ready:
+def _ready(delivered: Delivered) -> ReadyBatch:
     """Raises BatchError."""
-    return Ready(delivered, train_items(delivered.batch.items, delivered.arrays))
+    return ReadyBatch(delivered, train_items(delivered.batch.items, delivered.arrays))

@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 
-class Pieces(NamedTuple):
+class TurnPieces(NamedTuple):
     begin_P: Int64s
     """Offset of the first token, ascending."""
     turn_P: Int64s
@@ -54,7 +54,7 @@ class EpisodeTurns(NamedTuple):
     """Offset of the first token."""
     turn_N: Int64s
     """Index of each trained token's turn."""
-    pieces: Pieces
+    pieces: TurnPieces
 
 
 class ItemTurns(NamedTuple):
@@ -73,7 +73,7 @@ def sampled_mask(train_item: TrainItem) -> Bools:
     return sampled_L
 
 
-def pieces_of(sampled_L: Bools, branches: Sequence[Branch]) -> Pieces:
+def pieces_of(sampled_L: Bools, branches: Sequence[Branch]) -> TurnPieces:
     begins_L = sampled_L.copy()
     begins_L[1:] &= ~sampled_L[:-1]
     for branch in branches:
@@ -88,7 +88,7 @@ def pieces_of(sampled_L: Bools, branches: Sequence[Branch]) -> Pieces:
             turn_P[piece] = turn_P[int(np.searchsorted(begin_P, behind - 1, side="right")) - 1]
         else:
             turn_P[piece], n_turns = n_turns, n_turns + 1
-    return Pieces(begin_P, turn_P)
+    return TurnPieces(begin_P, turn_P)
 
 
 def episode_turns(train_item: TrainItem) -> EpisodeTurns:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -21,19 +22,23 @@ from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
 from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
-from stillhouse.learner.evaluation.desk import EvalDesk
-from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets
 from stillhouse.learner.group_rewards import GroupRewards
 from stillhouse.learner.inbox import RunStopped, StopAsked, StopRequest
-from stillhouse.learner.loop import LearnerLoop
+from stillhouse.learner.loop import LearnerLoop, LearnerParts
 from stillhouse.learner.offline import OfflineMixer, open_mixer
 from stillhouse.learner.prompts.records import DataError
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.messages import RanksBegin
-from stillhouse.learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch, read_metrics
-from stillhouse.learner.reports.progress import RESTORED, AccountFile, Progress
+from stillhouse.learner.reports.metrics import (
+    TENSORBOARD_FOLDER,
+    MetricsWriter,
+    newest_epoch,
+    read_metrics,
+)
+from stillhouse.learner.reports.progress import RESTORED, AccountFile, LearnerAccount, LearnerProgress
 from stillhouse.learner.reports.settings import all_settings, compared_settings
 from stillhouse.learner.reports.trackers.feed import Trackers
 from stillhouse.learner.run_config import LearnerRunConfig
@@ -121,10 +126,11 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
             stored = OwnedCheckpoints(owner)
         stop = stack.enter_context(StopRequest())
         try:
-            loop, write_account = _make_loop(ctx, start, client, version, stack, stop, stored)
+            parts = _make_parts(ctx, start, client, version, stack, stop, stored)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
+        loop = LearnerLoop(parts)
         try:
             loop.run()
             code = ExitCode.OK
@@ -135,7 +141,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
             log.info("%s; step %d is the last one", asked, loop.version.step)
             code = ExitCode.TERMINATED
         finally:
-            write_account()
+            parts.account.write()
         client.flush(FLUSH_TIMEOUT_S)
     return code
 
@@ -206,7 +212,7 @@ def first_version(
     return WeightVersion(epoch, checkpoint.step if checkpoint else 0)
 
 
-def _make_loop(
+def _make_parts(
     ctx: RoleContext[LearnerRunConfig],
     start: Start,
     client: AnyClient,
@@ -214,94 +220,109 @@ def _make_loop(
     stack: ExitStack,
     stop: StopRequest,
     stored: OwnedCheckpoints | None,
-) -> tuple[LearnerLoop, Callable[[], None]]:
-    """The loop, and a function that writes its account: after each checkpoint and evaluation, and at the end."""
+) -> LearnerParts:
+    """The parts of the loop, which `stack` closes. Raises RecordError for a recording of another run."""
     config, learner = ctx.config, ctx.config.learner
-
-    def stage(version: WeightVersion, snapshot: Snapshot) -> Write:
-        return stage_checkpoint(
-            ctx.run_dir / CHECKPOINTS,
-            version,
-            start.trainer,
-            start.tokenizer,
-            keep=learner.keep_checkpoints,
-            stream=start.stream,
-            mixer=start.mixer,
-            ema=ema,
-            ledger=snapshot.ledger,
-            metrics=loop.progress.last,
-            stored=stored,
-        )
-
-    def saved(version: WeightVersion) -> None:
-        write_account()
-        if start.trainer.adapters is not None and version.step == config.steps:
-            _export(ctx, start, loop.progress, version, stored)
-
-    def make_eval_desk(on_result: Callable[[EvaluationResult], None]) -> EvalDesk:
-        def make(version: WeightVersion, name: str) -> Evaluation:
-            return Evaluation(
-                learner.eval_tasks(name),
-                start.eval_prompts[name],
-                start.tokenizer,
-                version=version,
-                seed=config.seed,
-                plan=EvalPlan.of(learner, name),
-            )
-
-        def finished(result: EvaluationResult) -> None:
-            on_result(result)
-            write_account()
-
-        return EvalDesk(make, client.send, finished)
-
-    def write_account() -> None:
-        account.write(_account(ctx, loop))
-
     parent = start.version or WeightVersion(0, 0)
     resume = version if version.epoch else None
+    progress = LearnerProgress(step=version.step)
     tracked = Trackers(learner.trackers, ctx.run_dir, all_settings(config)) if learner.trackers else None
     metrics = stack.enter_context(
         MetricsWriter(ctx.run_dir, resume=resume, parent=parent, settings=compared_settings(config), trackers=tracked)
     )
-    account = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
+    if resume is not None:
+        progress.restore(read_metrics(ctx.run_dir, RESTORED), resume.step)
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    ema = _student_ema(ctx, start, client, write_account)
-    alone = start.trainer.ranks.world_size == 1
-    checkpoints = CheckpointWriter(stage, saved=saved, failed=write_account, keep_waiting=alone)
-    loop = LearnerLoop(
+    publisher = stack.enter_context(_make_publisher(ctx, start, client))
+    file = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
+    account = LearnerAccount(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
+    ema = _student_ema(ctx, start, client, account.average_failed)
+    checkpoints = CheckpointWriter(
+        partial(_stage, ctx, start, ema, progress, stored),
+        progress,
+        saved=partial(_saved, ctx, start, progress, account, stored),
+        failed=account.write,
+        keep_waiting=start.trainer.ranks.world_size == 1,
+    )
+    return LearnerParts(
         client=client,
         trainer=start.trainer,
         stream=start.stream,
-        publisher=stack.enter_context(_make_publisher(ctx, start, client)),
+        publisher=publisher,
         metrics=metrics,
-        make_eval_desk=make_eval_desk,
+        make_evaluation=partial(_evaluation, ctx, start),
         checkpoints=stack.enter_context(checkpoints),
         config=learner,
         version=version,
         parent=parent,
         steps=config.steps,
+        account=account,
+        stop=stop,
         ema=ema,
         mixer=start.mixer,
         recorder=recorder,
         group_rewards=_group_rewards(ctx, start),
-        stop=stop,
-        fetch_ahead=ctx.config.buffer.max_staleness > 0,
-        max_equal_batches=ctx.config.buffer.dynamic_sampling,
+        fetch_ahead=config.buffer.max_staleness > 0,
+        max_equal_batches=config.buffer.dynamic_sampling,
         decode=lambda ids, special: str(start.tokenizer.decode(ids, skip_special_tokens=not special)),
-        write_account=write_account,
     )
-    if resume is not None:
-        loop.progress.restore(read_metrics(ctx.run_dir, RESTORED), resume.step)
-    return loop, write_account
+
+
+def _stage(
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    ema: StudentEma | None,
+    progress: LearnerProgress,
+    stored: OwnedCheckpoints | None,
+    version: WeightVersion,
+    snapshot: Snapshot,
+) -> Write:
+    return stage_checkpoint(
+        ctx.run_dir / CHECKPOINTS,
+        version,
+        start.trainer,
+        start.tokenizer,
+        keep=ctx.config.learner.keep_checkpoints,
+        stream=start.stream,
+        mixer=start.mixer,
+        ema=ema,
+        ledger=snapshot.ledger,
+        metrics=progress.last,
+        stored=stored,
+    )
+
+
+def _saved(
+    ctx: RoleContext[LearnerRunConfig],
+    start: Start,
+    progress: LearnerProgress,
+    account: LearnerAccount,
+    stored: OwnedCheckpoints | None,
+    version: WeightVersion,
+) -> None:
+    account.write()
+    if start.trainer.adapters is not None and version.step == ctx.config.steps:
+        _export(ctx, start, progress, version, stored)
+
+
+def _evaluation(ctx: RoleContext[LearnerRunConfig], start: Start, version: WeightVersion, name: str) -> EvaluationRun:
+    learner = ctx.config.learner
+    return EvaluationRun(
+        learner.eval_tasks(name),
+        start.eval_prompts[name],
+        start.tokenizer,
+        version=version,
+        seed=ctx.config.seed,
+        plan=EvalPlan.of(learner, name),
+    )
 
 
 def _export(
     ctx: RoleContext[LearnerRunConfig],
     start: Start,
-    progress: Progress,
+    progress: LearnerProgress,
     version: WeightVersion,
     stored: OwnedCheckpoints | None,
 ) -> None:
@@ -370,7 +391,7 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRew
 
 
 def _student_ema(
-    ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient, failed: Callable[[], None]
+    ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient, failed: Callable[[str], None]
 ) -> StudentEma | None:
     """The student's moving average, if learner.ema is on."""
     config = ctx.config.learner.ema
@@ -424,13 +445,3 @@ def _make_recorder(
 def _teacher_writes(config: LearnerRunConfig) -> bool:
     """Whether the student is the teacher's checkpoint and is never trained."""
     return config.models.student == config.models.teacher and config.learner.frozen
-
-
-def _account(ctx: RoleContext[LearnerRunConfig], loop: LearnerLoop) -> dict[str, Any]:
-    return {
-        **loop.progress.account(),
-        "average_error": loop.average_error,
-        "steps": loop.version.step,
-        "versions_published": loop.versions_published,
-        "tensorboard": str(ctx.run_dir / TENSORBOARD_FOLDER),
-    }

@@ -19,7 +19,7 @@ import numpy as np
 
 from stillhouse.engines.base import Int32s
 from stillhouse.learner.prompts.rendering import NONE
-from stillhouse.learner.prompts.sample_book import Account, Trained
+from stillhouse.learner.prompts.sample_book import Account, TrainedSample
 from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream
 from stillhouse.protocol.messages import BatchItem, Settled
 from stillhouse.recording.format import Array, Rollout
@@ -36,7 +36,7 @@ class WrittenStream(TaskStream):
         return [_for_the_writer(offer) for offer in super().next(n)]
 
     def step(
-        self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
+        self, trained: Iterable[TrainedSample], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
     ) -> Account:
         """As `TaskStream.step`. The prompts of the step's rollouts are kept for `as_read`, until the next one."""
         trained = list(trained)

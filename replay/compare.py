@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stillhouse.replay.training import ReplayBatch
+from stillhouse.learner.steps import SourceBatch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Estimate:
 
 
 def compare(
-    names: Sequence[str], batches: Sequence[ReplayBatch], gradient_of: Callable[[str, ReplayBatch], list[Tensor]]
+    names: Sequence[str], batches: Sequence[SourceBatch], gradient_of: Callable[[str, SourceBatch], list[Tensor]]
 ) -> list[Estimate]:
     """Compare the estimators. `gradient_of(name, batch)` returns one tensor per parameter. One sum of gradients per
     estimator is kept in memory."""

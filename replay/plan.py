@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -110,21 +110,14 @@ def _differences(config: RunConfig, former: RunConfig) -> Iterator[str]:
             yield f"{key.name}: got {got!r}, expected {was!r}, as in its config.yaml"
 
 
-class Turn(NamedTuple):
-    """One step of a replay."""
-
-    epoch: int
-    batch: int
-    """Index of the batch in the recording."""
-
-
-def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[Turn]:
-    """Every batch once per epoch. Shuffled: in a new order each time, determined by the seed."""
+def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[tuple[int, int]]:
+    """(epoch, index of a batch) of each step: every batch once per epoch. Shuffled: in a new order each time, determined
+    by the seed."""
     for epoch in range(epochs):
         places = np.arange(n_batches)
         if order == "shuffled":
             np.random.default_rng([seed, epoch]).shuffle(places)
-        yield from (Turn(epoch, int(place)) for place in places)
+        yield from ((epoch, int(place)) for place in places)
 
 
 def with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:

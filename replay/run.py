@@ -7,12 +7,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 import msgspec
 import torch
@@ -29,7 +30,6 @@ from stillhouse.launch.report.local_evaluation import LocalEvaluator
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.learner.checkpoints.checkpoint import (
     LearnerState,
-    RngState,
     capture_rng,
     restore_rng,
     save_checkpoint,
@@ -37,7 +37,7 @@ from stillhouse.learner.checkpoints.checkpoint import (
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, newest, set_aside
 from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.config import LearnerConfig
-from stillhouse.learner.evaluation.evaluation import EvalPlan, Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvaluationResult, EvaluationRun
 from stillhouse.learner.evaluation.figures import describe
 from stillhouse.learner.evaluation.sets import render_eval_sets
 from stillhouse.learner.prompts.tasks import load_prompts
@@ -45,9 +45,11 @@ from stillhouse.learner.reports.metrics import MetricsWriter, newest_epoch
 from stillhouse.learner.reports.settings import all_settings, compared_settings
 from stillhouse.learner.reports.step_metrics import StepMetrics
 from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.sources import recorded_batch
 from stillhouse.learner.step.make_trainer import make_trainer
 from stillhouse.learner.step.teacher_heads import teacher_heads
 from stillhouse.learner.step.train_step import Trainer
+from stillhouse.learner.steps import SourceBatch
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.handshake import vocab_tokens
@@ -55,7 +57,7 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.recording.reader import Recording
 from stillhouse.replay.compare import compare
 from stillhouse.replay.plan import ReplayPlan, turns, with_divergence
-from stillhouse.replay.training import Replay, ReplayBatch, ReplayProgress, read_batch
+from stillhouse.replay.training import Evaluate, Replay, ReplayProgress
 
 log = logging.getLogger(__name__)
 
@@ -68,21 +70,12 @@ EVAL_FIELDS: Final = (
 """Fields of each EvaluationResult that it contains."""
 
 
-class StopAsked(Exception):
+class ReplayStopped(Exception):
     """A signal asked the replay to stop, and the step under way is done."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
-
-
-class Start(NamedTuple):
-    """Starting point of a replay: the given student, or a checkpoint."""
-
-    trainer: Trainer
-    progress: ReplayProgress
-    rng: RngState | None
-    """None: as set by the seed."""
 
 
 def train(
@@ -96,43 +89,33 @@ def train(
     tokenizer = load_tokenizer(config.models.student)
     recording.expect_vocabulary(token_map_fingerprint(tokenizer))
     recording.expect_top_k(config.learner.objective.needs_top_k_for)
-    start = _start(config, tokenizer, run_dir if resume else None)
-    trainer = start.trainer
+    trainer, state = _start(config, tokenizer, run_dir if resume else None)
+    former = msgspec.convert(state.tasks, ReplayProgress) if state is not None else ReplayProgress()
+    order = turns(plan.batches, epochs=plan.epochs, order=plan.order, seed=config.seed)
     with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
         write_config(config, folder.config_path)
         plan.write(folder.path)
         _say(_headline(recording, config, folder, plan, steps_done=trainer.steps_done))
         stop = stack.enter_context(_stop_asked())
-        epoch = newest_epoch(folder.path)
-        gone_on = None if epoch is None else WeightVersion(epoch + 1, trainer.steps_done)
-        metrics = stack.enter_context(
-            MetricsWriter(
-                folder.path,
-                resume=gone_on,
-                settings=compared_settings(config),
-                trackers=Trackers(config.learner.trackers, folder.path, all_settings(config)),
-            )
-        )
-        progress = stack.enter_context(_Progress(trainer.steps_done, config.steps))
+        said = stack.enter_context(_Said(trainer.steps_done, config.steps))
         replay = Replay(
-            recording,
             trainer,
-            metrics,
+            recording,
+            islice(order, trainer.steps_done, None),
+            stack.enter_context(_metrics(config, folder, trainer.steps_done)),
             config.learner,
             steps=config.steps,
             evaluate=_evaluations(config, tokenizer, trainer, stack, stop),
-            save_checkpoint=_checkpoints(config, tokenizer, trainer, folder),
-            progress=start.progress,
-            after_step=lambda step, figures: _after_step(step, figures, replay.progress.epoch, progress, stop),
+            save_checkpoint=partial(_save_checkpoint, config, tokenizer, trainer, folder),
+            after_step=lambda step, figures, epoch: _after_step(step, figures, epoch, said, stop),
+            progress=former,
         )
         code, reason = 0, "all batches trained"
         try:
-            if start.rng is not None:
-                restore_rng(start.rng)
-            order = turns(plan.batches, epochs=plan.epochs, order=plan.order, seed=config.seed)
-            replay.run(islice(order, trainer.steps_done, None))
-            metrics.ended(ok=True)
-        except StopAsked as asked:
+            if state is not None:
+                restore_rng(state.rng)
+            replay.run()
+        except ReplayStopped as asked:
             code, reason = asked.exit_code, str(asked)
             replay.checkpoint()
         except BaseException as error:
@@ -142,7 +125,9 @@ def train(
         return code
 
 
-def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> Start:
+def _start(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path | None
+) -> tuple[Trainer, LearnerState | None]:
     """Load the last readable checkpoint in `folder`, or start anew if there is none. Raises ConfigError if there are
     checkpoints but none can be read."""
     try:
@@ -151,11 +136,17 @@ def _start(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path |
         raise ConfigError(*str(error).splitlines()) from error
     for skipped in found.damaged if found is not None else ():
         _say(f"{skipped}; it is kept as {set_aside(skipped.path)}")
-    checkpoint = found.path if found is not None else None
-    trainer, state = first_trainer(config, checkpoint, vocab_tokens=_vocab(tokenizer))
-    if state is None:
-        return Start(trainer, ReplayProgress(), None)
-    return Start(trainer, msgspec.convert(state.tasks, ReplayProgress), state.rng)
+    return first_trainer(config, found.path if found is not None else None, vocab_tokens=_vocab(tokenizer))
+
+
+def _metrics(config: RunConfig, folder: RunFolder, steps_done: int) -> MetricsWriter:
+    epoch = newest_epoch(folder.path)
+    return MetricsWriter(
+        folder.path,
+        resume=None if epoch is None else WeightVersion(epoch + 1, steps_done),
+        settings=compared_settings(config),
+        trackers=Trackers(config.learner.trackers, folder.path, all_settings(config)),
+    )
 
 
 def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
@@ -193,10 +184,10 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
         for name, learner in compared.items()
     }
 
-    def gradient_of(name: str, batch: ReplayBatch) -> list[Tensor]:
-        return trainers[name].gradient(batch.own, batch.offline)
+    def gradient_of(name: str, batch: SourceBatch) -> list[Tensor]:
+        return trainers[name].gradient(batch.items, batch.offline)
 
-    batches = [read_batch(recording, kept) for kept in recording.batches[:n_batches]]
+    batches = [recorded_batch(recording, kept) for kept in recording.batches[:n_batches]]
     table = Table("divergence", "|mean gradient|", "noise of a batch", f"cosine with {names[0]}")
     for row in compare(names, batches, gradient_of):
         table.add_row(row.name, f"{row.norm:.4g}", f"{row.noise:.4g}", f"{row.cosine:.4f}")
@@ -210,7 +201,7 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
 
 def _evaluations(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
-) -> Callable[[int, str], EvaluationResult] | None:
+) -> Evaluate | None:
     """The function `evaluate(step, name of the set)`. Both models are loaded only if there are evaluations."""
     if not config.learner.eval_every:
         return None
@@ -223,7 +214,7 @@ def _evaluations(
     def evaluate(step: int, name: str) -> EvaluationResult:
         version, plan = WeightVersion(0, step), EvalPlan.of(learner, name)
         tasks = learner.eval_tasks(name)
-        evaluation = Evaluation(tasks, prompts[name], tokenizer, version=version, seed=config.seed, plan=plan)
+        evaluation = EvaluationRun(tasks, prompts[name], tokenizer, version=version, seed=config.seed, plan=plan)
         result = evaluator.run(evaluation, version, trainer.weights())
         _say(f"evaluation at step {step}{f' on {name}' if name else ''}: {describe(result)}")
         for group, figures in (*result.tags.items(), *result.environments.items()):
@@ -233,27 +224,29 @@ def _evaluations(
     return evaluate
 
 
-def _checkpoints(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: RunFolder
-) -> Callable[[int, StepMetrics, ReplayProgress], None]:
-    def save(step: int, figures: StepMetrics, progress: ReplayProgress) -> None:
-        state = LearnerState(
-            version=WeightVersion(0, step),
-            optimizer=trainer.state_dict(),
-            value_head=trainer.critic.state_dict(),
-            tasks=msgspec.to_builtins(progress),
-            ledger=None,
-            rng=capture_rng(),
-            metrics=dict(figures.as_dict()),
-        )
-        keep = config.learner.keep_checkpoints
-        root = folder.path / CHECKPOINTS
-        save_checkpoint(root, trainer.model, tokenizer, state, keep=keep, adapters=trainer.adapters)
+def _save_checkpoint(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer: Trainer,
+    folder: RunFolder,
+    step: int,
+    figures: StepMetrics,
+    progress: ReplayProgress,
+) -> None:
+    state = LearnerState(
+        version=WeightVersion(0, step),
+        optimizer=trainer.state_dict(),
+        value_head=trainer.critic.state_dict(),
+        tasks=msgspec.to_builtins(progress),
+        ledger=None,
+        rng=capture_rng(),
+        metrics=dict(figures.as_dict()),
+    )
+    root, keep = folder.path / CHECKPOINTS, config.learner.keep_checkpoints
+    save_checkpoint(root, trainer.model, tokenizer, state, keep=keep, adapters=trainer.adapters)
 
-    return save
 
-
-class _Progress:
+class _Said:
     """What a replay prints: a line for some steps, at least every SILENT_S seconds where steps end that often, and one
     that says how long the present work takes where they do not (a slow step, an evaluation, a checkpoint)."""
 
@@ -291,8 +284,8 @@ class _Progress:
                 _say(f"step {self._step}/{self._steps} is done; working for {now_s - self._began_s:.0f} s since")
 
 
-def _after_step(step: int, figures: StepMetrics | None, epoch: int, progress: _Progress, stop: list[int]) -> None:
-    progress.stepped(step, figures, epoch)
+def _after_step(step: int, figures: StepMetrics | None, epoch: int, said: _Said, stop: list[int]) -> None:
+    said.stepped(step, figures, epoch)
     _raise_if_asked(stop)
 
 
@@ -320,7 +313,7 @@ def _stop_asked() -> Generator[list[int]]:
 
 def _raise_if_asked(stop: list[int]) -> None:
     if stop:
-        raise StopAsked(stop[0])
+        raise ReplayStopped(stop[0])
 
 
 def _headline(recording: Recording, config: RunConfig, folder: RunFolder, plan: ReplayPlan, *, steps_done: int) -> str:

@@ -1,6 +1,4 @@
-"""Trains from a file of recorded batches, with the same step, metrics and checkpoints as a run.
-
-    recording --order--> batches --Trainer.step--> metrics, and now and then an evaluation or a checkpoint
+"""A replay: a recording as the source of the learner's steps, and what a replay does after each.
 
 In recorded order, from the same student and with the same settings, the updates are those of the recorded run, bit for
 bit on the same machine. One thread, which never waits for another process."""
@@ -9,41 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import msgspec
 
-from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvaluationResult
-from stillhouse.learner.offline import offline_item
 from stillhouse.learner.reports.metrics import MetricsWriter
 from stillhouse.learner.reports.step_metrics import StepMetrics
 from stillhouse.learner.reports.wait_clock import WaitClock
-from stillhouse.learner.step.finite_step import finite_step
+from stillhouse.learner.sources import RecordedBatches
 from stillhouse.learner.step.train_step import Trainer
-from stillhouse.recording.reader import Kept, Recording
-from stillhouse.replay.plan import Turn
+from stillhouse.learner.steps import StepDone, StepLoop
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.recording.reader import Recording
 
 log = logging.getLogger(__name__)
-
-
-class ReplayBatch(NamedTuple):
-    """Items that one step trains."""
-
-    own: list[TrainItem]
-    offline: list[TrainItem]
-    """Items that were mixed in when the batch was recorded."""
-
-
-def read_batch(recording: Recording, batch: Kept) -> ReplayBatch:
-    """Read one batch. Raises RecordError, or BatchError for a batch that a live learner would refuse too."""
-    rollouts = recording.rollouts(batch)
-    own = [rollout for rollout in rollouts if not rollout.offline]
-    return ReplayBatch(
-        own=train_items([r.item for r in own], [array for r in own for array in r.arrays]),
-        offline=[offline_item(rollout) for rollout in rollouts if rollout.offline],
-    )
 
 
 class ReplayProgress(msgspec.Struct):
@@ -57,25 +36,32 @@ class ReplayProgress(msgspec.Struct):
     epoch: int = 0
 
 
+Evaluate: TypeAlias = Callable[[int, str], EvaluationResult]
+"""(step, name of a set) -> figures of the present weights."""
+SaveCheckpoint: TypeAlias = Callable[[int, StepMetrics, ReplayProgress], None]
+AfterStep: TypeAlias = Callable[[int, StepMetrics | None, int], None]
+"""Called with the step, its figures and its epoch; may raise."""
+
+
 class Replay:
     """Runs the steps from `trainer.steps_done` to `steps`, or until the batches end."""
 
     def __init__(
         self,
-        recording: Recording,
         trainer: Trainer,
+        recording: Recording,
+        turns: Iterator[tuple[int, int]],
         metrics: MetricsWriter,
         config: LearnerConfig,
         *,
         steps: int,
-        evaluate: Callable[[int, str], EvaluationResult] | None,
-        save_checkpoint: Callable[[int, StepMetrics, ReplayProgress], None],
-        progress: ReplayProgress | None = None,
-        after_step: Callable[[int, StepMetrics | None], None],
+        evaluate: Evaluate | None,
+        save_checkpoint: SaveCheckpoint,
+        after_step: AfterStep,
+        progress: ReplayProgress,
     ) -> None:
-        """`evaluate(step, name)` evaluates the present weights on one set (None: no evaluations).
-        `save_checkpoint(step, figures, progress)` saves them. `progress`: that of the replay that is resumed."""
-        self._recording = recording
+        """`turns` starts with that of the next step. `evaluate`: None without evaluations. `progress`: that of
+        the replay that is resumed."""
         self._trainer = trainer
         self._metrics = metrics
         self._config = config
@@ -83,23 +69,23 @@ class Replay:
         self._evaluate = evaluate
         self._save_checkpoint = save_checkpoint
         self._after_step = after_step
+        self.progress = progress
         self._clock = WaitClock()
-        self.progress = progress or ReplayProgress()
         self._last: StepMetrics | None = None
         """Figures of the last step of this process; None before it."""
+        self._source = RecordedBatches(recording, turns, self._clock)
+        observers = (self._count, self._report, self._announce, self._checkpoint_if_due, self._evaluate_if_due)
+        version = WeightVersion(0, trainer.steps_done)
+        self._loop = StepLoop(trainer, self._source, observers, version=version, steps=steps)
 
-    def run(self, order: Iterator[Turn]) -> None:
-        """Train one batch per turn, and evaluate as in a run: at both ends and every few steps. `order` starts with the
-        turn of the trainer's next step."""
-        # A checkpoint is written before the evaluation of its step.
+    def run(self) -> None:
+        """Train one batch per turn, and evaluate as in a run: at both ends and every few steps. A checkpoint is written
+        before the evaluation of its step."""
         self._evaluate_now(self._config.evaluated_at(self._trainer.steps_done))
-        for turn in order:
-            if self._trainer.steps_done >= self._steps:
-                break
-            self._one_step(turn)
-            self._evaluate_now(self._config.evaluated_at(self._trainer.steps_done))
+        self._loop.run()
         self._evaluate_now(self._config.eval_names)
         self.checkpoint()
+        self._metrics.ended(ok=True)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the present weights, if a step was made."""
@@ -111,39 +97,40 @@ class Replay:
             except OSError as error:
                 log.error("the checkpoint of step %d could not be written: %s", self._trainer.steps_done, error)
 
-    def _one_step(self, turn: Turn) -> None:
-        with self._clock.waiting("data"):
-            kept = self._recording.batches[turn.batch]
-            batch = read_batch(self._recording, kept)
-        outcome = finite_step(self._trainer, batch.own, batch.offline)
-        step, progress, figures = self._trainer.steps_done, self.progress, outcome.figures
-        progress.epoch = turn.epoch
+    def _count(self, done: StepDone) -> None:
+        progress, figures = self.progress, done.outcome.figures
+        progress.epoch = self._source.epoch
         if figures is not None:
             self._last = figures
             progress.tokens_trained += figures.tokens
             if progress.reverse_kl_first is None:
                 progress.reverse_kl_first = figures.reverse_kl
             progress.reverse_kl_last = figures.reverse_kl
-        train = {"tokens": 0, "items": len(batch.own)} if figures is None else figures.as_dict()
+
+    def _report(self, done: StepDone) -> None:
+        of_pools = done.outcome.figures.of_pools() if done.outcome.figures is not None else {}
         self._metrics.step(
-            step,
-            {**train, "items_nonfinite": len(outcome.masked)},
-            staleness=kept.record.staleness,
+            done.version.step,
+            done.train,
+            staleness=done.batch.staleness,
             waits=self._clock.take(),
             snapshot=None,
             weights={},
             tasks_dropped={},
-            tasks_done=kept.record.tasks_done,
-            others={
-                "replay/epoch": turn.epoch,
-                "replay/recorded_step": kept.record.version.step + 1,
-                **(figures.of_pools() if figures is not None else {}),
-            },
+            tasks_done=done.batch.tasks_done,
+            others={**(done.batch.figures or {}), **of_pools},
         )
-        self._after_step(step, self._last)
-        every = self._config.checkpoint_every
+
+    def _announce(self, done: StepDone) -> None:
+        self._after_step(done.version.step, self._last, self._source.epoch)
+
+    def _checkpoint_if_due(self, done: StepDone) -> None:
+        every, step = self._config.checkpoint_every, done.version.step
         if every and step % every == 0 and step < self._steps:
             self.checkpoint()
+
+    def _evaluate_if_due(self, done: StepDone) -> None:
+        self._evaluate_now(self._config.evaluated_at(done.version.step))
 
     def _evaluate_now(self, names: Sequence[str]) -> None:
         """Evaluate the present weights on these sets, unless that was done."""

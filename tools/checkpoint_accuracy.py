@@ -86,7 +86,7 @@ def measure(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
     """Figures of a checkpoint, by the names of an evaluation's metrics."""
     # Imported here because they import torch, which mistakes of the command line need not wait for.
     from stillhouse.launch.report.local_evaluation import LocalEvaluator
-    from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+    from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
     from stillhouse.learner.prompts.tasks import load_prompts
     from stillhouse.models.tokenizer import load_tokenizer
 
@@ -99,7 +99,7 @@ def measure(config: RunConfig, checkpoint: Path) -> dict[str, Any]:
         unscored = msgspec.structs.replace(tasks, routes={})
         evaluator = LocalEvaluator(config, check=lambda: None, scores=False)
         try:
-            evaluation = Evaluation(unscored, prompts, tokenizer, version=_version(checkpoint), seed=config.seed)
+            evaluation = EvaluationRun(unscored, prompts, tokenizer, version=_version(checkpoint), seed=config.seed)
             # The engine has loaded the weights, and takes them for the first version.
             result = evaluator.run(evaluation, WeightVersion(0, 0), None)
         finally:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from stillhouse.learner.reports.attribution import WINDOW_S as BOUND_WINDOW_S
-from stillhouse.learner.reports.attribution import Verdict, attribute
+from stillhouse.learner.reports.attribution import BoundVerdict, attribute
 from stillhouse.learner.reports.figures import RATES_S, TokenRates, staleness
 from stillhouse.learner.reports.trackers.feed import LOST_GAUGE
 from stillhouse.learner.reports.work_window import WorkWindow
@@ -141,12 +141,12 @@ class SteadyLimit:
     place of what stands there, and a share is renewed as often."""
 
     def __init__(self) -> None:
-        self._shown: Verdict | None = None
+        self._shown: BoundVerdict | None = None
         self._shown_s = -math.inf
         self._other: tuple[str, int] | None = None
         self._since_s = 0.0
 
-    def take(self, now: Verdict | None, now_s: float) -> Verdict | None:
+    def take(self, now: BoundVerdict | None, now_s: float) -> BoundVerdict | None:
         if now is None or self._shown is None:
             self._shown, self._shown_s = now or self._shown, now_s
             return self._shown

@@ -20,7 +20,7 @@ from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.launch.config.pools import TeacherPool, teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.local_actor import LocalActor, local_ticket
-from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.evaluation import EvaluationResult, EvaluationRun
 from stillhouse.learner.prompts.tasks import TaskOffer
 from stillhouse.models.description import resolve_dtype
 from stillhouse.models.loading import resolve_device
@@ -65,7 +65,7 @@ class LocalEvaluator:
         self._samples: dict[str, int] = {}
 
     def run(
-        self, evaluation: Evaluation, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
+        self, evaluation: EvaluationRun, version: WeightVersion, weights: Iterable[tuple[str, Weight]] | None
     ) -> EvaluationResult:
         """Run `evaluation` with these weights, which belong to `version`; None: with the engine's present weights.
         Raises TimeoutError after `learner.stall_timeout_s`, and whatever `check` raises."""

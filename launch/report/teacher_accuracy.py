@@ -124,7 +124,7 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     pool is left out if any answer is missing or was not judged."""
     # Imported here because they import torch, which the launcher does without.
     from stillhouse.launch.report.local_evaluation import LocalEvaluator
-    from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+    from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
     from stillhouse.learner.prompts.rendering import NONE
     from stillhouse.learner.prompts.tasks import load_prompts
     from stillhouse.models.tokenizer import load_tokenizer
@@ -146,7 +146,7 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
         ]
         evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
         try:
-            evaluation = Evaluation(unscored, read, tokenizer, version=version, seed=config.seed)
+            evaluation = EvaluationRun(unscored, read, tokenizer, version=version, seed=config.seed)
             result = evaluator.run(evaluation, version, None)
         finally:
             evaluator.close()

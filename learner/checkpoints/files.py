@@ -64,7 +64,7 @@ class NoneUsable(CheckpointError):
         self.damaged = damaged
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """`path` is None without a usable checkpoint. `skipped` are newer, unusable ones, newest first."""
 
     path: Path | None
@@ -77,7 +77,7 @@ class Found(NamedTuple):
         return tuple(skipped for skipped in self.skipped if not skipped.path.name.startswith(TEMPORARY))
 
 
-NOTHING_FOUND: Final = Found(None, None, ())
+NOTHING_FOUND: Final = FoundCheckpoint(None, None, ())
 
 
 class _Account(msgspec.Struct):
@@ -96,7 +96,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """Path within the folder -> content."""
 
 
-def latest(root: Path) -> Found:
+def latest(root: Path) -> FoundCheckpoint:
     """The newest complete checkpoint under `root`. Every file is compared with its checksum. Unusable folders are
     skipped with a reason, including temporary ones of a killed learner."""
     skipped = [
@@ -114,17 +114,17 @@ def latest(root: Path) -> Found:
         if reason := defect(path):
             skipped.append(Skipped(path, reason))
             continue
-        return Found(path, version, tuple(skipped))
-    return Found(None, None, tuple(skipped))
+        return FoundCheckpoint(path, version, tuple(skipped))
+    return FoundCheckpoint(None, None, tuple(skipped))
 
 
-def go_on_from(root: Path) -> Found:
+def go_on_from(root: Path) -> FoundCheckpoint:
     """`latest`, for a caller that starts anew without a checkpoint. Raises NoneUsable if that would discard trained
     steps, because there are checkpoints but none is usable, or there were some."""
     return refuse_loss(root, latest(root))
 
 
-def refuse_loss(root: Path, found: Found) -> Found:
+def refuse_loss(root: Path, found: FoundCheckpoint) -> FoundCheckpoint:
     """`found`. Raises NoneUsable if there are checkpoints, but none is usable, and if the accounts in the run's folder,
     which is above `root`, name one that was written."""
     if found.path is not None:

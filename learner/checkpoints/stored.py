@@ -38,7 +38,7 @@ from stillhouse.learner.checkpoints.files import (
     MANIFEST,
     TEMPORARY,
     CheckpointError,
-    Found,
+    FoundCheckpoint,
     Manifest,
     Skipped,
     add,
@@ -146,18 +146,18 @@ class StoredCheckpoints:
             return {}
         return msgspec.json.decode(self.store.read(f"{name}/{ROWS}"), type=dict[str, dict[str, int]])
 
-    def fetch_newest(self, root: Path, *, newer_than: WeightVersion | None) -> Found:
+    def fetch_newest(self, root: Path, *, newer_than: WeightVersion | None) -> FoundCheckpoint:
         """Copy the newest checkpoint that is intact into `root`, if it is newer. `path` is None if there is none."""
         skipped: list[Skipped] = []
         for stored in reversed(self.complete()):
             if newer_than is not None and stored.version <= newer_than:
                 break
             try:
-                return Found(self.fetch(stored, root), stored.version, tuple(skipped))
+                return FoundCheckpoint(self.fetch(stored, root), stored.version, tuple(skipped))
             except CheckpointError as error:
                 skipped.append(Skipped(Path(stored.name), str(error), in_store=True))
                 _log.error("a checkpoint of the store is damaged: %s", error)
-        return Found(None, None, tuple(skipped))
+        return FoundCheckpoint(None, None, tuple(skipped))
 
     def fetch_version(self, root: Path, version: WeightVersion) -> Path:
         """The folder of this very version below `root`, copied if it is not there. Several processes may ask for it at
@@ -272,13 +272,13 @@ class OwnedCheckpoints(StoredCheckpoints):
         return iter(sorted(names, key=lambda one: (one != f"{name}/{MANIFEST}", one)))
 
 
-def go_on_from_store(root: Path, url: str) -> Found:
+def go_on_from_store(root: Path, url: str) -> FoundCheckpoint:
     """As `files.go_on_from`; a newer checkpoint in the store at `url` is copied into `root` first. Raises StoreError,
     too."""
     found = latest(root)
     newer = StoredCheckpoints(Store(url)).fetch_newest(root, newer_than=found.version)
     skipped = (*newer.skipped, *found.skipped)
-    return refuse_loss(root, Found(newer.path or found.path, newer.version or found.version, skipped))
+    return refuse_loss(root, FoundCheckpoint(newer.path or found.path, newer.version or found.version, skipped))
 
 
 def have_newest(root: Path, url: str) -> None:

@@ -30,7 +30,7 @@ from stillhouse.learner.checkpoints.rows import fetch_rows, put_rows
 from stillhouse.learner.checkpoints.stored import StoredRows
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.shares import Shares
-from stillhouse.learner.reports.progress import Progress
+from stillhouse.learner.reports.progress import LearnerProgress
 from stillhouse.protocol.messages import Snapshot, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.tracing import events
@@ -47,6 +47,7 @@ class CheckpointWriter:
     def __init__(
         self,
         stage: Callable[[WeightVersion, Snapshot], Write],
+        progress: LearnerProgress,
         *,
         saved: Callable[[WeightVersion], None],
         failed: Callable[[], None] = lambda: None,
@@ -56,7 +57,7 @@ class CheckpointWriter:
         that version is complete, `failed` when the progress has counted one that is not. `keep_waiting`: at exit, also
         after an error, wait for a checkpoint that is being written. Off where other processes may be what the error is
         about."""
-        self.progress = Progress()
+        self.progress = progress
         self._stage = stage
         self._saved = saved
         self._failed = failed

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.evaluation import EvaluationResult, EvaluationRun
 from stillhouse.learner.prompts.tasks import in_messages
 from stillhouse.protocol.messages import EvalResult, Message, WeightVersion
 
@@ -25,12 +25,12 @@ REPEAT_S: Final = 1.0
 Send = Callable[[Message, Sequence[np.ndarray[Any, Any]]], None]
 
 
-class EvalDesk:
+class EvaluationDesk:
     """Owns every evaluation from its start to its figures."""
 
     def __init__(
         self,
-        make: Callable[[WeightVersion, str], Evaluation],
+        make: Callable[[WeightVersion, str], EvaluationRun],
         send: Send,
         on_result: Callable[[EvaluationResult], None],
     ) -> None:
@@ -39,7 +39,7 @@ class EvalDesk:
         self._make = make
         self._send = send
         self._on_result = on_result
-        self._active: list[Evaluation] = []
+        self._active: list[EvaluationRun] = []
         self._asked_s = -math.inf
 
     @property
@@ -87,7 +87,7 @@ class EvalDesk:
             self._active.remove(evaluation)
             self._finish(evaluation)
 
-    def _finish(self, evaluation: Evaluation) -> None:
+    def _finish(self, evaluation: EvaluationRun) -> None:
         for wanted in evaluation.confirmed():
             self._send(wanted, ())
         result = evaluation.result()

@@ -133,7 +133,7 @@ class EvalPlan(NamedTuple):
 OWN_SET: Final = EvalPlan()
 
 
-class Evaluation:
+class EvaluationRun:
     """One evaluation at one version. Owned by one thread of the learner."""
 
     def __init__(

@@ -54,7 +54,7 @@ from stillhouse.learner.objectives.rejection import RejectionFn
 from stillhouse.protocol.settings import Member
 
 
-class Shares(NamedTuple):
+class TokenShares(NamedTuple):
     share_R: Tensor
     """float64: weight of each trained token of a rollout."""
     divisor: int
@@ -75,25 +75,27 @@ TurnAggregationFn: TypeAlias = Callable[[Tensor, Tensor], TurnShares]
 """(tokens_U int64: trained tokens of each turn, at least 1; rollout_U int64: its rollout, ascending) -> TurnShares."""
 
 
-AggregationFn: TypeAlias = Callable[[Tensor, AggregationOptions], Shares]
-"""(tokens_R int64: trained tokens, at least one of the batch; options) -> Shares."""
+AggregationFn: TypeAlias = Callable[[Tensor, AggregationOptions], TokenShares]
+"""(tokens_R int64: trained tokens, at least one of the batch; options) -> TokenShares."""
 
 
-def token_mean(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+def token_mean(tokens_R: Tensor, options: AggregationOptions) -> TokenShares:
     """Mean over all trained tokens: every token counts the same, long rollouts more."""
-    return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int(tokens_R.sum()))
+    return TokenShares(torch.ones_like(tokens_R, dtype=torch.float64), int(tokens_R.sum()))
 
 
-def sequence_mean(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+def sequence_mean(tokens_R: Tensor, options: AggregationOptions) -> TokenShares:
     """Mean over rollouts of the mean over a rollout's trained tokens: every rollout with a trained token counts the
     same, tokens of long ones less."""
-    return Shares(1.0 / tokens_R.clamp(min=1).double(), int((tokens_R > 0).sum()))
+    return TokenShares(1.0 / tokens_R.clamp(min=1).double(), int((tokens_R > 0).sum()))
 
 
-def constant(tokens_R: Tensor, options: AggregationOptions) -> Shares:
+def constant(tokens_R: Tensor, options: AggregationOptions) -> TokenShares:
     """Sum over all trained tokens, divided by the rollouts with a trained token times max_new_tokens: the divisor
     does not depend on the actual lengths, so long wrong answers are not favoured (Dr. GRPO; Liu et al. 2025)."""
-    return Shares(torch.ones_like(tokens_R, dtype=torch.float64), int((tokens_R > 0).sum()) * options.max_new_tokens)
+    return TokenShares(
+        torch.ones_like(tokens_R, dtype=torch.float64), int((tokens_R > 0).sum()) * options.max_new_tokens
+    )
 
 
 def turn_mean(tokens_U: Tensor, rollout_U: Tensor) -> TurnShares:

@@ -18,7 +18,7 @@ NON_FINITE: Final = "non_finite"
 """Reason for masking a sample that could not be trained (`learner.step.finite_step`)."""
 
 
-class Trained(NamedTuple):
+class TrainedSample(NamedTuple):
     """Tokens of one rollout that a step trained."""
 
     task_id: int
@@ -72,7 +72,7 @@ class SampleBook:
         return task_id
 
     def step(
-        self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
+        self, trained: Iterable[TrainedSample], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
     ) -> Account:
         """Record the tokens that a step trained and the samples that it settled, as announced by the buffer.
         `left_out`: (task id, sample index) of samples that could not be trained. Raises SettledTwice, changing
@@ -129,7 +129,7 @@ class SampleBook:
                 )
             seen.add(key)
 
-    def _add(self, one: Trained) -> None:
+    def _add(self, one: TrainedSample) -> None:
         if not one.n_tokens:
             return
         partial = self._progress.setdefault(one.task_id, _Progress()).partial

@@ -31,7 +31,7 @@ from stillhouse.learner.prompts.data import PromptSource, open_prompts
 from stillhouse.learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
 from stillhouse.learner.prompts.records import ColumnsFault, DataError, PromptRecord, RowError
 from stillhouse.learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
-from stillhouse.learner.prompts.sample_book import Account, SampleBook, Trained
+from stillhouse.learner.prompts.sample_book import Account, SampleBook, TrainedSample
 from stillhouse.models.tokenizer import TokenizerError
 from stillhouse.protocol.codec import MAX_HEADER_BYTES
 from stillhouse.protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
@@ -193,7 +193,7 @@ class TaskStream:
         return offers
 
     def step(
-        self, trained: Iterable[Trained], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
+        self, trained: Iterable[TrainedSample], settled: Sequence[Settled], left_out: Collection[tuple[int, int]] = ()
     ) -> Account:
         """Record one optimizer step (`SampleBook.step`). Raises SettledTwice, changing nothing."""
         account = self._book.step(trained, settled, left_out)

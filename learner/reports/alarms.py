@@ -44,7 +44,7 @@ ENTROPY, REVERSE_KL, PER_ANSWER = "train/entropy", "train/reverse_kl", "rollouts
 REPETITION, ENDING_GAP, ACCURACY = "rollouts/repetition", "rollouts/ending_gap", "eval/accuracy_sampled"
 
 
-class History:
+class FigureHistory:
     """One figure, step by step."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class History:
         return math.sqrt(variance * (1 / FIRST + 1 / n))
 
 
-Histories = Mapping[str, History]
+Histories = Mapping[str, FigureHistory]
 
 
 def _ends_as_its_teacher(of: Histories) -> bool:
@@ -123,10 +123,10 @@ class Watched:
     def beyond(self, value: float, limit: float) -> bool:
         return value > limit if self.above else value < limit
 
-    def reference(self, history: History) -> float:
+    def reference(self, history: FigureHistory) -> float:
         return history.best if self.best else history.start
 
-    def differs(self, history: History, n: int) -> bool:
+    def differs(self, history: FigureHistory, n: int) -> bool:
         """Whether the mean of the newest `n` is beyond the limit, by more than chance, and not on its way back."""
         if len(history.past) < FIRST + n:
             return False
@@ -194,7 +194,7 @@ class Alarms:
     (`Progress.restore`), so that the start stays that of the run."""
 
     def __init__(self) -> None:
-        self._of = {tag: History() for tag in FIGURES}
+        self._of = {tag: FigureHistory() for tag in FIGURES}
         self._on: dict[str, Alarm] = {}
         self._best_accuracy = (0.0, 1)
         self.raised_total = 0

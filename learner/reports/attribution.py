@@ -63,7 +63,7 @@ OWN_CAUSES: Final = ("shards", "weights", "eval", "checkpoint")
 CANNOT_TELL: Final = "cannot tell what binds"
 
 
-class Verdict(NamedTuple):
+class BoundVerdict(NamedTuple):
     """What limits the run."""
 
     stage: str
@@ -88,7 +88,7 @@ class Verdict(NamedTuple):
         return figures if self.speedup is None else figures | {"bound/speedup": self.speedup}
 
 
-class Limits:
+class RunLimits:
     """What limits a run, for its learner. Owned by the learner's loop."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Limits:
         return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency()}
 
 
-def attribute(work: Work | None) -> Verdict | None:
+def attribute(work: Work | None) -> BoundVerdict | None:
     """None: too little has happened to say anything."""
     if work is None or work.steps < MIN_STEPS or not work.learner:
         return None
@@ -141,7 +141,7 @@ def attribute(work: Work | None) -> Verdict | None:
     own = {name: share for name, share in shares.items() if name in OWN_CAUSES}
     largest = max(own, key=lambda name: own[name])
     if own[largest] > max(waits, shares["learner"]):
-        return Verdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
+        return BoundVerdict(largest, shares, f"{_named(largest)} {own[largest]:.0%}: {_WHAT_HELPS[largest]}")
     # Rollouts wait for newer weights where the learner that makes these is slow.
     if waits < LITTLE_WAIT or (stage in ("unknown", "staleness", "weights") and shares["learner"] >= SATURATED):
         return _learner_bound(work, shares)
@@ -150,8 +150,8 @@ def attribute(work: Work | None) -> Verdict | None:
     if stage == "staleness":
         return _staleness_bound(work, waits, shares)
     if stage == "cpu":
-        return Verdict(stage, shares, _used_processors(work))
-    return Verdict(stage, shares, _without_number(stage, work, waits))
+        return BoundVerdict(stage, shares, _used_processors(work))
+    return BoundVerdict(stage, shares, _without_number(stage, work, waits))
 
 
 def _waited_for(work: Work) -> str:
@@ -205,23 +205,25 @@ def _used_processors(work: Work) -> str:
     )
 
 
-def _more_of(stage: str, work: Work, waits: float, shares: dict[str, float]) -> Verdict:
+def _more_of(stage: str, work: Work, waits: float, shares: dict[str, float]) -> BoundVerdict:
     """Teachers or actors bind: how many more, and what they would give."""
     n = work.teachers if stage == "teachers" else work.actors
     bound = f"{_named(stage)} {waits:.0%}"
     if n < 1 or _roles(work)[stage] < SATURATED:
         uneven = "some teachers are busy all the time and others are not; give their pool more"
-        return Verdict(stage, shares, f"{bound}: {uneven if n else 'none is connected'}")
+        return BoundVerdict(stage, shares, f"{bound}: {uneven if n else 'none is connected'}")
     takes = {more: _step_takes(work, stage, (n + more) / n, waits) for more in range(1, (MOST_TIMES - 1) * n + 1)}
     least = min(took for took, _ in takes.values())
     more = next(more for more, (took, _) in takes.items() if took <= least * ALMOST)
     took, binds = takes[more]
     speedup = 1 / took
     if speedup < WORTH:
-        return Verdict(stage, shares, f"{bound}: more {stage} alone give nothing, {binds} would bind at once", 0, 1.0)
+        return BoundVerdict(
+            stage, shares, f"{bound}: more {stage} alone give nothing, {binds} would bind at once", 0, 1.0
+        )
     what = f"{_number(more)} more {stage[:-1] if more == 1 else stage}"
     text = f"{bound}: {what} would give about {speedup:.1f} times{_caveat(work)}"
-    return Verdict(stage, shares, text, more, speedup)
+    return BoundVerdict(stage, shares, text, more, speedup)
 
 
 def _roles(work: Work) -> dict[str, float]:
@@ -251,7 +253,7 @@ def _around(work: Work) -> float:
     return work.environment_s * work.steps / work.seconds + sum(_roles(work).values())
 
 
-def _staleness_bound(work: Work, waits: float, shares: dict[str, float]) -> Verdict:
+def _staleness_bound(work: Work, waits: float, shares: dict[str, float]) -> BoundVerdict:
     """The batches that may be on their way at once are all on their way: how many more, and what they would give."""
     batches = work.max_staleness + 1
     around = min(_around(work), batches)
@@ -266,16 +268,18 @@ def _staleness_bound(work: Work, waits: float, shares: dict[str, float]) -> Verd
         f"staleness-bound {waits:.0%}: no more than {under_way} under way at once; max_staleness = "
         f"{work.max_staleness + more} would give about {speedup:.1f} times{_caveat(work)}, with older tokens"
     )
-    return Verdict("staleness", shares, text, more, speedup)
+    return BoundVerdict("staleness", shares, text, more, speedup)
 
 
-def _learner_bound(work: Work, shares: dict[str, float]) -> Verdict:
+def _learner_bound(work: Work, shares: dict[str, float]) -> BoundVerdict:
     took, binds = _step_takes(work, "learner", 2.0, 0.0)
     text, speedup = f"learner-bound {shares['learner']:.0%}: ", 1 / took
     if speedup < WORTH:
-        return Verdict("learner", shares, f"{text}a faster one alone gives nothing, {binds} would bind at once", 0, 1.0)
+        return BoundVerdict(
+            "learner", shares, f"{text}a faster one alone gives nothing, {binds} would bind at once", 0, 1.0
+        )
     text += f"a learner twice as fast would give about {speedup:.1f} times{_caveat(work)}"
-    return Verdict("learner", shares, text, 0, speedup)
+    return BoundVerdict("learner", shares, text, 0, speedup)
 
 
 def _without_number(stage: str, work: Work, waits: float) -> str:

@@ -14,28 +14,30 @@ import msgspec
 
 from stillhouse.learner.evaluation.evaluation import EvaluationResult
 from stillhouse.learner.reports.alarms import ACCURACY, ALARM_SINCE, FIGURES, MEAN, Alarms
-from stillhouse.learner.reports.attribution import Limits
+from stillhouse.learner.reports.attribution import RunLimits
 from stillhouse.learner.reports.sample import Sample
 from stillhouse.learner.reports.step_metrics import StepMetrics
 from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitReport
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.recording.append_file import Unwritten
-from stillhouse.weights.publisher import PublisherStats
+from stillhouse.weights.publisher import Publisher, PublisherStats
 
 log = logging.getLogger(__name__)
 
 ACCOUNT_FILE: Final = "learner.json"
 RESTORED: Final = (*FIGURES, "train/tokens", "train/offline_tokens", "eval/n_sampled")
-"""Figures of the metrics that `Progress.restore` reads."""
+"""Figures of the metrics that `LearnerProgress.restore` reads."""
 DOUBTFUL_SHARE: Final = 0.75
 """An error is logged if the teacher's mean log-prob on the first batch is below this fraction of a uniform guess."""
 
 
 @dataclass(slots=True)
-class Progress:
+class LearnerProgress:
     """Figures of the run so far."""
 
+    step: int = 0
+    """Steps made, those before a resume too."""
     evaluations: list[EvaluationResult] = field(default_factory=list[EvaluationResult])
     """On all sets."""
     reverse_kl_first: float | None = None
@@ -58,7 +60,7 @@ class Progress:
     alarms: Alarms = field(default_factory=Alarms)
     stopped_by_alarm: bool = False
     sample: Sample | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: RunLimits = field(default_factory=RunLimits)
     waits: WaitReport = field(default_factory=lambda: WaitReport(0.0, 0.0, dict.fromkeys(WAIT_CAUSES, 0.0)))
     """The learner's time, from its start to its last step: the sum of what each step reports."""
 
@@ -198,6 +200,33 @@ class AccountFile:
             return False
         self._unwritten.written(self._file.name)
         return True
+
+
+class LearnerAccount:
+    """learner.json of a run: written every few seconds, after each checkpoint and evaluation, and at the end."""
+
+    def __init__(self, file: AccountFile, progress: LearnerProgress, publisher: Publisher, tensorboard: Path) -> None:
+        self._file = file
+        self._progress = progress
+        self._publisher = publisher
+        self._tensorboard = tensorboard
+        self._average_error = ""
+        """Why the newest average of the student that its teachers did not get is not there; empty: all are."""
+
+    def write(self) -> None:
+        self._file.write(
+            {
+                **self._progress.account(),
+                "average_error": self._average_error,
+                "steps": self._progress.step,
+                "versions_published": self._publisher.stats.broadcasts_total,
+                "tensorboard": str(self._tensorboard),
+            }
+        )
+
+    def average_failed(self, error: str) -> None:
+        self._average_error = error
+        self.write()
 
 
 def _read(file: Path) -> _Former | None:

@@ -48,12 +48,12 @@ class StudentEma:
         send: Callable[[WeightsRef], None],
         store: Store | None = None,
         in_step: bool = False,
-        failed: Callable[[], None] = lambda: None,
+        failed: Callable[[str], None] = lambda _: None,
     ) -> None:
         """The average starts as `weights`. `folder` gets the snapshots; `send` announces one to the teachers, and is
         called from another thread where there is a `store`, from which they fetch it. `in_step`: wait until each is
-        there, for runs in which all happens in one order. `failed` is called when an average was not sent: `error` says
-        why."""
+        there, for runs in which all happens in one order. `failed` is called with the reason when an average was not
+        sent."""
         self._config = config
         self._folder = folder
         self._send = send
@@ -147,7 +147,7 @@ class StudentEma:
         self.failed_total += 1
         self.error = f"no new average of the student for its teachers: {error}"
         log.error("%s (%d failed so far)", self.error, self.failed_total)
-        self._failed()
+        self._failed(self.error)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies on the CPU, by name."""

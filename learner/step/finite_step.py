@@ -21,7 +21,7 @@ from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 log = logging.getLogger(__name__)
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """Result of a step."""
 
     figures: StepMetrics | None
@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
     """Ids of the rollouts left out, in the order of the batch."""
 
 
-def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> Outcome:
+def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepOutcome:
     """Make or skip one step. An item that is left out stays in the batch without trained tokens, so that its group
     keeps its size and mean reward; an item of `offline` is removed. Each attempt leaves out at least one more item, or
     all of them if only their sum is not finite."""
@@ -39,10 +39,10 @@ def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[
         left = [_as_context(train_item) if train_item.item.rollout_id in masked else train_item for train_item in items]
         if masked and not any(train_item.n_trained for train_item in left):
             trainer.skip()
-            return Outcome(None, _in_order(items, masked))
+            return StepOutcome(None, _in_order(items, masked))
         try:
             theirs = [train_item for train_item in offline if train_item.item.rollout_id not in masked]
-            return Outcome(trainer.step(left, theirs), _in_order(items, masked))
+            return StepOutcome(trainer.step(left, theirs), _in_order(items, masked))
         except (NonFiniteError, UnreadableScores) as error:
             log.error("left out of step %d: %s", trainer.steps_done + 1, error)
             culprits = set(error.rollout_ids) - masked

@@ -24,17 +24,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import stillhouse.learner.feed
 import stillhouse.learner.loop
+import stillhouse.learner.steps
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
 from stillhouse.learner.config import LearnerConfig
-from stillhouse.learner.evaluation.desk import EvalDesk
-from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
 from stillhouse.learner.feed import LearnerStalled
 from stillhouse.learner.inbox import RunStopped, StopAsked, StopRequest
-from stillhouse.learner.loop import LearnerLoop
+from stillhouse.learner.loop import LearnerLoop, LearnerParts
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from stillhouse.learner.reports.metrics import MetricsWriter, read_metrics
+from stillhouse.learner.reports.progress import AccountFile, LearnerAccount, LearnerProgress
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
@@ -121,8 +122,8 @@ def learning(
                 )
             )
 
-            def evaluation(version: m.WeightVersion, name: str) -> Evaluation:
-                return Evaluation(tasks, evaluated, small_tokenizer, version=version, seed=1)
+            def evaluation(version: m.WeightVersion, name: str) -> EvaluationRun:
+                return EvaluationRun(tasks, evaluated, small_tokenizer, version=version, seed=1)
 
             def stage(version: m.WeightVersion, snapshot: m.Snapshot) -> Write:
                 staged = Saved(version, snapshot, stream.state(), trainer.steps_done)
@@ -137,14 +138,18 @@ def learning(
                 return write
 
             stop = StopRequest()
-            loop = LearnerLoop(
+            progress = LearnerProgress()
+            account = LearnerAccount(AccountFile(tmp_path, metrics.unwritten), progress, publisher, tmp_path)
+            checkpoints = stack.enter_context(CheckpointWriter(stage, progress, saved=lambda _: None))
+            parts = LearnerParts(
                 client=client,
                 trainer=trainer,
                 stream=stream,
                 publisher=publisher,
                 metrics=metrics,
-                make_eval_desk=lambda on_result: EvalDesk(evaluation, client.send, on_result),
-                checkpoints=stack.enter_context(CheckpointWriter(stage, saved=lambda _: None)),
+                make_evaluation=evaluation,
+                checkpoints=checkpoints,
+                account=account,
                 config=config,
                 version=V0,
                 parent=V0,
@@ -153,7 +158,7 @@ def learning(
                 fetch_ahead=fetch_ahead,
                 max_equal_batches=limit,
             )
-            made = Learner(loop, trainer, client, tmp_path, stop)
+            made = Learner(LearnerLoop(parts), trainer, client, tmp_path, stop)
             yield made
 
     return make
@@ -249,7 +254,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_is_put_off_until
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=8, checkpoint_every=2) as made, crowd(address):
             made.may_write.clear()
-            step = stillhouse.learner.loop.finite_step
+            step = stillhouse.learner.steps.finite_step
 
             def freed_in_the_fifth(*arguments: Any) -> Any:
                 if made.trainer.steps_done == 4:
@@ -259,7 +264,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_is_put_off_until
                     thread.join(WAIT_S)
                 return step(*arguments)
 
-            monkeypatch.setattr(stillhouse.learner.loop, "finite_step", freed_in_the_fifth)
+            monkeypatch.setattr(stillhouse.learner.steps, "finite_step", freed_in_the_fifth)
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     assert [saved.version.step for saved in made.saved] == [2, 5, 6, 8]
@@ -288,7 +293,7 @@ def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(
     with real_buffer(BUFFER, tmp_path) as (address, ended):
         with learning(address, steps=50) as made, crowd(address):
             asked_at: list[int] = []
-            step = stillhouse.learner.loop.finite_step
+            step = stillhouse.learner.steps.finite_step
 
             def asked_in_the_third(*arguments: Any) -> Any:
                 if made.trainer.steps_done == 2:
@@ -296,7 +301,7 @@ def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(
                     asked_at.append(made.trainer.steps_done)
                 return step(*arguments)
 
-            monkeypatch.setattr(stillhouse.learner.loop, "finite_step", asked_in_the_third)
+            monkeypatch.setattr(stillhouse.learner.steps, "finite_step", asked_in_the_third)
             with made.stop, pytest.raises(StopAsked):
                 made.loop.run()
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "a second SIGTERM must not cut the leaving"
@@ -505,14 +510,14 @@ def test_the_next_batch_is_asked_for_and_packed_while_one_trains(
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_step, go_on, packed = threading.Event(), threading.Event(), threading.Event()
-    step = stillhouse.learner.loop.finite_step
+    step = stillhouse.learner.steps.finite_step
 
     def held_up(*arguments: Any) -> Any:
         in_step.set()
         assert go_on.wait(WAIT_S)
         return step(*arguments)
 
-    monkeypatch.setattr(stillhouse.learner.loop, "finite_step", held_up)
+    monkeypatch.setattr(stillhouse.learner.steps, "finite_step", held_up)
     with ScriptedBuffer(acknowledge_tasks_and_show) as peer, learning(peer.address, steps=3) as made:
         ahead, taken = made.trainer._ahead, list[tuple[int, bool]]()
         make, take = ahead.make, ahead.take

@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.learner.prompts.config import TaskConfig
-from stillhouse.learner.prompts.sample_book import Trained
+from stillhouse.learner.prompts.sample_book import TrainedSample
 from stillhouse.learner.prompts.tasks import load_prompts
 from stillhouse.learner.written import WrittenStream, with_prompt
 from stillhouse.protocol.branches import path_to
@@ -125,7 +125,9 @@ def test_the_writer_reads_the_teachers_prompt_and_the_file_has_the_students(
     rollouts.append(rollout("of another prompt", 3, teachers=("a", "b")))  # task 7, which was never offered
     recorder = BatchRecorder(tmp_path / "r", header(writer="teacher"), Unwritten(), as_read=stream.as_read)
     for step, those in enumerate((rollouts, rollouts[3:])):
-        stream.step([Trained(one.item.task_id, 0, one.item.rollout_id, 8) for one in those if one.item.task_id < 3], ())
+        stream.step(
+            [TrainedSample(one.item.task_id, 0, one.item.rollout_id, 8) for one in those if one.item.task_id < 3], ()
+        )
         add(recorder, *batch(step, those))
     recorder.close()
     with Recording(tmp_path / "r") as recording:

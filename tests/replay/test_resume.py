@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import stillhouse.learner.sources
 from stillhouse.learner.reports.metrics import read_metrics
 from stillhouse.replay import command as replay
 from stillhouse.replay import run as replaying
@@ -35,7 +36,7 @@ def power_cut(*_: Any) -> None:
 
 
 def signal_came(*_: Any) -> None:
-    raise replaying.StopAsked(2)
+    raise replaying.ReplayStopped(2)
 
 
 def run(file: Path, folder: Path, *flags: str) -> int:
@@ -173,13 +174,13 @@ def test_slow_steps_are_not_silent(
 ) -> None:
     """Neither a step that takes long nor those between two regular lines."""
     monkeypatch.setattr(replaying, "SILENT_S", 0.05)
-    step = replaying.read_batch
+    step = stillhouse.learner.sources.recorded_batch
 
     def slow(*words: Any) -> Any:
         time.sleep(0.3)
         return step(*words)
 
-    monkeypatch.setattr("stillhouse.replay.training.read_batch", slow)
+    monkeypatch.setattr("stillhouse.learner.sources.recorded_batch", slow)
     assert run(recorded(tmp_path / "r"), tmp_path / "run", *FLAGS) == 0
     said = capsys.readouterr().out
     assert re.search(r"step 0/\d+ is done; working for \d+ s since", said)

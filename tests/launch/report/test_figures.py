@@ -11,7 +11,7 @@ from rich.console import Console
 from stillhouse.launch.join.joiner import JoinStatus
 from stillhouse.launch.report.figures import News, Rates, RunView, SteadyLimit, clock, plural, short, staleness
 from stillhouse.launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
-from stillhouse.learner.reports.attribution import Verdict
+from stillhouse.learner.reports.attribution import BoundVerdict
 from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
 
 COUNTS = LedgerCounts(
@@ -221,7 +221,7 @@ def test_a_line_stays_short_whatever_there_is_to_say() -> None:
 
 
 def test_what_limits_a_run_does_not_flip() -> None:
-    learner, data = (Verdict(stage, {}, f"{stage}-bound 50%: more") for stage in ("learner", "data"))
+    learner, data = (BoundVerdict(stage, {}, f"{stage}-bound 50%: more") for stage in ("learner", "data"))
     limit = SteadyLimit()
     shown = [limit.take(data if s % 4 == 3 else learner, float(s)) for s in range(60)]
     assert shown == [learner] * 60

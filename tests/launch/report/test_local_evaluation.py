@@ -13,7 +13,7 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.report.local_evaluation import LocalEvaluator
-from stillhouse.learner.evaluation.evaluation import Evaluation, EvaluationResult, render_eval_set
+from stillhouse.learner.evaluation.evaluation import EvaluationResult, EvaluationRun, render_eval_set
 from stillhouse.learner.prompts.tasks import load_prompts
 from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.protocol.messages import WeightVersion
@@ -59,7 +59,7 @@ def evaluated(folder: Path, privileged: str) -> EvaluationResult:
     )
     tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
     rendered = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks)
-    evaluation = Evaluation(tasks, rendered.prompts, tokenizer, version=WeightVersion(0, 0), seed=1)
+    evaluation = EvaluationRun(tasks, rendered.prompts, tokenizer, version=WeightVersion(0, 0), seed=1)
     evaluator = LocalEvaluator(config, check=lambda: None)
     try:
         return evaluator.run(evaluation, WeightVersion(0, 0), None)

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 import stillhouse.learner.evaluation.desk
 import stillhouse.learner.prompts.tasks
-from stillhouse.learner.evaluation.desk import EvalDesk
-from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation, EvaluationResult
+from stillhouse.learner.evaluation.desk import EvaluationDesk
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationResult, EvaluationRun
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.protocol.messages import (
     BatchItem,
@@ -34,8 +34,8 @@ class World:
         self.sent: list[Message] = []
         self.frames = 0
         self.figures: list[EvaluationResult] = []
-        self.desk = EvalDesk(
-            lambda version, name: Evaluation(
+        self.desk = EvaluationDesk(
+            lambda version, name: EvaluationRun(
                 config, prompts, tokenizer, version=version, seed=1, plan=EvalPlan(name, 100 if name else 0)
             ),
             self._send,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.learner.evaluation.evaluation import EvalPrompt, Evaluation, EvaluationResult, render_eval_set
+from stillhouse.learner.evaluation.evaluation import EvalPrompt, EvaluationResult, EvaluationRun, render_eval_set
 from stillhouse.learner.evaluation.figures import TagFigures, describe
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.records import PromptRecord
@@ -25,10 +25,10 @@ def prompts(n: int) -> list[EvalPrompt]:
 
 
 @pytest.fixture
-def evaluation(small_tokenizer: PreTrainedTokenizerFast) -> Evaluation:
+def evaluation(small_tokenizer: PreTrainedTokenizerFast) -> EvaluationRun:
     """Two greedy and three sampled rollouts at step 40."""
     config = TaskConfig(eval_greedy=2, eval_sampled=3, routes={"one": (), "two": ()}, max_new_tokens=9)
-    return Evaluation(config, prompts(5), small_tokenizer, version=V40, seed=1)
+    return EvaluationRun(config, prompts(5), small_tokenizer, version=V40, seed=1)
 
 
 def answer(
@@ -63,16 +63,16 @@ def answer(
     return item, (ids, behaviour, mask, teachers if task.teachers else np.zeros((0, end), dtype=np.float32))
 
 
-def send(evaluation: Evaluation, eval_id: str, *answers: tuple[BatchItem, Arrays], failed: int = 0) -> None:
+def send(evaluation: EvaluationRun, eval_id: str, *answers: tuple[BatchItem, Arrays], failed: int = 0) -> None:
     arrays = tuple(array for _, frames in answers for array in frames)
     evaluation.add(EvalResult(eval_id, tuple(item for item, _ in answers), failed, 0), arrays)
 
 
-def tasks_of(evaluation: Evaluation, eval_id: str) -> list[Task]:
+def tasks_of(evaluation: EvaluationRun, eval_id: str) -> list[Task]:
     return [offer.task for offer in evaluation.tasks() if offer.task.eval_id == eval_id]
 
 
-def finish(evaluation: Evaluation, **fields: Any) -> EvaluationResult:
+def finish(evaluation: EvaluationRun, **fields: Any) -> EvaluationResult:
     for eval_id in evaluation.eval_ids:
         send(evaluation, eval_id, *(answer(task, **fields) for task in tasks_of(evaluation, eval_id)))
     assert evaluation.done
@@ -82,7 +82,7 @@ def finish(evaluation: Evaluation, **fields: Any) -> EvaluationResult:
 # ------------------------------------------------------------------------------------------------ tasks
 
 
-def test_the_halves_sample_differently_and_only_one_is_scored(evaluation: Evaluation) -> None:
+def test_the_halves_sample_differently_and_only_one_is_scored(evaluation: EvaluationRun) -> None:
     assert evaluation.eval_ids == ("000040-greedy", "000040-sampled")
     greedy, sampled = (tasks_of(evaluation, eval_id) for eval_id in evaluation.eval_ids)
     assert (len(greedy), len(sampled)) == (2, 3)
@@ -98,7 +98,7 @@ def test_the_halves_sample_differently_and_only_one_is_scored(evaluation: Evalua
 def test_task_ids_never_meet_and_seeds_repeat_per_prompt(small_tokenizer: PreTrainedTokenizerFast) -> None:
     config = TaskConfig(eval_greedy=4, eval_sampled=5)
     versions = [WeightVersion(0, 0), V40, WeightVersion(0, 41), WeightVersion(1, 40), WeightVersion(2, 0)]
-    evaluations = [Evaluation(config, prompts(5), small_tokenizer, version=v, seed=1) for v in versions]
+    evaluations = [EvaluationRun(config, prompts(5), small_tokenizer, version=v, seed=1) for v in versions]
     ids = [offer.task.task_id for evaluation in evaluations for offer in evaluation.tasks()]
     eval_ids = [eval_id for evaluation in evaluations for eval_id in evaluation.eval_ids]
     assert len(set(ids)) == len(ids) == 45
@@ -108,10 +108,10 @@ def test_task_ids_never_meet_and_seeds_repeat_per_prompt(small_tokenizer: PreTra
 
 
 def test_fewer_prompts_than_asked_for_or_none_at_all(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    few = Evaluation(TaskConfig(eval_greedy=4, eval_sampled=0), prompts(3), small_tokenizer, version=V40, seed=1)
+    few = EvaluationRun(TaskConfig(eval_greedy=4, eval_sampled=0), prompts(3), small_tokenizer, version=V40, seed=1)
     assert few.eval_ids == ("000040-greedy",)
     assert len(few.tasks()) == 3
-    none = Evaluation(TaskConfig(), [], small_tokenizer, version=V40, seed=1)
+    none = EvaluationRun(TaskConfig(), [], small_tokenizer, version=V40, seed=1)
     assert none.done
     assert (none.tasks(), none.wanted(), none.result().accuracy_greedy) == ([], [], None)
 
@@ -131,7 +131,7 @@ def test_figures_by_tag_are_those_of_an_evaluation_of_the_tag_alone(small_tokeni
     )
 
     def answered(tag: str | None) -> EvaluationResult:
-        evaluation = Evaluation(config, mixed, small_tokenizer, version=V40, seed=1)
+        evaluation = EvaluationRun(config, mixed, small_tokenizer, version=V40, seed=1)
         for eval_id in evaluation.eval_ids:
             for i, task in enumerate(tasks_of(evaluation, eval_id)):
                 if task.tag != "lost" and tag in (None, task.tag):
@@ -150,7 +150,7 @@ def test_figures_by_tag_are_those_of_an_evaluation_of_the_tag_alone(small_tokeni
     assert whole.tags["lost"] == TagFigures(n_greedy=0, n_sampled=0)
     assert describe(untagged) == "greedy 0.000 (of 1), sampled 0.500 (of 3)"
     assert describe(whole.tags["lost"]) == "nothing could be measured"
-    one = Evaluation(config, mixed[:1], small_tokenizer, version=V40, seed=1)
+    one = EvaluationRun(config, mixed[:1], small_tokenizer, version=V40, seed=1)
     assert finish(one).tags == {}
 
 
@@ -161,7 +161,7 @@ def test_figures_by_environment_are_there_where_tags_do_not_say_the_same(
 
     def answered(*of: tuple[str, str]) -> EvaluationResult:
         given = [EvalPrompt(p.ids, tag, None, env=env) for p, (tag, env) in zip(prompts(4), of, strict=True)]
-        evaluation = Evaluation(config, given, small_tokenizer, version=V40, seed=1)
+        evaluation = EvaluationRun(config, given, small_tokenizer, version=V40, seed=1)
         (eval_id,) = evaluation.eval_ids
         tasks = tasks_of(evaluation, eval_id)
         assert [task.env for task in tasks] == [env or "plain" for _, env in of]
@@ -182,7 +182,7 @@ def test_figures_by_environment_are_there_where_tags_do_not_say_the_same(
 def test_a_sample_s_prompt_is_what_the_student_read_before_it_wrote(small_tokenizer: PreTrainedTokenizerFast) -> None:
     """Also where its environment made the prompt, of another length than the row's."""
     config = TaskConfig(eval_greedy=1, eval_sampled=0, routes={})
-    evaluation = Evaluation(config, prompts(1), small_tokenizer, version=V40, seed=1)
+    evaluation = EvaluationRun(config, prompts(1), small_tokenizer, version=V40, seed=1)
     (eval_id,) = evaluation.eval_ids
     item, (ids, behaviour, mask, _) = answer(tasks_of(evaluation, eval_id)[0], n=2)
     longer = np.concatenate([np.array([66, 66, 66], np.int32), ids])
@@ -198,7 +198,7 @@ def test_a_sample_s_prompt_is_what_the_student_read_before_it_wrote(small_tokeni
     assert (sample.prompt, sample.completion) == ("cccbc", "dBd")
 
 
-def test_the_figures_of_a_whole_evaluation(evaluation: Evaluation) -> None:
+def test_the_figures_of_a_whole_evaluation(evaluation: EvaluationRun) -> None:
     greedy, sampled = (tasks_of(evaluation, eval_id) for eval_id in evaluation.eval_ids)
     send(evaluation, "000040-greedy", answer(greedy[0], reward=1.0), answer(greedy[1], reward=0.25, n=4))
     send(evaluation, "000040-sampled", answer(sampled[0], reward=0.0, n=1, kl=0.6))
@@ -214,7 +214,7 @@ def test_the_figures_of_a_whole_evaluation(evaluation: Evaluation) -> None:
     assert (result.step, result.version_min, result.version_mean_step) == (40, V40, 40.0)
 
 
-def test_versions_are_weighed_by_sampled_tokens(evaluation: Evaluation) -> None:
+def test_versions_are_weighed_by_sampled_tokens(evaluation: EvaluationRun) -> None:
     older, newer = WeightVersion(0, 39), WeightVersion(0, 45)
     # Offsets 2 and 4.. are sampled, 3 is the environment's; the span of version 30 holds no sampled token.
     spans = ((WeightVersion(0, 30), 0, 2), (older, 2, 4), (newer, 4, 6))
@@ -227,7 +227,7 @@ def test_without_teacher_or_reward_there_is_no_figure_rather_than_a_zero(
     small_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     config = TaskConfig(eval_greedy=2, eval_sampled=2, routes={})
-    result = finish(Evaluation(config, prompts(2), small_tokenizer, version=V40, seed=1), reward=None)
+    result = finish(EvaluationRun(config, prompts(2), small_tokenizer, version=V40, seed=1), reward=None)
     assert (result.reverse_kl, result.accuracy_greedy, result.accuracy_sampled, result.no_reward) == (
         None,
         None,
@@ -236,13 +236,13 @@ def test_without_teacher_or_reward_there_is_no_figure_rather_than_a_zero(
     )
 
 
-def test_a_log_prob_that_is_not_finite_is_seen_in_the_kl(evaluation: Evaluation) -> None:
+def test_a_log_prob_that_is_not_finite_is_seen_in_the_kl(evaluation: EvaluationRun) -> None:
     result = finish(evaluation, kl=float("inf"))
     assert result.reverse_kl is not None
     assert not np.isfinite(result.reverse_kl)
 
 
-def test_failed_rollouts_complete_the_evaluation_without_counting_as_wrong(evaluation: Evaluation) -> None:
+def test_failed_rollouts_complete_the_evaluation_without_counting_as_wrong(evaluation: EvaluationRun) -> None:
     greedy, sampled = (tasks_of(evaluation, eval_id) for eval_id in evaluation.eval_ids)
     send(evaluation, "000040-greedy", answer(greedy[1]), failed=1)
     send(evaluation, "000040-sampled", answer(sampled[0]), failed=2)
@@ -251,7 +251,7 @@ def test_failed_rollouts_complete_the_evaluation_without_counting_as_wrong(evalu
     assert (result.accuracy_greedy, result.n_greedy, result.failed, result.missing) == (1.0, 1, 3, 0)
 
 
-def test_what_did_not_come_is_missing(evaluation: Evaluation) -> None:
+def test_what_did_not_come_is_missing(evaluation: EvaluationRun) -> None:
     send(evaluation, "000040-greedy", answer(tasks_of(evaluation, "000040-greedy")[0]))
     assert not evaluation.done
     assert evaluation.result().missing == 4
@@ -260,7 +260,7 @@ def test_what_did_not_come_is_missing(evaluation: Evaluation) -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def test_it_asks_for_what_is_missing_until_all_is_there(evaluation: Evaluation) -> None:
+def test_it_asks_for_what_is_missing_until_all_is_there(evaluation: EvaluationRun) -> None:
     assert [(want.eval_id, want.have) for want in evaluation.wanted()] == [
         ("000040-greedy", ()),
         ("000040-sampled", ()),
@@ -272,7 +272,7 @@ def test_it_asks_for_what_is_missing_until_all_is_there(evaluation: Evaluation) 
     assert [want.eval_id for want in evaluation.wanted()] == ["000040-sampled"]
 
 
-def test_a_result_that_comes_twice_counts_once(evaluation: Evaluation) -> None:
+def test_a_result_that_comes_twice_counts_once(evaluation: EvaluationRun) -> None:
     first, second = tasks_of(evaluation, "000040-greedy")
     send(evaluation, "000040-greedy", answer(first, reward=1.0))
     send(evaluation, "000040-greedy", answer(first, reward=0.0), answer(second, reward=1.0))
@@ -280,7 +280,7 @@ def test_a_result_that_comes_twice_counts_once(evaluation: Evaluation) -> None:
     assert (result.accuracy_greedy, result.n_greedy, result.duplicates) == (1.0, 2, 1)
 
 
-def test_results_of_another_evaluation_are_refused(evaluation: Evaluation) -> None:
+def test_results_of_another_evaluation_are_refused(evaluation: EvaluationRun) -> None:
     task = tasks_of(evaluation, "000040-sampled")[0]
     with pytest.raises(ValueError, match="result of evaluation '000039-greedy'"):
         send(evaluation, "000039-greedy")
@@ -293,7 +293,7 @@ def test_results_of_another_evaluation_are_refused(evaluation: Evaluation) -> No
 
 def test_samples_are_the_first_prompts_of_each_half(small_tokenizer: PreTrainedTokenizerFast) -> None:
     config = TaskConfig(eval_greedy=6, eval_sampled=6)
-    evaluation = Evaluation(config, prompts(6), small_tokenizer, version=V40, seed=1)
+    evaluation = EvaluationRun(config, prompts(6), small_tokenizer, version=V40, seed=1)
     for eval_id in evaluation.eval_ids:
         for task in reversed(tasks_of(evaluation, eval_id)):
             send(evaluation, eval_id, answer(task, n=2))
@@ -318,6 +318,6 @@ def test_the_evaluation_set_is_rendered_and_long_prompts_are_counted(small_token
         render_eval_set([PromptRecord(0, None, turns)], small_tokenizer, TaskConfig(chat_template="off"))
 
 
-def test_a_result_survives_json(evaluation: Evaluation) -> None:
+def test_a_result_survives_json(evaluation: EvaluationRun) -> None:
     result = finish(evaluation)
     assert msgspec.json.decode(msgspec.json.encode(result), type=EvaluationResult) == result

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.learner.config import LearnerConfig
-from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, Evaluation
+from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
 from stillhouse.learner.evaluation.figures import EvalRollout, at_k, describe
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
 from stillhouse.protocol.messages import BatchItem, EvalResult, WeightVersion
@@ -57,7 +57,7 @@ def test_one_answer_per_prompt_has_no_such_figure() -> None:
     assert at_k([rollout(1, 1.0), rollout(2, 0.0)]) == at_k([]) == at_k([rollout(1, None), rollout(1, 1.0)]) == {}
 
 
-def send(evaluation: Evaluation, task_id: int, sample_index: int, reward: float) -> None:
+def send(evaluation: EvaluationRun, task_id: int, sample_index: int, reward: float) -> None:
     eval_id = next(o.task.eval_id for o in evaluation.tasks() if o.task.task_id == task_id)
     item = BatchItem(f"e-{task_id}-{sample_index}", task_id, sample_index, 3, "t", (), 3, (), True, "stop", reward, 1)
     ids, zeros = np.array([65, 66, 67], np.int32), np.zeros(3, np.float32)
@@ -67,7 +67,7 @@ def send(evaluation: Evaluation, task_id: int, sample_index: int, reward: float)
 
 def test_each_answer_to_a_prompt_is_waited_for_and_counted_once(small_tokenizer: PreTrainedTokenizerFast) -> None:
     config = TaskConfig(eval_greedy=1, eval_sampled=2, eval_samples=3, routes={})
-    evaluation = Evaluation(config, PROMPTS, small_tokenizer, version=V40, seed=1)
+    evaluation = EvaluationRun(config, PROMPTS, small_tokenizer, version=V40, seed=1)
     greedy, *sampled = (offer.task for offer in evaluation.tasks())
     assert (greedy.group_size, [task.group_size for task in sampled]) == (1, [3, 3])
     assert evaluation.result().missing == 7
@@ -96,7 +96,7 @@ def test_sets_have_limits_and_task_ids_of_their_own(small_tokenizer: PreTrainedT
         wide={"prompts": "w", "sampled": 5},
     )
     offers = {
-        name: Evaluation(
+        name: EvaluationRun(
             config.eval_tasks(name), PROMPTS, small_tokenizer, version=V40, seed=1, plan=EvalPlan.of(config, name)
         ).tasks()
         for name in config.eval_names

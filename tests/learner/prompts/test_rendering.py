@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from stillhouse.learner.evaluation.evaluation import Evaluation, render_eval_set
+from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.data import open_prompts
 from stillhouse.learner.prompts.records import DataError, PromptRecord, RowError
@@ -97,7 +97,7 @@ def test_evaluation_measures_against_the_teacher_that_trains(small_tokenizer: Pr
     records = [PromptRecord(0, "1+1=", None, ground_truth="2"), PromptRecord(1, "1+2=", None)]
     rendered = render_eval_set(records, small_tokenizer, CONFIG)
     assert rendered.dropped == 1
-    evaluation = Evaluation(CONFIG, rendered.prompts, small_tokenizer, version=WeightVersion(0, 0), seed=0)
+    evaluation = EvaluationRun(CONFIG, rendered.prompts, small_tokenizer, version=WeightVersion(0, 0), seed=0)
     greedy, sampled = evaluation.tasks()
     assert greedy.task.teacher_prompt_tokens == 0 and text(small_tokenizer, greedy.frame) == "1+1="
     assert text(small_tokenizer, sampled.frame) == "1+1=The answer is 2.\n1+1="

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stillhouse.learner.prompts.sample_book import Account, SampleBook, SettledTwice, Trained
+from stillhouse.learner.prompts.sample_book import Account, SampleBook, SettledTwice, TrainedSample
 from stillhouse.protocol.messages import OpenTask, PartialSample, Settled
 
 
@@ -24,7 +24,7 @@ def restored(book: SampleBook, sizes: dict[int, int]) -> SampleBook:
 def test_a_task_is_done_with_the_last_of_its_samples() -> None:
     book = SampleBook()
     assert [book.begin(2), book.begin(1)] == [0, 1]
-    first = book.step([Trained(0, 1, "train-0-1-0", 4)], [Settled(0, 1, "trained")])
+    first = book.step([TrainedSample(0, 1, "train-0-1-0", 4)], [Settled(0, 1, "trained")])
     assert first == Account((Settled(0, 1, "trained"),), ())
     assert book.progress == (OpenTask(0, (1,)), OpenTask(1))
     rest = [Settled(1, 0, "dropped", "actor_lost"), Settled(0, 0, "masked", "stale")]
@@ -36,14 +36,14 @@ def test_tokens_of_a_sample_that_goes_on_are_counted() -> None:
     book = SampleBook()
     book.begin(1)
     for n in (3, 0, 4):
-        book.step([Trained(0, 0, "train-0-0-0", n)], [])
+        book.step([TrainedSample(0, 0, "train-0-0-0", n)], [])
     assert book.progress == (OpenTask(0, (), (PartialSample(0, "train-0-0-0", 7),)),)
 
 
 def test_samples_that_the_step_left_out_are_masked_unless_some_of_them_was_trained_before() -> None:
     book = SampleBook()
     book.begin(2)
-    book.step([Trained(0, 1, "train-0-1-0", 2)], [])
+    book.step([TrainedSample(0, 1, "train-0-1-0", 2)], [])
     foreseen = [Settled(0, 0, "trained"), Settled(0, 1, "trained")]
     account = book.step([], foreseen, left_out={(0, 0), (0, 1)})
     assert account.settled == (Settled(0, 0, "masked", "non_finite"), Settled(0, 1, "trained", "non_finite"))
@@ -65,7 +65,7 @@ def test_a_step_that_settles_twice_changes_nothing(again: list[int]) -> None:
     book.step([], [Settled(0, 0, "trained")])
     before = book.progress
     with pytest.raises(SettledTwice):
-        book.step([Trained(0, 2, "train-0-2-0", 1)], [Settled(0, i, "dropped") for i in again])
+        book.step([TrainedSample(0, 2, "train-0-2-0", 1)], [Settled(0, i, "dropped") for i in again])
     assert book.progress == before
 
 

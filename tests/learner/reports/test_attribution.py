@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from stillhouse.learner.reports import work_window
-from stillhouse.learner.reports.attribution import STAGES, Limits, Verdict, attribute
+from stillhouse.learner.reports.attribution import STAGES, BoundVerdict, RunLimits, attribute
 from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitCause, WaitReport
 from stillhouse.learner.reports.work_window import Work, WorkWindow
 from tests.sim.pipeline import Pipeline, Shape
@@ -18,7 +18,7 @@ from tests.sim.pipeline import Pipeline, Shape
 SECONDS = 150.0
 
 
-def seen(shape: Shape) -> tuple[Verdict, float, Work]:
+def seen(shape: Shape) -> tuple[BoundVerdict, float, Work]:
     """The verdict over the last minute, the real steps per second, and what the verdict was made from."""
     run = Pipeline(shape).run(SECONDS)
     window = WorkWindow(60.0)
@@ -31,7 +31,7 @@ def seen(shape: Shape) -> tuple[Verdict, float, Work]:
     return verdict, run.steps_per_s, work
 
 
-def followed(shape: Shape, verdict: Verdict) -> Shape:
+def followed(shape: Shape, verdict: BoundVerdict) -> Shape:
     """The run with what was advised."""
     if verdict.stage == "learner":
         return replace(shape, train_s=shape.train_s / 2)
@@ -159,7 +159,7 @@ def test_a_quota_that_the_run_uses_up_is_its_limit_on_an_idle_machine(monkeypatc
     run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(SECONDS)
     shares = {"learner": 0.8, "actor": 0.5, "teacher": 0.65}
 
-    def seen(has_quota: bool) -> Verdict:
+    def seen(has_quota: bool) -> BoundVerdict:
         monkeypatch.setattr(work_window, "has_quota", lambda: has_quota)
         monkeypatch.setattr(work_window, "usable_cores", lambda: 2.0)
         window = WorkWindow(60.0)
@@ -227,7 +227,7 @@ def test_a_worker_that_restarts_counts_on() -> None:
 
 def test_a_long_run_keeps_a_bounded_number_of_moments_and_the_right_shares() -> None:
     run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(600.0)
-    limits = Limits()
+    limits = RunLimits()
     figures = [limits.update(snapshot) for snapshot in run.snapshots][-1]
     assert set(figures) >= {f"bound/{stage}" for stage in STAGES}
     assert figures["bound/teachers"] == pytest.approx(0.75, abs=0.02)
@@ -249,9 +249,11 @@ def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decid
 
 
 def test_one_line_of_status_leaves_out_why_nothing_can_be_said() -> None:
-    known = Verdict("teachers", {}, "teacher-bound 71%: two more teachers would give about 1.4 times")
+    known = BoundVerdict("teachers", {}, "teacher-bound 71%: two more teachers would give about 1.4 times")
     assert known.short == known.text
-    assert Verdict("unknown", {}, "cannot tell what binds: the learner waits 14%").short == "cannot tell what binds"
+    assert (
+        BoundVerdict("unknown", {}, "cannot tell what binds: the learner waits 14%").short == "cannot tell what binds"
+    )
 
 
 def test_a_learner_that_works_four_fifths_of_the_time_is_the_limit_if_no_other_role_is() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stillhouse.learner.reports.alarms import LENGTH
-from stillhouse.learner.reports.progress import AccountFile, Progress
+from stillhouse.learner.reports.progress import AccountFile, LearnerProgress
 from stillhouse.protocol import atomic_file
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.recording.append_file import Unwritten
@@ -47,7 +47,7 @@ def test_figures_of_the_run_go_on_after_a_resume_with_the_steps_that_were_kept()
     long: list[dict[str, Any]] = [
         {"kind": "step", "step": n, "train/tokens": 10, LENGTH: 40.0 + n % 3} for n in range(1, 31)
     ]
-    whole, parts = Progress(), Progress()
+    whole, parts = LearnerProgress(), LearnerProgress()
     short: list[dict[str, Any]] = [{"kind": "step", "step": n, "train/tokens": 10, LENGTH: 3.0} for n in range(26, 41)]
     whole.restore([*long[:25], *short], 40)
     parts.restore(long, 25)

@@ -164,7 +164,7 @@ def test_an_average_that_the_store_does_not_take_is_counted_with_its_reason_and_
         folder=tmp_path / "e",
         send=sent.append,
         store=store,
-        failed=lambda: failed.append(ema.error),
+        failed=failed.append,
     )
     store.error = OSError(5, "no answer from the bucket")
     ema.publish(WeightVersion(0, 0))
