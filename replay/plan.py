@@ -111,8 +111,8 @@ def _differences(config: RunConfig, former: RunConfig) -> Iterator[str]:
 
 
 def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[tuple[int, int]]:
-    """(epoch, index of a batch) of each step: every batch once per epoch. Shuffled: in a new order each time, determined
-    by the seed."""
+    """(epoch, index of a batch) of each step: every batch once per epoch. Shuffled: in a new order each time, which the
+    seed determines."""
     for epoch in range(epochs):
         places = np.arange(n_batches)
         if order == "shuffled":
