@@ -15,7 +15,7 @@ from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
 from stillhouse.builtin.addition import Chain, Problem, read_problems
 from stillhouse.builtin.build import draw_problem_sets
 from stillhouse.builtin.measure import accuracy, calculator_accuracy
-from stillhouse.builtin.sft import IGNORED, HeldOut, Recipe, encode_example, example_stream, lr_factor, new_model, train
+from stillhouse.builtin.sft import IGNORED, HeldOut, Recipe, encode_example, example_stream, new_model, train
 
 TINY = Recipe(hidden=32, mlp=64, steps=12, learning_rate=3e-3, seed=5, init_std=0.08, warmup_steps=2)
 NOTHING_HELD_OUT = HeldOut(frozenset(), frozenset())
@@ -65,20 +65,6 @@ def test_training_lowers_the_loss_and_stops_when_told(tokenizer: PreTrainedToken
     steps = train(new_model(TINY, tokenizer), examples, TINY, cast(int, tokenizer.pad_token_id), after_step)
     assert steps == len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_examples_follow_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:
-    def first(recipe: Recipe) -> list[list[int]]:
-        return [e.token_ids for e in itertools.islice(example_stream(tokenizer, recipe, NOTHING_HELD_OUT), 20)]
-
-    assert first(TINY) == first(TINY)
-
-
-def test_the_learning_rate_warms_up_and_decays() -> None:
-    factors = [lr_factor(TINY, step) for step in range(TINY.steps + 1)]
-    assert factors[0] < factors[1] == max(factors)
-    assert factors[1:] == sorted(factors[1:], reverse=True)
-    assert factors[-1] == pytest.approx(TINY.final_lr_fraction)  # pyright: ignore[reportUnknownMemberType]
 
 
 def test_the_problem_sets_do_not_overlap() -> None:

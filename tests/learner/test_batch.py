@@ -60,16 +60,6 @@ def test_every_trained_token_arrives_once_with_its_own_context(make_item: Make, 
         assert sum(micro.lengths) <= pack_tokens or len(micro.lengths) == 1
 
 
-def test_position_before_a_token_predicts_it(make_item: Make) -> None:
-    """Off by one: with ids 0, 1, 2, ... the predictor of token t sits on id t - 1 and never sees t."""
-    train_item = make_item("a", [0, 0, 1, 1])
-    train_item.tokens_L[:] = [10, 11, 12, 13]
-    micro = pack([train_item], 100).microbatches[0]
-    assert micro.ids_T.tolist() == [10, 11, 12]
-    assert micro.ids_T[micro.predictor_N].tolist() == [11, 12]
-    assert micro.target_N.tolist() == [12, 13]
-
-
 def _branched(make_item: Make, random: np.random.Generator) -> tuple[TrainItem, list[int]]:
     """An item with branches, and for each token the one that it is read behind (-1: none)."""
     end = int(random.integers(6, 30))
@@ -120,15 +110,6 @@ def test_branches_that_contradict_each_other_and_a_trained_root_are_refused(make
         item = msgspec.structs.replace(train_item.item, branches=branches)
         with pytest.raises(BatchError, match=message):
             train_items([item], _frames(train_item))
-
-
-def test_context_behind_the_last_trained_token_is_not_computed(make_item: Make) -> None:
-    assert pack([make_item("a", [0, 0, 1, 0, 0, 0, 0])], 100).n_inputs == 2
-
-
-def test_longer_item_than_the_budget_goes_alone(make_item: Make) -> None:
-    batch = pack([make_item("long", [0] * 30 + [1]), make_item("b", [0, 0, 1]), make_item("c", [0, 0, 1])], 8)
-    assert [micro.lengths for micro in batch.microbatches] == [(30,), (2, 2)]
 
 
 def test_batch_with_nothing_to_train_is_an_error_that_names_its_rollouts(make_item: Make) -> None:

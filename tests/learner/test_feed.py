@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -95,19 +94,6 @@ def test_a_batch_asked_for_ahead_is_packed_before_it_is_wanted_and_late_repeats_
         assert (ready.delivered.batch.batch_id, len(ready.items), fed.packed) == (2, 1, [1])
         assert len(peer.got(m.BatchWanted)) == 1, "what is here is not asked for"
         assert fed.meanwhile == 1
-
-
-def test_a_batch_that_comes_while_the_loop_waits_is_taken_by_either_thread() -> None:
-    with ScriptedBuffer(acknowledgement) as peer, feeding(peer.address) as fed:
-        for number in range(20):
-            version = m.WeightVersion(0, number)
-            if number:
-                fed.feed.ask_ahead(version)
-            message, frames = batch(number + 1, version)
-            timer = threading.Timer(0.02, partial(peer.send, message, frames, to=LEARNER))
-            timer.start()
-            assert fed.feed.next(version).delivered.batch.batch_id == number + 1
-            timer.join()
 
 
 @contextmanager
@@ -199,12 +185,3 @@ def test_the_wait_for_a_shard_begins_when_another_has_sent_its_share_of_the_batc
         assert waits["data"] > 0, "nothing was there"
         assert waits["shards"] > 0, "one share was there, the other was not"
         assert all(not waits[cause] for cause in ("scoring", "weights", "eval", "checkpoint"))
-
-
-def test_the_only_process_of_a_buffer_is_never_waited_for_as_a_shard() -> None:
-    with ScriptedBuffer(acknowledgement) as peer, feeding(peer.address) as fed:
-        timer = threading.Timer(3 * PUMP_S, lambda: peer.send(*batch(1, V0), to=LEARNER))
-        timer.start()
-        fed.feed.next(V0)
-        timer.join()
-        assert fed.clock.total().wait_s["shards"] == 0 < fed.clock.total().wait_s["data"]

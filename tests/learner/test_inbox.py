@@ -81,14 +81,6 @@ def test_everything_is_filed_under_its_kind(desk: Desk) -> None:
     assert not inbox.unexpected
 
 
-def test_the_newest_answer_stands_and_a_batch_is_none(desk: Desk) -> None:
-    message, frames = batch(3)
-    desk.send(snapshot(2.0), snapshot(4.0))
-    desk.peer.send(message, frames, to=LEARNER)
-    desk.pump_until(lambda: desk.inbox.batch is not None)
-    assert desk.inbox.snapshot == snapshot(4.0)
-
-
 def test_the_queue_of_evaluation_tasks_says_nothing_of_train_tasks(desk: Desk) -> None:
     desk.send(m.TasksAck((1,), "train", 5), m.TasksAck((9,), "eval", 99), m.BatchTrainedAck(1, V1))
     desk.pump_until(lambda: desk.inbox.last_trained_ack >= 0)
@@ -116,11 +108,6 @@ def test_what_nobody_asked_for_is_counted(desk: Desk) -> None:
     desk.send(m.CancelRollout("train-0-0-0", "not for a learner"))
     desk.pump_until(lambda: bool(desk.inbox.unexpected))
     assert desk.inbox.unexpected == {"CancelRollout": 1}
-
-
-def test_pumping_with_nothing_there_changes_nothing(desk: Desk) -> None:
-    desk.inbox.pump(0.01)
-    assert (desk.inbox.batch, desk.inbox.snapshot, desk.inbox.tasks_wanted) == (None, None, 0)
 
 
 def test_a_late_repeat_does_not_replace_a_newer_batch(desk: Desk) -> None:

@@ -331,22 +331,6 @@ def test_asked_to_leave_before_its_first_step_it_leaves_at_once_without_a_checkp
     assert made.saved == []
 
 
-def test_reports_that_cannot_be_written_cost_no_step(
-    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with real_buffer(BUFFER, tmp_path) as (address, ended):
-        with learning(address, steps=3) as made, crowd(address):
-
-            def full(*_: object) -> int:
-                raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr("stillhouse.recording.append_file.AppendFile._write", full)
-            made.loop.run()
-        assert ended.result(WAIT_S) == 0
-    assert made.trainer.steps_done == 3 and read_metrics(tmp_path) == []
-    assert gauges(tmp_path)["metrics_unwritten_rows_total"] == 6.0  # a line and its TensorBoard events each
-
-
 def test_steps_run_and_all_that_was_trained_is_in_the_books(
     learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,21 +364,6 @@ def test_steps_run_and_all_that_was_trained_is_in_the_books(
         assert (ledger.rollouts.trained, ledger.tokens.trained) == (2 * step, 2 * 4 * step)
         outstanding = {offer["task"]["task_id"] for offer in saved.stream["outstanding"]}
         assert len(outstanding) == saved.stream["next_task_id"] - 2 * step
-
-
-def test_evaluations_at_both_ends_and_in_between(learning: Learning, tmp_path: Path) -> None:
-    with real_buffer(BUFFER, tmp_path) as (address, ended):
-        with learning(address, steps=2, eval_every=1) as made, crowd(address):
-            made.loop.run()
-        assert ended.result(WAIT_S) == 0
-    evaluations = made.loop.progress.evaluations
-    assert sorted(result.step for result in evaluations) == [0, 1, 2]
-    for result in evaluations:
-        assert (result.n_greedy, result.n_sampled, result.missing, result.failed) == (2, 2, 0, 0)
-        assert result.accuracy_greedy == 1.0 and result.reverse_kl == pytest.approx(0.5)
-        assert not result.samples, "they are in samples.jsonl, and would fill the memory of a long run"
-    rows = map(msgspec.json.decode, (tmp_path / "samples.jsonl").read_bytes().splitlines())
-    assert {row["step"] for row in rows} == {0, 1, 2}
 
 
 def test_an_evaluation_that_does_not_come_is_given_up_and_the_run_goes_on(learning: Learning, tmp_path: Path) -> None:
@@ -677,35 +646,6 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
         ran.result(WAIT_S)
     (saved,) = made.saved
     assert (saved.version, saved.steps_done, saved.snapshot.time_s) == (V1, 1, 2.0)
-
-
-def test_a_batch_that_was_begun_before_the_step_does_not_stand_for_the_snapshot_after_it(
-    learning: Learning, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several shards, one may have sent its piece long before the last one does."""
-    monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 3600.0)
-    # The loop's thread receives it:
-    monkeypatch.setattr(stillhouse.learner.feed.BatchFeed, "_fetch", lambda *_: None)  # pyright: ignore[reportUnknownLambdaType]
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=2, checkpoint_every=1) as made,
-        running(made.loop.run) as ran,
-    ):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
-        peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
-        peer.expect(m.SnapshotWanted, 2)  # the first is of the start
-        peer.send(*batch(2, V1), to=LEARNER)  # with a snapshot of time 0
-        peer.send(snapshot(2.0), to=LEARNER)
-        peer.expect(m.BatchTrained, 2)
-        peer.send(m.BatchTrainedAck(2, V2), to=LEARNER)
-        peer.expect(m.SnapshotWanted, 3)
-        peer.send(snapshot(3.0), to=LEARNER)
-        peer.expect(m.RunFinished)
-        peer.send(m.Shutdown(True, "done"), to=LEARNER)
-        ran.result(WAIT_S)
-    assert [saved.snapshot.time_s for saved in made.saved] == [2.0, 3.0]
 
 
 @pytest.mark.parametrize("acknowledged", [False, True])

@@ -28,7 +28,6 @@ from stillhouse.launch.checks.preflight import check, check_recorded
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.run import main
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.hidden_codec import encode_hidden
 from stillhouse.protocol.messages import TopKPiece
@@ -260,9 +259,3 @@ def test_files_and_objectives_of_a_run_are_looked_at_before_it_starts(tmp_path: 
     assert "teaches nothing on the student's own tokens" in mistakes(
         objective={"divergence": "seq_kd", "importance": "none"}
     )
-
-
-def test_the_launcher_refuses_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = recorded(tmp_path / "own")
-    assert main(["--check", f"--record={own}"]) == 2
-    assert "learner.record" in capsys.readouterr().err

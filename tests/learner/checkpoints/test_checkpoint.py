@@ -12,12 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -35,7 +33,6 @@ from stillhouse.learner.checkpoints.checkpoint import (
     LearnerState,
     capture_rng,
     load_checkpoint,
-    restore_rng,
     save_checkpoint,
 )
 from stillhouse.learner.checkpoints.files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
@@ -131,18 +128,6 @@ def test_resumed_run_goes_on_exactly(save: Save, trainer: Trainer, make_item: Ma
     assert {**one, "step_s": 0} == {**other, "step_s": 0} and resumed.steps_done == 2
     for (name, a), (_, b) in zip(trainer.model.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_random_states_come_back(save: Save) -> None:
-    def draw() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)]
-
-    np.random.randn()  # leaves a cached second number behind
-    path = save(1)
-    expected = draw()
-    draw()
-    restore_rng(load_checkpoint(path).rng)
-    assert draw() == expected
 
 
 def test_only_the_newest_and_the_pinned_are_kept(save: Save, tmp_path: Path) -> None:
@@ -347,34 +332,6 @@ def test_kill_before_any_file_system_call_leaves_a_usable_checkpoint(save: Save,
         shutil.rmtree(tmp_path / "step_000020", ignore_errors=True)
     assert outcomes == sorted(outcomes) and outcomes[0] == 10 and outcomes[-1] == 20 and len(outcomes) > 10
     assert [p.name for p in tmp_path.iterdir()] == ["step_000020"], "leftovers of the killed were not swept away"
-
-
-def _save_endlessly(save: Save, first: int, saved: Any) -> None:
-    torch.set_num_threads(1)
-    for step in itertools.count(first):
-        save(step, keep=1)
-        saved.send(step)
-
-
-@FORK
-def test_kill_at_random_moments_leaves_a_usable_checkpoint(save: Save, tmp_path: Path) -> None:
-    """What the writer had told its parent of is there afterwards, or something newer."""
-    first = 10
-    for seed in range(8):
-        told, saved = multiprocessing.get_context("fork").Pipe(duplex=False)
-        child = _in_child(_save_endlessly, save, first, saved)
-        assert told.poll(PATIENCE_S)
-        step = told.recv()
-        time.sleep(random.Random(seed).uniform(0.0, 0.05))
-        os.kill(child.pid, signal.SIGKILL)
-        child.join(PATIENCE_S)
-        found = latest(tmp_path)
-        assert found.path is not None and found.version is not None
-        assert load_checkpoint(found.path).version == found.version
-        assert found.version.step >= step
-        first = found.version.step + 1
-        told.close()
-        saved.close()
 
 
 # ---------------------------------------------------------------------------------------------- loss of power

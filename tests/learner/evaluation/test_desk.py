@@ -7,7 +7,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import stillhouse.learner.evaluation.desk
-import stillhouse.learner.prompts.tasks
 from stillhouse.learner.evaluation.desk import EvaluationDesk
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationResult, EvaluationRun
 from stillhouse.learner.prompts.config import TaskConfig
@@ -107,14 +106,6 @@ def test_an_evaluation_goes_out_as_tasks_and_comes_back_as_figures(world: World)
     assert (figures.step, figures.n_greedy, figures.n_sampled, figures.missing) == (0, 3, 3, 0)
 
 
-def test_many_tasks_go_out_in_several_messages(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    world = World(small_tokenizer, n_prompts=300)
-    world.desk.start(V0)
-    sizes = [len(message.tasks) for message in world.sent if isinstance(message, TasksOffered)]
-    assert sum(sizes) == 600 and max(sizes) <= stillhouse.learner.prompts.tasks.TASKS_PER_MESSAGE
-    assert len({task.task_id for task in world.tasks}) == 600
-
-
 def test_what_is_missing_is_asked_for_again_but_not_all_the_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.desk.ask()
     assert world.wanted == []
@@ -131,18 +122,6 @@ def test_what_is_missing_is_asked_for_again_but_not_all_the_time(world: World, m
     world.answer(greedy[2])
     world.desk.ask()
     assert world.wanted[4:] == [("000000-sampled", 0)]
-
-
-def test_two_evaluations_at_once_are_kept_apart(world: World) -> None:
-    world.desk.start(V0)
-    world.desk.start(V20)
-    assert world.desk.active == 2
-    early_greedy, early_sampled, late_greedy, late_sampled = halves(world.tasks)
-    for half in (late_greedy, early_greedy, late_sampled):
-        world.answer(*half)
-    assert [figures.step for figures in world.figures] == [20]
-    world.answer(*early_sampled)
-    assert [figures.step for figures in world.figures] == [20, 0]
 
 
 def test_given_up_it_hands_out_what_is_there_and_says_what_is_missing(world: World) -> None:
@@ -165,9 +144,3 @@ def test_a_repeat_of_a_complete_evaluation_changes_nothing(world: World) -> None
         world.answer(*half)
     world.answer(*halves(world.tasks)[0])
     assert len(world.figures) == 1
-
-
-def test_an_evaluation_without_prompts_is_complete_at_once(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    world = World(small_tokenizer, n_prompts=0)
-    world.desk.start(V0)
-    assert (world.desk.active, len(world.figures), world.sent) == (0, 1, [])

@@ -53,10 +53,6 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(seed: int) -> None:
     assert at_k(rollouts) == pytest.approx(slowly(prompts))
 
 
-def test_one_answer_per_prompt_has_no_such_figure() -> None:
-    assert at_k([rollout(1, 1.0), rollout(2, 0.0)]) == at_k([]) == at_k([rollout(1, None), rollout(1, 1.0)]) == {}
-
-
 def send(evaluation: EvaluationRun, task_id: int, sample_index: int, reward: float) -> None:
     eval_id = next(o.task.eval_id for o in evaluation.tasks() if o.task.task_id == task_id)
     item = BatchItem(f"e-{task_id}-{sample_index}", task_id, sample_index, 3, "t", (), 3, (), True, "stop", reward, 1)

@@ -17,10 +17,7 @@ from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.learner.objectives.advantages import whitened
 from stillhouse.learner.objectives.batch_terms import (
     cost_scales,
-    domain_scales,
-    domain_sums,
     prefix_weights,
-    teacher_coefs,
 )
 from stillhouse.learner.objectives.divergences import Divergence, Divergences
 from stillhouse.learner.objectives.losses import (
@@ -42,20 +39,6 @@ from tests.learner.settings import learner_config, objective_config
 from tests.learner.step.gradients import step_gradients
 
 OPTIONS = AggregationOptions(max_new_tokens=9)
-
-
-def test_general_teacher_and_specialists_are_summed_with_their_own_coefficients() -> None:
-    tasks = TaskConfig(routes={"general": (), "math": ("algebra", "geometry"), "style": ("chat",)})
-    config = learner_config(tasks=tasks, coef=0.5, teacher_coefs={"math": 2.0}).objective
-    names = ["general", "math", "style"]
-    objective = make_objective(config, max_new_tokens=1)
-    assert teacher_coefs(names, objective).tolist() == [0.5, 2.0, 0.5]
-    tags = ["algebra", "chat", "none of these"]
-    routed_MN = torch.tensor([[name in tasks.teachers_for(tag) for tag in tags] for name in names])
-    cost_MN = torch.tensor([[1.0, 2.0, 3.0], [10.0, math.nan, math.nan], [math.nan, 30.0, math.nan]])
-    reward_N = torch.tensor([7.0, 0.0, -1.0])
-    got_N = combined_advantage(reward_N, cost_MN, routed_MN, torch.tensor([0.5, 2.0, 0.5]))
-    assert got_N.tolist() == [7.0 - 0.5 - 20.0, 0.0 - 1.0 - 15.0, -1.0 - 1.5]
 
 
 def test_token_without_a_teacher_has_the_reward_alone_and_in_pure_mode_nothing() -> None:
@@ -90,23 +73,6 @@ def test_coefficient_keeps_its_meaning_whatever_the_spread_of_the_rewards() -> N
         for scale in (1.0, 1000.0)
     ]
     assert -0.4 < behind[0] < -0.2 and -0.001 < behind[1] < 0.0
-
-
-def test_domains_are_scaled_by_their_own_root_mean_square_over_the_whole_batch() -> None:
-    cost_N = torch.tensor([1.0, -1.0, 30.0, 40.0, 1e-9], dtype=torch.float64)
-    domain_N = torch.tensor([0, 0, 2, 2, 3])
-    whole = domain_sums(cost_N, domain_N, 5)
-    first, second = domain_sums(cost_N[:3], domain_N[:3], 5), domain_sums(cost_N[3:], domain_N[3:], 5)
-    assert all(torch.equal(a + b, c) for a, b, c in zip(first, second, whole, strict=True))
-    assert domain_scales(*whole).tolist() == pytest.approx([1.0, 1.0, math.sqrt(1250.0), 1e-3, 1.0])
-
-
-def test_token_mean_counts_tokens_and_sequence_mean_counts_rollouts() -> None:
-    tokens_R = torch.tensor([2, 0, 6])
-    shares = token_mean(tokens_R, OPTIONS)
-    assert (shares.share_R.tolist(), shares.divisor) == ([1.0, 1.0, 1.0], 8)
-    shares = sequence_mean(tokens_R, OPTIONS)
-    assert shares.share_R[[0, 2]].tolist() == [1 / 2, 1 / 6] and shares.divisor == 2
 
 
 def test_the_constant_divisor_knows_rollouts_and_their_limit_only() -> None:
@@ -174,8 +140,6 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
-ROUTES = {"general": (), "math": ("sums",)}
-COEFS = {"general": 0.7, "math": 0.4}
 
 
 def tagged(train_item: TrainItem, tag: str) -> TrainItem:
@@ -222,41 +186,6 @@ def test_scales_equal_a_loop_over_rollouts_and_tokens(make_item: Make, fast: Any
     assert expected["sums"] != pytest.approx(expected["prose"], rel=0.1)
     got = cost_scales(items, Divergences(Divergence(fast)))
     assert got.tolist() == pytest.approx([expected.get(item.item.tag, 1.0) for item in items], rel=1e-6)
-
-
-def test_the_gradient_is_that_of_costs_divided_by_their_domains_scale(tiny_student: Student, make_item: Make) -> None:
-    items = batch(make_item)
-    config = learner_config(
-        tasks=TaskConfig(routes=ROUTES), domain_scale="rms", teacher_coefs=COEFS, importance="none", max_grad_norm=0.0
-    )
-    got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
-    scales = slow_scales(items, slow_k1)
-    model, n_tokens = tiny_student("eager", torch.float64), sum(item.n_trained for item in items)
-    total = torch.zeros((), dtype=torch.float64)
-    for train_item in items:
-        ids_L = torch.from_numpy(train_item.tokens_L).long()
-        logprobs_LV = torch.log_softmax(model(input_ids=ids_L[None]).logits[0], dim=-1)
-        for t, trained in enumerate(train_item.train_mask_L):
-            if not trained:
-                continue
-            s = logprobs_LV[t - 1, ids_L[t]]
-            for name, q in zip(train_item.item.teachers, train_item.teacher_ML[:, t], strict=True):
-                total = total - COEFS[name] * (s.item() - float(q)) / scales[train_item.item.tag] * s
-    (-total / n_tokens).backward()  # pyright: ignore[reportUnknownMemberType]
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("pack_tokens", [1, 7, 100])
-def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, make_item: Make, pack_tokens: int) -> None:
-    def gradients(items: list[TrainItem], pack_tokens: int) -> dict[str, torch.Tensor]:
-        config = learner_config(tasks=TaskConfig(routes=ROUTES), domain_scale="rms", pack_tokens=pack_tokens)
-        return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
-
-    whole, parts = gradients(batch(make_item), 4096), gradients(batch(make_item)[::-1], pack_tokens)
-    assert any(bool(gradient.any()) for gradient in whole.values())
-    for name, gradient in whole.items():
-        torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequence(

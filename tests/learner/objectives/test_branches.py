@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem, pack
-from stillhouse.learner.objectives.advantages import gae
-from stillhouse.learner.objectives.batch_terms import batch_terms, prefix_weights
+from stillhouse.learner.objectives.batch_terms import batch_terms
 from stillhouse.learner.objectives.importance import TokenRatios, context_weights
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.learner.step.train_step import Trainer
@@ -93,14 +92,6 @@ def slow_prefix_weights(train_item: TrainItem, gain: float) -> dict[int, float]:
     return {t: 1.0 + gain * (1.0 - before[t] / sum(distance.values())) for t in distance}
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_prefix_weights_fall_along_the_path(make_item: Make, seed: int) -> None:
-    train_item = tree(make_item, seed)
-    assert prefix_weights(train_item, 0.5).tolist() == pytest.approx(
-        list(slow_prefix_weights(train_item, 0.5).values())
-    )
-
-
 def slow_gae(train_item: TrainItem, value: dict[int, float], discount: float, decay: float) -> dict[int, float]:
     """By token. What follows a token is the mean of what follows it on each branch."""
     ends = {part.end - 1: part.reward for part in train_item.item.turn_rewards}
@@ -144,15 +135,6 @@ def test_advantages_of_tokens_come_from_what_follows_them_on_their_own_branches(
         expected += [of_tokens[t] + value[t] for t in of_tokens]
     judged_N = got.values.judged_N
     assert got.values.return_N[judged_N].tolist() == pytest.approx(torch.tensor(expected)[judged_N].tolist())
-
-
-def test_siblings_do_not_change_one_another(make_item: Make) -> None:
-    """Two answers to one prompt: each has the advantages that it has alone, but for the reward that they share."""
-    value_N, reward_N = torch.tensor([1.0, 2.0, 5.0, -7.0]).double(), torch.tensor([0.0, 1.0, 0.0, 1.0]).double()
-    both, _ = gae(reward_N, value_N, torch.tensor([-1, 0, -1, 2]))
-    for own in (slice(0, 2), slice(2, 4)):
-        alone, _ = gae(reward_N[own], value_N[own], torch.tensor([-1, 0]))
-        assert torch.equal(both[own], alone)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from stillhouse.learner.objectives.importance import (
     context_weights,
     decoupled,
     gspo,
-    no_weights,
     ppo,
     truncated,
 )
@@ -158,38 +157,6 @@ def test_decoupled_corrects_against_the_sampler_and_clips_against_the_proximal_p
 
 
 # ------------------------------------------------------------------------------------------ exact enumeration
-
-V = 3
-
-
-def _expected_gradient(member: ImportanceFn, student_CV: Tensor, sampler_CV: Tensor) -> Tensor:
-    """Of the expected reward of sequences of two tokens, drawn from the sampler: sum over all of them of
-    P(sequence) * sum_t w_t * reward * grad s_t. Row 0 of a table is the start, row 1 + a the context "a"."""
-    reward_VV = torch.randn((V, V), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    total = torch.zeros_like(student_CV)
-    for first, second in torch.cartesian_prod(torch.arange(V), torch.arange(V)).tolist():
-        table_CV = student_CV.clone().requires_grad_()
-        logprobs_CV, sampled_CV = table_CV.log_softmax(1), sampler_CV.log_softmax(1)
-        student_N = torch.stack([logprobs_CV[0, first], logprobs_CV[1 + first, second]])
-        behaviour_N = torch.stack([sampled_CV[0, first], sampled_CV[1 + first, second]])
-        reward_N = reward_VV[first, second].expand(2)
-        ratios = TokenRatios(student_N.detach(), behaviour_N, reward_N, torch.zeros(2, dtype=torch.int64), 1)
-        weights_N, _ = member(ratios, Every(1e9, 0.0, 1e9))
-        (gradient_CV,) = torch.autograd.grad((weights_N * reward_N * student_N).sum(), table_CV)
-        total += behaviour_N.sum().exp() * gradient_CV
-    return total
-
-
-@pytest.mark.parametrize(("name", "exact"), [("sequence", True), ("truncated", False), ("geometric", False)])
-def test_only_the_ratio_of_the_whole_sequence_corrects_a_reward_at_its_end(name: str, exact: bool) -> None:
-    """A reward of the whole sequence: tokens after and before matter, so that token ratios leave a bias. (For costs
-    that are a token's own, test_losses shows what token ratios correct.)"""
-    source = torch.Generator().manual_seed(4)
-    student_CV, sampler_CV = (torch.randn((V + 1, V), generator=source, dtype=torch.float64) for _ in range(2))
-    on_policy = _expected_gradient(no_weights, student_CV, student_CV)
-    got = _expected_gradient(find_member(IMPORTANCE, name), student_CV, sampler_CV)
-    error = float((got - on_policy).norm() / on_policy.norm())
-    assert error < 1e-12 if exact else error > 0.05
 
 
 def test_context_weights_are_the_product_before_each_token() -> None:

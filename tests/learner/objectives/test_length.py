@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stillhouse.learner.batch import BatchError, TrainItem, train_items
+from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.protocol.messages import VersionSpan, WeightVersion
@@ -78,11 +78,6 @@ def test_group_length_is_the_reward_of_kimi(make_item: Make) -> None:
     got = terms(batch(make_item), ("grpo", {"std": False}), ("group_length", {"weight": 0.5}))
     assert got.reward_advantage_N.tolist() == pytest.approx(expected_advantages(judged))
     assert judged[0] == 0.25 and judged[1] < 0.0 and judged[4] == judged[5] == judged[6] == judged[8] == 0.0
-
-
-def test_the_penalty_needs_whole_rollouts(make_item: Make) -> None:
-    with pytest.raises(BatchError, match="length_penalty = 'overlong' needs whole rollouts"):
-        terms(batch(make_item, final=False), "grpo", "overlong")
 
 
 def test_without_a_penalty_rewards_are_the_same_to_the_bit(make_item: Make) -> None:

@@ -132,10 +132,6 @@ def test_options_that_are_no_subclass_of_their_groups_base_are_refused(installed
         DIVERGENCE.load(DIVERGENCE.make("my_objectives:huber"))
 
 
-def test_path_of_a_function_does_without_an_entry_point(installed_page: None) -> None:
-    assert find_member(DIVERGENCES, "my_objectives:huber").__name__ == "huber"
-
-
 def test_package_cannot_take_a_built_in_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = tmp_path / "thief-1.0.dist-info"
     metadata.mkdir()

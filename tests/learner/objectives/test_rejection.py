@@ -99,20 +99,6 @@ def test_rejections_said_to_be_a_tokens_own_are_worked_out_token_by_token(name: 
     assert (member in rejection.TOKEN_LOCAL) == torch.equal(rejected(slice(None)), alone_N)
 
 
-@pytest.mark.parametrize("level", ["none", *LEVELS])
-@pytest.mark.parametrize("importance", ["truncated", "geometric"])
-def test_the_step_takes_whole_rollouts_if_weight_or_rejection_looks_at_them(level: str, importance: str) -> None:
-    objective = make_objective(objective_config(importance=importance, rejection=level), max_new_tokens=9)
-    assert objective.by_token == (importance == "truncated" and level in ("none", "token"))
-
-
-def test_an_infinite_ratio_is_rejected_without_nan() -> None:
-    student_N, inputs = _inputs()
-    inputs.behaviour_N[3] = -math.inf
-    terms = _terms("token", ("truncated", {"cap": 1e300}), student_N, inputs)
-    assert bool(terms.rejected_N[3]) and terms.weights_N[3] == 0 and terms.slope_N[3] == 0
-
-
 @pytest.mark.parametrize("name", ["masked", "sequence_masked", "geometric_masked"])
 def test_masks_of_before_are_refused_with_what_to_write(name: str) -> None:
     level = name.removesuffix("masked").removesuffix("_") or "token"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.learner.objectives.registry import COST_TRANSFORMS, DIVERGENCES, find_member
-from stillhouse.learner.objectives.sampled import CostFn, k1, k2, k3, seq_kd
+from stillhouse.learner.objectives.sampled import CostFn, k2, k3, seq_kd
 from tests.learner.settings import objective_config
 
 V = 5
@@ -77,13 +77,6 @@ def test_estimators_k1_and_k3_have_the_value_of_the_reverse_kl_and_k2_has_not() 
     assert float((p_V * (s_V - q_V)).sum()) == pytest.approx(kl)
     assert float((p_V * (_k3_loss(s_V, q_V))).sum()) == pytest.approx(kl)
     assert float((p_V * _k2_loss(s_V, q_V)).sum()) != pytest.approx(kl, rel=0.01)
-
-
-def test_k1_as_a_plain_loss_would_teach_nothing() -> None:
-    logits_V = _logits(0).requires_grad_()
-    s_V = logits_V.log_softmax(0)
-    (gradient_V,) = torch.autograd.grad((s_V.exp().detach() * k1(s_V, _logits(1).log_softmax(0))).sum(), logits_V)
-    assert float(gradient_V.abs().max()) < 1e-15
 
 
 @pytest.mark.parametrize("seed", range(4))

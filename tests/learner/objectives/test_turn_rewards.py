@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
-from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.objectives.advantages import gae
 from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
 from stillhouse.learner.objectives.losses import make_objective
@@ -135,18 +134,3 @@ def test_a_length_penalty_is_a_reward_of_the_last_turn(make_item: Make) -> None:
     first, last = 1.0 - 2 / 9, 0.25 - 2 / 9
     mean = (first + last) / 2
     assert got.reward_advantage_N.tolist() == pytest.approx([first - mean, last - mean])
-
-
-def test_parts_of_rollouts_have_no_returns(make_item: Make) -> None:
-    with pytest.raises(BatchError, match="advantage = 'turn_returns' needs whole rollouts"):
-        terms(batch(make_item, final=False), "turn_returns")
-
-
-def test_a_reward_at_the_end_alone_is_paid_there_to_the_bit(make_item: Make) -> None:
-    """As before there were rewards of turns, whether it says to which turn it belongs or not."""
-    item = batch(make_item)[5]
-    said = TrainItem(msgspec.structs.replace(item.item, turn_rewards=(TurnReward(5, 3.0),)), *_frames(item))
-    one, other = (terms([each], "gae", torch.zeros(3, dtype=torch.float64)) for each in (item, said))
-    assert one.values is not None and other.values is not None
-    assert torch.equal(one.values.return_N, other.values.return_N)
-    assert np.asarray(one.reward_advantage_N).any()

@@ -178,27 +178,3 @@ def test_a_discounted_divergence_falls_with_the_depth_of_the_turn(
     assert {depth for of in turns.values() for _, depth in of.values()} == {0, 1, 2}
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_rewards_are_not_discounted_with_the_divergence(tiny_student: Student, make_item: Make) -> None:
-    """The gradient of both is the sum of that of the rewards and that of the discounted divergence."""
-    items = mixed_batch(make_item)
-
-    def gradients(**fields: Any) -> dict[str, Tensor]:
-        config = learner_config(**PLAIN, **fields)
-        return step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), items)
-
-    rewards = gradients(advantage="grpo", coef=0.0)
-    for name, both in gradients(advantage="grpo", turn_discount=0.5).items():
-        alone = gradients(turn_discount=0.5)[name]
-        torch.testing.assert_close(both, rewards[name] + alone, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_defaults_are_the_same_to_the_bit_whatever_the_turns(tiny_student: Student, make_item: Make) -> None:
-    items = mixed_batch(make_item)
-    for fields in ({}, {"aggregation": "sequence_mean"}):
-        one, other = (
-            step_gradients(Trainer(tiny_student(), learner_config(**fields, **more), total_steps=9), items)
-            for more in ({}, {"turn_discount": 1.0})
-        )
-        assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())

@@ -80,16 +80,6 @@ def test_a_stop_token_in_an_answer_is_text_and_at_its_end_it_is_there_once(
     assert tokenizer.decode(plain.token_ids.tolist()) == "1+1=2<|im_end|>"
 
 
-def test_an_answer_to_a_text_is_the_same_as_two_turns(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer = marked(small_tokenizer)
-    one = PromptRecord(0, "1+1=", None, response="2")
-    two = PromptRecord(0, None, ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}))
-    (a,), (b,) = (answer_lines(record, tokenizer, TaskConfig(), stops(tokenizer)) for record in (one, two))
-    assert a.token_ids.tolist() == b.token_ids.tolist() and a.answers == b.answers
-    (plain,) = answer_lines(one, tokenizer, TaskConfig(chat_template="off"), stops(tokenizer))
-    assert tokenizer.decode(plain.token_ids.tolist()) == "1+1=2<|im_end|>" and sum(trained(plain)) == 2
-
-
 def test_a_template_that_leaves_thoughts_out_gives_each_answer_its_own_prompt() -> None:
     """Qwen3 shows thoughts in the last turn only: the second answer's prompt does not go on from the first answer."""
     tokenizer = family("qwen3")

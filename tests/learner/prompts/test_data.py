@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.learner.prompts.config import TaskConfig
-from stillhouse.learner.prompts.data import CACHED_BLOCKS, ParquetSource, PromptSource, open_prompts
+from stillhouse.learner.prompts.data import PromptSource, open_prompts
 from stillhouse.learner.prompts.records import DataError, PromptRecord, RowError, columns_fault
 from stillhouse.learner.prompts.rendering import render
 from stillhouse.models.files import TokenizerError
@@ -54,13 +54,6 @@ def write_bytes(folder: Path, content: bytes, name: str = "p.jsonl") -> str:
 
 
 # ------------------------------------------------------------------------------------------------ what is read
-
-
-def test_jsonl_parquet_and_datasets_give_the_same_records(tmp_path: Path, write_rows: WriteRows) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=4)
-    Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    for path in (write_rows(ROWS), tmp_path / "p.parquet", tmp_path / "saved"):
-        assert all_of(open_prompts(str(path))) == EXPECTED, path
 
 
 def test_every_format_hands_over_all_columns_as_json(tmp_path: Path, write_rows: WriteRows) -> None:
@@ -120,25 +113,12 @@ def test_columns_that_cannot_go_to_an_environment_are_named(columns: bytes, reas
     assert (fault.reason if fault else "") == reason
 
 
-def test_rows_are_read_in_any_order(write_rows: WriteRows) -> None:
-    source = open_prompts(str(write_rows(ROWS)))
-    assert [source.read(row).prompt for row in (24, 0, 7, 7)] == ["24+24=", "0+0=", "7+7=", "7+7="]
-
-
 def test_a_folder_of_parquet_files_is_read_one_after_another(tmp_path: Path) -> None:
     for i in range(3):
         pq.write_table(pa.Table.from_pylist(ROWS[i * 5 : i * 5 + 5]), tmp_path / f"part-{i}.parquet", row_group_size=2)
     source = open_prompts(str(tmp_path))
     assert source.blocks == (2, 2, 1) * 3
     assert all_of(source) == EXPECTED[:15]
-
-
-def test_parquet_keeps_only_a_few_row_groups_in_memory(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "p.parquet", row_group_size=1)
-    source = open_prompts(str(tmp_path / "p.parquet"))
-    assert isinstance(source, ParquetSource)
-    assert all_of(source) == EXPECTED
-    assert list(source._cache) == list(range(25 - CACHED_BLOCKS, 25))  # pyright: ignore[reportPrivateUsage]
 
 
 def test_messages_come_from_every_format_without_the_nulls_that_tables_add(
@@ -311,39 +291,10 @@ def test_parts_of_a_content_are_refused_by_a_template_that_takes_none(small_toke
         render(record, tokenizer, TaskConfig())
 
 
-def test_a_prompt_that_is_a_list_of_turns_is_read_as_messages(write_rows: WriteRows) -> None:
-    turns = [{"role": "user", "content": "a"}]
-    assert all_of(open_prompts(str(write_rows([{"prompt": turns}])))) == [PromptRecord(0, None, tuple(turns))]
-
-
 def test_a_ground_truth_that_is_not_text_becomes_json(write_rows: WriteRows) -> None:
     truths: list[Any] = [42, 1.5, ["a"], True, None, "text"]
     source = open_prompts(str(write_rows([{"prompt": "p", "ground_truth": truth} for truth in truths])))
     assert [record.ground_truth for record in all_of(source)] == ["42", "1.5", '["a"]', "true", None, "text"]
-
-
-def test_blank_lines_byte_order_mark_and_a_missing_last_line_break_do_no_harm(tmp_path: Path) -> None:
-    path = write_bytes(tmp_path, b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n\n{"prompt":"b"}\n \n{"prompt":"c"}')
-    assert [(record.row, record.prompt) for record in all_of(open_prompts(path))] == [(0, "a"), (1, "b"), (2, "c")]
-
-
-def test_a_line_that_spans_read_chunks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillhouse.learner.prompts.data._CHUNK_BYTES", 7)
-    path = write_bytes(tmp_path, b"".join(msgspec.json.encode(row) + b"\n\n" for row in ROWS))
-    assert all_of(open_prompts(path)) == EXPECTED
-
-
-def test_a_file_is_known_by_its_contents_not_its_name(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "prompts.data")
-    assert all_of(open_prompts(str(tmp_path / "prompts.data"))) == EXPECTED
-    assert len(open_prompts(write_bytes(tmp_path, b'{"prompt":"a"}\n', "prompts.txt"))) == 1
-
-
-def test_fingerprints_tell_files_apart(tmp_path: Path, write_rows: WriteRows) -> None:
-    first = open_prompts(str(write_rows(ROWS))).fingerprint
-    assert open_prompts(str(write_rows(ROWS))).fingerprint == first
-    assert open_prompts(str(write_rows(ROWS[:-1]))).fingerprint != first
-    assert open_prompts(str(write_rows([*ROWS[:-1], {**ROWS[-1], "prompt": "24-24="}]))).fingerprint != first
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -33,11 +33,6 @@ def text(tokenizer: PreTrainedTokenizerFast, ids: Any) -> str:
     return str(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def test_the_text_stands_in_front_of_a_plain_prompt(small_tokenizer: PreTrainedTokenizerFast) -> None:
-    record = PromptRecord(0, "1+2=", None, ground_truth="3 {hint}")
-    assert text(small_tokenizer, teacher_prompt(record, small_tokenizer, CONFIG).ids) == "The answer is 3 {hint}.\n1+2="
-
-
 def test_in_a_chat_it_stands_in_the_last_turn_of_the_user(small_tokenizer: PreTrainedTokenizerFast) -> None:
     turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"})
     config = TaskConfig(privileged="[{hint}] ", system_prompt="s")
@@ -212,10 +207,3 @@ def test_tags_with_arguments_must_exist(thinking: PreTrainedTokenizerFast, write
     )
     with pytest.raises(DataError, match=r"chat_template_kwargs_tags: .* 'maths'; did you mean 'math'"):
         TaskStream(config, thinking, load_prompts(config), seed=0)
-
-
-def test_a_student_s_own_prompt_is_one_frame(small_tokenizer: PreTrainedTokenizerFast, write_rows: Write) -> None:
-    config = TaskConfig(prompts=str(write_rows([{"prompt": "1"}, {"prompt": "1"}])), eval_share=0.0)
-    (offer,) = TaskStream(config, small_tokenizer, load_prompts(config), seed=0).next(1)
-    assert offer.task.teacher_prompt_tokens == 0
-    np.testing.assert_array_equal(offer.frame, offer.prompt_ids)

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stillhouse.learner.prompts.sample_book import Account, SampleBook, SettledTwice, TrainedSample
-from stillhouse.protocol.messages import OpenTask, PartialSample, Settled
+from stillhouse.learner.prompts.sample_book import SampleBook, SettledTwice, TrainedSample
+from stillhouse.protocol.messages import OpenTask, Settled
 
 
 def restored(book: SampleBook, sizes: dict[int, int]) -> SampleBook:
@@ -19,25 +19,6 @@ def restored(book: SampleBook, sizes: dict[int, int]) -> SampleBook:
     progress: Any = json.loads(json.dumps(msgspec.to_builtins(book.progress)))
     open_sizes = {task_id: sizes[task_id] for task_id in book.open}
     return SampleBook.restored(book.next_task_id, open_sizes, msgspec.convert(progress, tuple[OpenTask, ...]))
-
-
-def test_a_task_is_done_with_the_last_of_its_samples() -> None:
-    book = SampleBook()
-    assert [book.begin(2), book.begin(1)] == [0, 1]
-    first = book.step([TrainedSample(0, 1, "train-0-1-0", 4)], [Settled(0, 1, "trained")])
-    assert first == Account((Settled(0, 1, "trained"),), ())
-    assert book.progress == (OpenTask(0, (1,)), OpenTask(1))
-    rest = [Settled(1, 0, "dropped", "actor_lost"), Settled(0, 0, "masked", "stale")]
-    assert book.step([], rest) == Account(tuple(rest), (1, 0))
-    assert book.open == () and book.progress == ()
-
-
-def test_tokens_of_a_sample_that_goes_on_are_counted() -> None:
-    book = SampleBook()
-    book.begin(1)
-    for n in (3, 0, 4):
-        book.step([TrainedSample(0, 0, "train-0-0-0", n)], [])
-    assert book.progress == (OpenTask(0, (), (PartialSample(0, "train-0-0-0", 7),)),)
 
 
 def test_samples_that_the_step_left_out_are_masked_unless_some_of_them_was_trained_before() -> None:

@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.data import CACHED_BLOCKS, open_prompts
-from stillhouse.learner.prompts.order import EndlessSampler, held_out_rows, shuffled_rows
+from stillhouse.learner.prompts.order import held_out_rows, shuffled_rows
 from stillhouse.learner.prompts.records import DataError
-from stillhouse.learner.prompts.sample_book import SettledTwice
 from stillhouse.learner.prompts.tasks import TaskStream, derive_seed, in_messages, load_prompts
 from stillhouse.models.tokenizer import TokenizerError, render_prompt
 from stillhouse.protocol.codec import encode
@@ -112,13 +111,6 @@ def test_a_row_s_environment_stands_in_place_of_the_configured_one_and_has_its_s
     assert 0.65 < share < 0.85
 
 
-def test_a_row_survives_a_checkpoint(write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast) -> None:
-    config = make_config(write_rows([{**row, "x": "\u00fc\n"} for row in ROWS]))
-    stream = make_stream(config, small_tokenizer)
-    before = [offer.task for offer in stream.next(3)]
-    assert [offer.task for offer in resume(config, small_tokenizer, stream.state()).next(3)] == before
-
-
 def test_tasks_with_large_rows_go_in_messages_that_can_be_sent(
     write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -145,13 +137,6 @@ def test_every_pass_has_every_prompt_once_in_a_new_order(
     passes = [rows[at : at + 11] for at in (0, 11, 22)]
     assert [sorted(one) for one in passes] == [list(range(11))] * 3
     assert len({tuple(one) for one in [*passes, list(range(11))]}) == 4
-
-
-def test_order_and_seeds_follow_the_seed(write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast) -> None:
-    config = make_config(write_rows(ROWS))
-    first, again, other = (make_stream(config, small_tokenizer, seed).next(30) for seed in (1, 1, 2))
-    assert [offer.task for offer in first] == [offer.task for offer in again]
-    assert rows_of(first) != rows_of(other)
 
 
 def test_without_shuffle_the_order_is_that_of_the_file(
@@ -275,28 +260,7 @@ def test_the_shuffle_of_a_given_seed_is_what_it_always_was() -> None:
     assert shuffled_rows(10, (), (3, 1)).tolist() == [3, 0, 4, 8, 2, 7, 9, 6, 1, 5]
 
 
-def test_a_large_shuffle_mixes_and_the_sampler_never_ends(write_rows: WriteRows) -> None:
-    source = open_prompts(str(write_rows(ROWS)))
-    sampler = EndlessSampler(source, np.array([3]), seed=0, shuffle=True)
-    iterator = iter(sampler)
-    drawn = [next(iterator) for _ in range(1000)]
-    assert Counter(drawn) == {row: 100 for row in range(11) if row != 3}
-    assert len({tuple(sampler.rows_of_pass(data_epoch)) for data_epoch in range(20)}) == 20
-
-
 # ------------------------------------------------------------------------------------------------ outstanding, resume
-
-
-def test_settling_a_sample_twice_is_an_error_and_changes_nothing(
-    write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    stream = make_stream(make_config(write_rows(ROWS)), small_tokenizer)
-    stream.next(3)
-    settle(stream, 1)
-    for wrong in ([1], [0, 0], [2, 1]):
-        with pytest.raises(SettledTwice, match="is settled twice, now as trained"):
-            settle(stream, *wrong)
-    assert stream.outstanding == (0, 2)
 
 
 def test_other_prompts_seed_or_order_cannot_be_resumed(

@@ -8,11 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from stillhouse.learner.reports.alarms import WATCHED, Alarm, Alarms
+from stillhouse.learner.reports.alarms import WATCHED, Alarms
 from stillhouse.learner.reports.figures import REPEATED_TOKENS, RolloutFigures
 from tests.learner.reports.test_figures import frames, item
 
@@ -98,12 +97,6 @@ def test_answers_that_get_short_because_the_teachers_are_short_raise_none() -> N
     assert names(run(shorter | {REWARD: noisy((0.2, 0.2, 10), (0.2, 0.9, 40), noise=0.1)})) == set(), "it earns more"
 
 
-def test_a_student_that_becomes_as_sure_as_its_teacher_raises_none() -> None:
-    surer = {ENTROPY: noisy((2.0, 0.1, 60), noise=0.05)}
-    assert names(run(surer)) == {"entropy_low"}
-    assert names(run(surer | {KL: noisy((1.5, 0.2, 60), noise=0.05)})) == set()
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_small_batches_raise_none_by_chance(seed: int) -> None:
     """Batches of eight rollouts: rewards of 0 and 1, lengths that differ by their mean; 2,000 steps."""
@@ -186,11 +179,6 @@ def test_the_log_says_which_step_and_what_to_do(caplog: pytest.LogCaptureFixture
     assert raised.levelname == "WARNING" and over.levelname == "INFO"
     assert "since step 19" in raised.message and LENGTH in raised.message
     assert "learner.lr" in raised.message
-
-
-def test_an_alarm_survives_json() -> None:
-    alarm = Alarm("length", LENGTH, 3, 36.0, 90.0, 5)
-    assert msgspec.json.decode(msgspec.json.encode(alarm), type=Alarm) == alarm
 
 
 def slow_repetition(rollouts: list[list[int]]) -> float:

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from stillhouse.learner.reports import work_window
-from stillhouse.learner.reports.attribution import STAGES, BoundVerdict, RunLimits, attribute
-from stillhouse.learner.reports.wait_clock import WAIT_CAUSES, WaitCause, WaitReport
+from stillhouse.learner.reports.attribution import BoundVerdict, attribute
 from stillhouse.learner.reports.work_window import Work, WorkWindow
 from tests.sim.pipeline import Pipeline, Shape
 
@@ -199,11 +198,6 @@ def test_other_waits_of_the_learner_are_named(stage: str) -> None:
     assert verdict is not None and verdict.stage == stage and f"{stage}-bound" in verdict.text
 
 
-def test_nothing_binds_more_than_something_else_is_said_too() -> None:
-    verdict = attribute(work(actors_busy=1.0))
-    assert verdict is not None and verdict.speedup == 1.0 and "the actors would bind at once" in verdict.text
-
-
 def test_a_worker_that_restarts_counts_on() -> None:
     """The same run, in which the teacher's totals begin at 0 again in the middle."""
     run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(SECONDS)
@@ -223,20 +217,6 @@ def test_a_worker_that_restarts_counts_on() -> None:
     assert found is not None and found.teachers_busy == pytest.approx(1.0, abs=0.01)
     verdict = attribute(found)
     assert verdict is not None and verdict.stage == "teachers"
-
-
-def test_a_long_run_keeps_a_bounded_number_of_moments_and_the_right_shares() -> None:
-    run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(600.0)
-    limits = RunLimits()
-    figures = [limits.update(snapshot) for snapshot in run.snapshots][-1]
-    assert set(figures) >= {f"bound/{stage}" for stage in STAGES}
-    assert figures["bound/teachers"] == pytest.approx(0.75, abs=0.02)
-    assert figures["efficiency/learner_bubble"] == pytest.approx(0.75, abs=0.02)
-    assert figures["efficiency/teacher_s_per_1000_tokens"] == pytest.approx(0.05 / 10 * 1000, rel=0.02)
-    waits: dict[WaitCause, float] = {cause: 74.0 if cause == "scoring" else 0.0 for cause in WAIT_CAUSES}
-    account = limits.account(WaitReport(100.0, 26.0, waits))
-    assert account["bound"].startswith("teacher-bound 74%"), "its own clock says what the learner waited"
-    assert account["efficiency"]["efficiency/learner_bubble"] == pytest.approx(0.74)
 
 
 def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decides() -> None:

@@ -103,11 +103,6 @@ def test_pools_share_and_divergence_over_what_is_trained() -> None:
     assert all(math.isfinite(value) for value in figures.values())
 
 
-def test_a_batch_of_context_alone_names_no_pool() -> None:
-    figures = RolloutFigures().update([item()], frames([0] * 8, -1.0, -2.0))
-    assert not any(name.startswith("teachers/") for name in figures)
-
-
 NONE = LedgerCounts(0, 0, {}, {}, 0, 0)
 V = WeightVersion(0, 1)
 
@@ -165,14 +160,6 @@ def test_prefix_figures_are_those_of_teachers_that_have_them() -> None:
     assert now["teachers/prefix_tokens"] == 70.0
 
 
-def test_nothing_done_has_no_mean() -> None:
-    figures = WorkerFigures()
-    same = snapshot(peer("actor", "actor-0", generation_s_total=5.0, generations_total=1.0, busy_fraction=0.5))
-    figures.update(same)
-    now = figures.update(same)
-    assert "actors/generation_s" not in now and now["actors/busy_fraction"] == 0.5
-
-
 def test_only_who_is_there_counts_among_the_busy() -> None:
     now = WorkerFigures().update(
         snapshot(
@@ -190,12 +177,3 @@ def test_what_environments_report_is_per_finished_rollout() -> None:
     stats = {"env_calculator_calls_total": 6.0, "rollouts_finished_total": 4.0}
     now = figures.update(snapshot(peer("actor", "actor-0", True, **stats)))
     assert now["env/calculator_calls_per_rollout"] == 1.5
-
-
-def test_environments_may_report_negative_numbers() -> None:
-    figures = WorkerFigures()
-    figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-3.0, rollouts_finished_total=4.0)))
-    now = figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-5.0, rollouts_finished_total=6.0)))
-    assert now["env/reward_per_rollout"] == -1.0
-    anew = figures.update(snapshot(peer("actor", "actor-0", env_reward_total=-1.0, rollouts_finished_total=2.0)))
-    assert anew["env/reward_per_rollout"] == -0.5

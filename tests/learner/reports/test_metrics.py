@@ -16,7 +16,7 @@ from stillhouse.learner.evaluation.evaluation import EvalSample, EvaluationResul
 from stillhouse.learner.evaluation.figures import TagFigures
 from stillhouse.learner.reports.figures import TokenRates
 from stillhouse.learner.reports.metrics import MetricsWriter, newest_epoch, read_metrics
-from stillhouse.learner.reports.wait_clock import WaitClock, WaitReport
+from stillhouse.learner.reports.wait_clock import WaitReport
 from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, Snapshot, WeightVersion
 from tests.declared_figures import undeclared
 from tests.full_disk import fill, small_disk
@@ -184,14 +184,6 @@ def test_numbers_that_are_not_finite_are_written_as_such_and_counted(tmp_path: P
     assert math.isnan(written)
 
 
-def test_every_line_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
-    write_step(writer, 1)
-    assert len(read_metrics(tmp_path)) == 1
-    writer.close()
-    writer.close()
-
-
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
@@ -337,16 +329,6 @@ def test_a_learner_that_goes_on_with_a_full_disk_says_so_in_the_file_before_its_
 # ------------------------------------------------------------------------------------------------ rates
 
 
-def test_rates_are_totals_over_the_time_between_snapshots() -> None:
-    rates = TokenRates()
-    rates.update(snapshot(10.0, peer("actor", "actor-0", 100), peer("teacher", "t", 50)))
-    assert rates.tokens_per_s == {}
-    after = snapshot(14.0, peer("actor", "actor-0", 300), peer("actor", "actor-1", 100), peer("teacher", "t", 50))
-    for _ in range(2):  # the same snapshot again changes nothing
-        rates.update(after)
-        assert rates.tokens_per_s == {"actor": 75.0, "teacher": 0.0, "learner": 0.0}
-
-
 def test_a_window_takes_the_mean_over_several_snapshots() -> None:
     rates = TokenRates(window_s=4.0)
     for time_s, tokens in ((0.0, 0), (2.0, 10), (4.0, 100), (6.0, 110), (8.0, 120)):
@@ -361,13 +343,3 @@ def test_a_buffer_that_restarts_gives_no_negative_rate() -> None:
     assert rates.tokens_per_s == {}
     rates.update(snapshot(12.0, peer("actor", "actor-0", 15)))
     assert rates.tokens_per_s["actor"] == 10.0
-
-
-def test_the_clock_and_the_writer_agree_on_the_causes(tmp_path: Path) -> None:
-    clock = WaitClock()
-    with clock.waiting("weights"):
-        pass
-    with MetricsWriter(tmp_path) as writer:
-        row = writer.step(1, {}, staleness={}, waits=clock.take(), snapshot=snapshot(1.0), weights={}, tasks_dropped={})
-    parts = [value for tag, value in row.items() if tag.startswith("wait/")]
-    assert row["time/busy_s"] + sum(parts) == pytest.approx(row["time/step_s"])

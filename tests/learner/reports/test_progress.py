@@ -58,13 +58,6 @@ def test_figures_of_the_run_go_on_after_a_resume_with_the_steps_that_were_kept()
     assert whole.tokens_trained == whole.account()["tokens_trained"] == 400
 
 
-def test_what_was_carried_over_once_is_carried_over_again(former: Path) -> None:
-    AccountFile(former, Unwritten(), resume=WeightVersion(1, 20)).write(account(point(40, 0.45), first=0.5))
-    AccountFile(former, Unwritten(), resume=WeightVersion(2, 40)).write(account(point(60, 0.6), first=None))
-    assert [p["step"] for p in read(former)["eval"]] == [0, 20, 40, 60]
-    assert read(former)["reverse_kl_first"] == 0.9
-
-
 def test_from_the_beginning_again_only_the_untrained_student_is_the_same(former: Path) -> None:
     file = AccountFile(former, Unwritten(), resume=WeightVersion(1, 0))
     file.write(account(first=None))
@@ -82,11 +75,6 @@ def test_an_account_that_cannot_be_read_is_told_and_left_aside(
     assert "nothing is carried over from it" in caplog.text
     assert file.write(account(point(40, 0.4), first=0.5))
     assert [p["step"] for p in read(tmp_path)["eval"]] == [40]
-
-
-def test_no_account_to_carry_over_is_nothing_to_tell(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert AccountFile(tmp_path, Unwritten(), resume=WeightVersion(1, 20)).write(account(first=0.5))
-    assert read(tmp_path)["eval"] == [] and not caplog.records
 
 
 def test_an_account_that_cannot_be_written_is_counted_and_leaves_the_former_one(

@@ -20,7 +20,7 @@ from stillhouse.learner.reports.metrics import MetricsWriter
 from stillhouse.learner.reports.settings import without_secrets
 from stillhouse.learner.reports.trackers import feed
 from stillhouse.learner.reports.trackers.feed import Trackers
-from stillhouse.learner.reports.trackers.registry import TrackedRun, UnknownTracker, check_tracker, make_tracker
+from stillhouse.learner.reports.trackers.registry import TrackedRun, UnknownTracker, check_tracker
 from tests.declared_figures import undeclared
 from tests.learner.reports.test_metrics import evaluation, peer, snapshot, write_step
 from tests.patience import PATIENCE_S, eventually
@@ -140,12 +140,6 @@ def test_names_are_checked_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("stillhouse.learner.reports.trackers.registry.find_spec", dict[str, object]().get)
     with pytest.raises(ConfigError, match=r"learner\.trackers: wandb needs wandb, .* pip install -e '\.\[wandb\]'"):
         preflight.check(build(RunConfig, {"learner": {"trackers": ["wandb"]}}))
-
-
-def test_a_class_of_a_module_is_a_tracker() -> None:
-    assert isinstance(make_tracker(f"{__name__}:Kept"), Kept)
-    with pytest.raises(UnknownTracker, match="cannot be loaded"):
-        make_tracker("nowhere:Tracker")
 
 
 def test_the_console_says_once_that_rows_are_lost() -> None:

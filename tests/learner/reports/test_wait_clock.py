@@ -24,41 +24,6 @@ class Time:
         self.now_s += seconds
 
 
-def test_waits_are_booked_by_cause_and_the_rest_is_busy() -> None:
-    time = Time()
-    clock = WaitClock(time)
-    time.pass_s(4)
-    with clock.waiting("data"):
-        time.pass_s(1)
-        clock.blame("scoring")
-        time.pass_s(2)
-    time.pass_s(1)
-    report = clock.take()
-    assert (report.wall_s, report.busy_s) == (8.0, 5.0)
-    assert report.wait_s == {"data": 1.0, "scoring": 2.0, "shards": 0.0, "weights": 0.0, "eval": 0.0, "checkpoint": 0.0}
-    assert report.busy_fraction == 5 / 8
-    assert report.wait_fraction["scoring"] == 2 / 8
-    assert report.gauges()["wait_scoring_fraction"] == 2 / 8
-
-
-def test_a_wait_inside_a_wait_is_not_counted_twice() -> None:
-    time = Time()
-    clock = WaitClock(time)
-    with clock.waiting("eval"):
-        time.pass_s(1)
-        with clock.waiting("weights"):
-            time.pass_s(2)
-        time.pass_s(4)
-    assert clock.total().wait_s == {
-        "data": 0.0,
-        "scoring": 0.0,
-        "shards": 0.0,
-        "weights": 2.0,
-        "eval": 5.0,
-        "checkpoint": 0.0,
-    }
-
-
 def test_an_open_wait_counts_up_to_now_and_an_error_ends_it() -> None:
     time = Time()
     clock = WaitClock(time)
@@ -73,11 +38,6 @@ def test_an_open_wait_counts_up_to_now_and_an_error_ends_it() -> None:
 def test_blame_needs_a_wait() -> None:
     with pytest.raises(ValueError, match="the learner is busy"):
         WaitClock().blame("data")
-
-
-def test_the_first_moment_is_all_busy() -> None:
-    report = WaitClock(Time()).total()
-    assert (report.wall_s, report.busy_fraction, sum(report.wait_fraction.values())) == (0.0, 1.0, 0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["open", "close", "blame", "take"]), st.integers(0, 4), st.floats(0, 1e6))))

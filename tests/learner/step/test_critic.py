@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import BatchError, TrainItem
+from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.objectives import advantages
 from stillhouse.learner.objectives.options import TokenAdvantage, ValueConfig
@@ -145,43 +145,6 @@ def test_a_step_is_ppo_written_out_token_by_token(
     assert trainer.steps_done == 1, "several updates are one step: the version rises by one"
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-@pytest.mark.parametrize("pack_tokens", [1, 9, 25])
-def test_packing_and_order_change_neither_gradient_nor_values(
-    tiny_student: Student, make_item: Make, pack_tokens: int, aggregation: str
-) -> None:
-    items = batch(make_item, tiny_student("eager"))
-    fields: dict[str, Any] = {
-        "aggregation": aggregation,
-        "updates_per_batch": 2,
-        "importance": "decoupled",
-        "value": {"through_backbone": True, "clip": 0.01},
-    }
-    whole, parts = (
-        trainer_of(tiny_student, config_of(**fields)),
-        trainer_of(tiny_student, config_of(**fields, pack_tokens=pack_tokens, logprob_chunk_tokens=3)),
-    )
-    assert_same(gradients(parts, items[::-1]), gradients(whole, items))
-    assert_same(parameters(parts), parameters(whole))
-
-
-def test_decoupled_is_truncated_in_the_first_update_and_no_longer_in_the_second(
-    tiny_student: Student, make_item: Make
-) -> None:
-    """What `decoupled` clips is what the updates of this batch did; how old the tokens are is only capped."""
-    items = batch(make_item, tiny_student("eager"))
-
-    def after(importance: str, updates: int) -> Tensor:
-        options = {"low": 0.99, "high": 1.01} if importance == "decoupled" else {}
-        config = config_of(importance=(importance, options), updates_per_batch=updates)
-        trainer = trainer_of(tiny_student, config)
-        trainer.step(items)
-        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-    assert torch.equal(after("decoupled", 1), after("truncated", 1))
-    assert not torch.allclose(after("decoupled", 2), after("truncated", 2), atol=1e-5)
-
-
 def test_without_a_way_through_the_backbone_the_value_loss_leaves_the_student_alone(
     tiny_student: Student, make_item: Make
 ) -> None:
@@ -252,17 +215,6 @@ def test_values_learn_and_advantages_teach(tiny_student: Student, make_item: Mak
     assert logprob(good) > logprob(bad) + 0.5
 
 
-def test_bfloat16_products_keep_a_float32_head_and_stay_near_float32(tiny_student: Student, make_item: Make) -> None:
-    items = batch(make_item, tiny_student("eager"))
-    full, half = (
-        trainer_of(tiny_student, config_of(dtype=dtype), dtype=torch.float32) for dtype in ("float32", "bfloat16")
-    )
-    one, other = full.step(items).as_dict(), half.step(items).as_dict()
-    assert {p.dtype for p in critic_of(half).head.parameters()} == {torch.float32}
-    assert other["value_loss"] == pytest.approx(one["value_loss"], rel=0.1) and other["value_loss"] != one["value_loss"]
-    assert other["value_grad_norm"] == pytest.approx(one["value_grad_norm"], rel=0.2)
-
-
 def test_adapters_learn_from_the_value_loss_where_they_may(tiny_student: Student, make_item: Make) -> None:
     def trained(through: bool) -> dict[str, Tensor]:
         model = tiny_student()
@@ -280,27 +232,6 @@ def test_adapters_learn_from_the_value_loss_where_they_may(tiny_student: Student
 
 
 # ------------------------------------------------------------------------------------- rewards that are not there
-
-
-def test_a_rollout_without_a_reward_has_no_advantage_and_trains_no_value(
-    tiny_student: Student, make_item: Make
-) -> None:
-    judged = [make_item("a", [0, 1, 1], reward=1.0), make_item("b", [0, 1, 1, 1], reward=0.0)]
-    trainer = trainer_of(tiny_student, config_of(coef=0.0))
-    trainer.step(judged)  # the head's moments are not 0 now
-    before = parameters(trainer)
-    figures = trainer.step([make_item("c", [0, 1, 1]), make_item("d", [0, 1])])
-    after = parameters(trainer)
-    assert all(torch.equal(after[name], before[name]) for name in before if name.startswith("value"))
-    assert (figures.advantage_mean, figures.items_unrewarded) == (0.0, 2)
-    told = {name for name in figures.as_dict() if name.startswith("value_")}
-    assert told == {"value_tokens", "value_grad_norm"}, "nothing is said of values that nobody judged"
-
-
-def test_part_of_a_rollout_is_refused_by_name(tiny_student: Student, make_item: Make) -> None:
-    trainer = trainer_of(tiny_student, config_of())
-    with pytest.raises(BatchError, match=r"advantage = 'gae' .* parts of \['part'\]; set buffer.release = 'rollout'"):
-        trainer.step([make_item("whole", [0, 1, 1], reward=1.0), make_item("part", [0, 1, 1], final=False)])
 
 
 # ------------------------------------------------------------------------------------------- not finite

@@ -103,20 +103,6 @@ def test_steps_are_the_same_to_the_bit(
         assert_same(one, other)
 
 
-def test_moments_are_in_host_memory_before_and_after_each_step(
-    tiny_student: Student, make_item: Make, host: Host
-) -> None:
-    trainer = trainer_of(tiny_student(), {}, "host")
-    assert not host.runs, "a trainer that never trains takes none"
-    for seed in range(3):
-        trainer.step(items_of(make_item, seed))
-        states = trainer._optimizer.state.values()  # pyright: ignore[reportPrivateUsage]
-        assert len(states) == len(list(trainer.model.parameters()))
-        assert all(host.holds(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq"))
-    assert len(host.runs) == 1
-    assert not any(host.holds(parameter) for parameter in trainer.model.parameters())
-
-
 @pytest.mark.parametrize("moments", ["device", "host"])
 def test_the_device_holds_one_piece_of_the_moments_and_none_after_the_update(
     tiny_student: Student, make_item: Make, host: Host, monkeypatch: pytest.MonkeyPatch, moments: str
@@ -154,18 +140,6 @@ def test_a_state_goes_from_host_to_device_and_back(tiny_student: Student, make_i
     assert_same(one, straight[0])
     assert_same(other, straight[1])
     assert all(torch.equal(of_other.tensors[name], tensor) for name, tensor in frozen.items()), "a copy"
-
-
-def test_a_parameter_that_a_loaded_state_does_not_have_starts_at_zero(
-    tiny_student: Student, make_item: Make, host: Host
-) -> None:
-    one, other = (trainer_of(tiny_student(), {}, moments) for moments in ("device", "host"))
-    before = one.state_dict()
-    for trainer in (one, other):
-        trainer.step(items_of(make_item, 0))
-        trainer.load_state_dict(before)
-        trainer.step(items_of(make_item, 1))
-    assert_same(one, other)
 
 
 class _Event:

@@ -20,8 +20,7 @@ from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.step.lora import Adapters, LoraError
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm, save_hf
-from stillhouse.models.logprobs import lm_head
-from stillhouse.models.packed import IMPLEMENTATION, packed_hidden
+from stillhouse.models.packed import IMPLEMENTATION
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
 from tests.learner.conftest import build_student
@@ -110,23 +109,6 @@ def test_a_frozen_base_in_bfloat16_changes_no_bit_of_what_is_trained(
         assert parameter.dtype == (torch.bfloat16 if in_half else torch.float32), name
         assert torch.equal(parameter, theirs[name].to(parameter.dtype)), name
     assert sum(p.dtype == torch.bfloat16 for p in ours.values()) == 2 * 7 + (not tied)
-
-
-def test_packed_forward_has_the_adapters(base: Path, make_item: Make) -> None:
-    """Against transformers' own forward of the merged weights, each sequence alone."""
-    trainer = make_trainer(base)
-    for name in ("a", "b", "c"):
-        trainer.step(batch(make_item, name))
-    lengths = (5, 3)
-    ids_T = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
-    with torch.no_grad():
-        before_TV = lm_head(trainer.model).logits(packed_hidden(trainer.model, ids_T, lengths))
-        plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-        untrained_TV = torch.cat([plain(input_ids=ids[None]).logits[0] for ids in ids_T.split(list(lengths))])
-        plain.load_state_dict(published(trainer), strict=False)
-        merged_TV = torch.cat([plain(input_ids=ids[None]).logits[0] for ids in ids_T.split(list(lengths))])
-    assert torch.allclose(before_TV, merged_TV, atol=1e-4)
-    assert (before_TV - untrained_TV).abs().max() > 1e-2
 
 
 def test_merged_weights_exist_one_at_a_time(base: Path) -> None:
@@ -232,12 +214,3 @@ def test_one_changed_weight_is_another_student(base: Path) -> None:
 def test_targets_that_cannot_have_an_adapter_are_named(tiny_student: Student, target: str, why: str) -> None:
     with pytest.raises(LoraError, match=why):
         Adapters(tiny_student(IMPLEMENTATION), LoraConfig(rank=2, targets=("q_proj", target)), base="x")
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [({"rank": -1}, "rank"), ({"rank": 1, "alpha": 0.0}, "alpha"), ({"targets": ("q_proj",)}, "trains no adapter")],
-)
-def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        msgspec.convert(msgspec.to_builtins(LoraConfig(**fields)), LoraConfig)  # pyright: ignore[reportArgumentType]

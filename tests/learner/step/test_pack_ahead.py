@@ -85,21 +85,6 @@ def test_a_pack_of_other_tokens_is_not_trained(make_item: Make) -> None:
     assert ahead.take(items, 4) is not None and ahead.take(items, 5) is not None
 
 
-def test_a_batch_may_be_packed_in_the_middle_of_taking_another(make_item: Make) -> None:
-    """As the other thread may do at any moment; here in every comparison of step numbers."""
-    items, ahead, made = _items(make_item, "a"), PackAhead(lambda given, step: given, 1000), iter(range(100, 200))
-
-    class Step(int):
-        def __le__(self, other: int) -> bool:
-            ahead.make(items, next(made))
-            return int(self) <= other
-
-    for step in range(3):
-        ahead.make(items, Step(step))
-    assert ahead.take(items, 2) is not None
-    assert ahead.take(items, 100) is not None, "what was packed meanwhile is kept"
-
-
 def test_what_cannot_be_read_is_found_by_the_step_and_left_out_of_it(make_item: Make, tiny_student: Student) -> None:
     items = _items(make_item, "a", "b")
     payloads = items[0].payloads.copy()

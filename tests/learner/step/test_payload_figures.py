@@ -17,7 +17,7 @@ from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.step.train_step import Trainer
 from tests.learner.settings import learner_config
-from tests.learner.step.test_hidden_step import head_of, items_with_states
+from tests.learner.step.test_hidden_step import head_of
 from tests.learner.step.test_top_k_step import PLAIN, ROUTES, VOCAB, items_with_sets, teacher_logprobs
 
 Make = Callable[..., TrainItem]
@@ -96,12 +96,3 @@ def test_a_token_is_in_excess_or_deficit_beyond_a_factor_of_two(tiny_student: St
     assert n_scores > 2 * len(gaps)
     for name, count in counts.items():
         assert got[name] == pytest.approx(count / n_scores), name
-
-
-def test_figures_of_sets_are_absent_where_the_objective_reads_none(tiny_student: Student, make_item: Make) -> None:
-    figures = _figures(tiny_student(), items_with_sets(make_item, k=6))
-    assert not figures.keys() & set(SETS) and {"excess_share", "deficit_share"} <= figures.keys()
-    of_states = _figures(tiny_student(), items_with_states(make_item), divergence="reverse_kl")
-    assert not of_states.keys() & set(SETS) and of_states["hidden_error"] < 1e-3
-    alone = [make_item("e", [0, 1, 1], teachers=(), reward=1.0), make_item("f", [0, 1], teachers=(), reward=0.0)]
-    assert not _figures(tiny_student(), alone, advantage="grpo").keys() & {*SETS, "excess_share", "deficit_share"}

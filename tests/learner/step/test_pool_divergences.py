@@ -247,37 +247,6 @@ def test_gradient_and_figures_equal_the_slow_reference(
     assert metrics.divergence == pytest.approx(total / n_scored, rel=3e-3, abs=1e-4)
 
 
-def test_each_pool_has_the_gradient_that_it_has_alone(tiny_student: Student, make_item: Make) -> None:
-    """With the same divisor: shares of the tokens."""
-    one = with_payloads(make_item("a", [0, 1, 1, 1], teachers=("math",), vocab=VOCAB), {"math": "sets"})
-    other = make_item("b", [0, 1, 1], teachers=("style",), vocab=VOCAB)
-
-    def gradients(items: Sequence[TrainItem], **fields: Any) -> dict[str, Tensor]:
-        return step_gradients(trainer_of(tiny_student(dtype=torch.float64), config_of(**fields)), list(items))
-
-    math_alone, style_alone = gradients([one], divergence="jsd"), gradients([other], divergence="k3")
-    for fields in (
-        {"divergence": "k3", "teacher_divergences": {"math": "jsd"}},
-        {"divergence": "jsd", "teacher_divergences": {"style": "k3"}},
-        {"divergence": "k1", "teacher_divergences": {"style": "k3", "math": "jsd"}},
-    ):
-        for name, gradient in gradients([one, other], **fields).items():
-            expected = math_alone[name] * 3 / 5 + style_alone[name] * 2 / 5
-            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-5, msg=f"{fields}: {name}")
-
-
-@pytest.mark.parametrize("name", ["k3", "jsd", "multi_sample"])
-def test_a_pool_may_name_the_common_divergence(tiny_student: Student, make_item: Make, name: str) -> None:
-    """Draws of tokens are the same, too."""
-    items = items_with(make_item, dict.fromkeys(ROUTES, "sets"))
-    one, other = (
-        step_gradients(trainer_of(tiny_student(dtype=torch.float64), config_of(**fields)), items)
-        for fields in ({"divergence": name}, {"divergence": "k1", "teacher_divergences": dict.fromkeys(ROUTES, name)})
-    )
-    for parameter, gradient in one.items():
-        torch.testing.assert_close(other[parameter], gradient, atol=1e-12, rtol=1e-9, msg=parameter)
-
-
 def test_only_payloads_that_a_divergence_needs_are_read(tiny_student: Student, make_item: Make) -> None:
     bare = make_item("a", [0, 1, 1, 1], teachers=("math", "style"), vocab=VOCAB)
     fields: dict[str, Any] = {"divergence": "k1", "teacher_divergences": {"math": "reverse_kl"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.step.lora import Adapters
-from stillhouse.learner.step.recompute import is_chosen
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.layers import layers
 
@@ -86,13 +84,6 @@ def test_what_a_pass_keeps_shrinks_with_the_share(
 
     whole = saved_bytes(trainer_of(tiny_student))
     assert saved_bytes(trainer_of(tiny_student, recompute=share)) <= expected * whole
-
-
-@pytest.mark.parametrize(("share", "n", "chosen"), [(0.5, 4, 2), (0.25, 8, 2), (1.0, 5, 5), (1 / 3, 9, 3), (0.1, 5, 0)])
-def test_the_chosen_layers_are_spread(share: float, n: int, chosen: int) -> None:
-    where = [i for i in range(n) if is_chosen(i, share)]
-    assert len(where) == chosen
-    assert len({b - a for a, b in itertools.pairwise(where)}) <= 1
 
 
 def test_a_model_whose_layers_are_not_known_is_refused(tiny_student: Student) -> None:

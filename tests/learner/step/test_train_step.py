@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,36 +42,6 @@ def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Ma
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("pack_tokens", [1, 9, 25])
-def test_packing_and_order_do_not_change_the_gradient(tiny_student: Student, make_item: Make, pack_tokens: int) -> None:
-    """Items of very different numbers of trained tokens: a mean of microbatch means would give something else."""
-    items = _items(make_item)
-    student = tiny_student(dtype=torch.float64)
-    whole = step_gradients(Trainer(student, LearnerConfig(**SGD_LIKE), total_steps=10), items)
-    config = LearnerConfig(**SGD_LIKE, pack_tokens=pack_tokens, logprob_chunk_tokens=3)
-    parts = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items[::-1])
-    for name, gradient in whole.items():
-        torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
-def test_environment_tokens_are_context_and_not_policy(tiny_student: Student, make_item: Make) -> None:
-    """Numbers at masked tokens change nothing; their ids do, as context of what follows."""
-    config = LearnerConfig(**SGD_LIKE)
-
-    def gradient(train_item: TrainItem) -> Tensor:
-        trainer = Trainer(tiny_student(), config, total_steps=10)
-        return torch.cat([g.flatten() for g in step_gradients(trainer, [train_item]).values()])
-
-    plain = make_item("a", [0, 1, 1, 0, 0, 1])
-    noisy = replace(plain, behaviour_L=plain.behaviour_L.copy(), teacher_ML=plain.teacher_ML.copy())
-    noisy.behaviour_L[[0, 3, 4]] = np.nan
-    noisy.teacher_ML[:, [0, 3, 4]] = -1e9
-    assert torch.equal(gradient(plain), gradient(noisy))
-    other = replace(plain, tokens_L=plain.tokens_L.copy())
-    other.tokens_L[4] = (other.tokens_L[4] + 1) % 23
-    assert not torch.allclose(gradient(plain), gradient(other))
 
 
 def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: Student, make_item: Make) -> None:
