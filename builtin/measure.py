@@ -91,7 +91,6 @@ def calculator_accuracy(
 
 
 def _call_result(text: str) -> str | None:
-    """The result of a turn that is one call, else None."""
     if not (text.startswith(CALC_OPEN) and text.endswith(CALC_CLOSE)):
         return None
     try:

@@ -66,7 +66,6 @@ def prompt_token_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[in
 
 
 def _corpus(lines_per_kind: int = 200) -> Iterator[str]:
-    """Chat frames, solutions in every style and domain, and calculator episodes."""
     operators: tuple[Operator, ...] = ("+", "*")
     for operator in operators:
         for problem in islice(problems(_CORPUS_SEED, operator=operator), lines_per_kind):

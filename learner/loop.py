@@ -267,7 +267,6 @@ class LearnerLoop:
             self._parts.recorder.add(delivered.batch, settled, account.tasks_done, masked, delivered.arrays, mixed)
 
     def _report(self, done: StepDone) -> None:
-        """Write the metrics of the step, and update the heartbeat."""
         parts, progress, batch, step = self._parts, self.progress, _batch(done), done.version.step
         arrays = done.batch.delivered.arrays if done.batch.delivered is not None else ()
         figures, train = done.outcome.figures, done.train
@@ -326,7 +325,6 @@ class LearnerLoop:
     # ------------------------------------------------------------------------------- while it waits, and at the end
 
     def _stop_if_all_groups_are_equal(self) -> None:
-        """End the run when dynamic sampling has reached its limit."""
         snapshot, limit = self._inbox.snapshot, self._parts.max_equal_batches
         n = snapshot.queues.get("batches_equal_in_a_row", 0) if snapshot is not None else 0
         if limit and n >= limit:
@@ -339,7 +337,6 @@ class LearnerLoop:
             )
 
     def _meanwhile(self) -> None:
-        """What goes on while the loop waits for a batch."""
         self._stop_if_all_groups_are_equal()
         self._desk.ask()
         self._offer_tasks()
@@ -347,7 +344,6 @@ class LearnerLoop:
             self._heartbeat()  # a wait may be long, and says what limits the run
 
     def _offer_tasks(self) -> None:
-        """Send the buffer as many tasks as it asked for."""
         wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
         for message, frames in in_messages(self._parts.stream.next(wanted)):
             self._client.send(message, frames)
@@ -403,13 +399,11 @@ class LearnerLoop:
             log.error("no checkpoint of step %d: %s", self.version.step, error)
 
     def _wait_for_average(self) -> None:
-        """Until the one that is on its way to the teachers is there, or has failed."""
         if self._parts.ema is not None:
             with self.clock.waiting("weights"):
                 self._parts.ema.wait()
 
     def _snapshot_after(self, batch_id: int) -> Snapshot:
-        """A snapshot in which the batch counts as trained."""
         deadline_s = time.monotonic() + (STOP_ANSWER_S if self._stop.asked else self._config.stall_timeout_s)
         while self._inbox.last_trained_ack < batch_id:
             self._inbox.pump(PUMP_S)
@@ -424,7 +418,6 @@ class LearnerLoop:
         return snapshot
 
     def _close_run(self) -> None:
-        """The last evaluation and checkpoint, then the end of the run."""
         with self.clock.waiting("weights"):
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:

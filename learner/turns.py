@@ -134,7 +134,6 @@ def paid_rewards(train_item: TrainItem, turns: EpisodeTurns, reward: float) -> F
 
 
 def _by_turn(parts: Sequence[TurnReward], turns: EpisodeTurns, reward: float) -> tuple[Floats, float]:
-    """The rewards that belong to a turn [V], and the rest."""
     reward_V = np.zeros(len(turns.begin_V))
     for part in parts:
         reward_V[turns.pieces.of(np.array([part.end - 1]))] += part.reward

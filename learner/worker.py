@@ -393,7 +393,6 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRew
 def _student_ema(
     ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient, failed: Callable[[str], None]
 ) -> StudentEma | None:
-    """The student's moving average, if learner.ema is on."""
     config = ctx.config.learner.ema
     if not config.decay:
         return None
@@ -443,5 +442,4 @@ def _make_recorder(
 
 
 def _teacher_writes(config: LearnerRunConfig) -> bool:
-    """Whether the student is the teacher's checkpoint and is never trained."""
     return config.models.student == config.models.teacher and config.learner.frozen

@@ -295,7 +295,6 @@ def _base(header: RecordHeader) -> Plain:
 
 
 def _average(header: RecordHeader) -> dict[str, Any]:
-    """Section learner.ema of the recorded configuration."""
     return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})
 
 

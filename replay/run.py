@@ -202,7 +202,6 @@ def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[
 def _evaluations(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, trainer: Trainer, stack: ExitStack, stop: list[int]
 ) -> Evaluate | None:
-    """The function `evaluate(step, name of the set)`. Both models are loaded only if there are evaluations."""
     if not config.learner.eval_every:
         return None
     learner = config.learner
@@ -337,7 +336,6 @@ def _end(
     reason: str,
     began_s: float,
 ) -> None:
-    """Write replay.json and run.json, and print the last line."""
     last = newest(folder.path / CHECKPOINTS)
     account = {
         "file": str(recording.path),
@@ -359,7 +357,6 @@ def _end(
 
 
 def _vocab(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Number of token ids in the vocabulary."""
     return vocab_tokens(tokenizer.get_vocab())
 
 

@@ -133,7 +133,6 @@ class Replay:
         self._evaluate_now(self._config.evaluated_at(done.version.step))
 
     def _evaluate_now(self, names: Sequence[str]) -> None:
-        """Evaluate the present weights on these sets, unless that was done."""
         step, done = self._trainer.steps_done, self.progress.evaluations
         already = [result.name for result in done if result.step == step]
         for name in names:

@@ -264,7 +264,6 @@ class EvaluationRun:
         return TaskOffer(task, prompt.ids, teacher_ids)
 
     def _asked(self, eval_id: str) -> int:
-        """Rollouts of one half."""
         return sum(offer.task.group_size for offer in self._offers[eval_id])
 
     def _complete(self, eval_id: str) -> bool:

@@ -199,7 +199,6 @@ def _bounded(value_V: Tensor, weight_V: Tensor, group_V: Tensor) -> Tensor:
 
 
 def _whitened(value_R: Tensor, rewards: Rewards) -> Tensor:
-    """Mean 0 and standard deviation 1 over the trained tokens of judged rollouts."""
     tokens_R = torch.where(rewards.rewarded_R, rewards.tokens_R, 0).double()
     value_R = _bounded(value_R, tokens_R, torch.zeros_like(rewards.group_R))
     n = tokens_R.sum().clamp(min=1)

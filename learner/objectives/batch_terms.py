@@ -160,7 +160,6 @@ def batch_terms(
 
 
 def _shares(items: Sequence[TrainItem], tokens_R: Tensor, objective: Objective) -> tuple[Tensor, int]:
-    """(weight of each trained token, divisor)."""
     if objective.turn_aggregation is not None:
         turns = batch_turns(items)
         by_turn = objective.turn_aggregation(turns.tokens_U, turns.rollout_U)
@@ -226,5 +225,4 @@ def _rewards(items: Sequence[TrainItem]) -> Rewards:
 
 
 def _tokens(items: Sequence[TrainItem]) -> Tensor:
-    """Trained tokens of each item, int64."""
     return torch.tensor([train_item.n_trained for train_item in items], dtype=torch.int64)

@@ -195,7 +195,6 @@ class ParquetSource:
         return _checked(columns, row, self.path, self._reading)
 
     def _table(self, block: int) -> Any:
-        """Row group `block` as a pyarrow Table."""
         if block in self._cache:
             self._cache.move_to_end(block)
             return self._cache[block]
@@ -353,7 +352,6 @@ def _row_groups(file: Path, columns: Mapping[str, str]) -> list[int]:
 
 
 def _parquet_file(file: Path) -> Any:
-    """An open pyarrow ParquetFile (a context manager)."""
     try:
         import pyarrow as pa
         from pyarrow import parquet

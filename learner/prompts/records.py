@@ -173,7 +173,6 @@ def json_columns(line: bytes) -> list[str]:
 
 
 def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row with these columns under the names of fields."""
     if not columns:
         return row
     others = {name: value for name, value in row.items() if name not in columns.values()}

@@ -41,8 +41,6 @@ class SettledTwice(ValueError):
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of one task."""
-
     settled: set[int] = field(default_factory=set[int])
     partial: dict[int, PartialSample] = field(default_factory=dict[int, PartialSample])
 

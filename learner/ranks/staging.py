@@ -368,8 +368,6 @@ class StagedByRanks(Staged):
 
 
 class _FormerShares:
-    """A version of which each rank has, or had, its share."""
-
     def __init__(self, staged: StagedByRanks, stage: Stage) -> None:
         self._staged, self._stage = staged, stage
 

@@ -188,7 +188,6 @@ def _processors_bind(stage: str, work: Work) -> bool:
 
 
 def _processors_used(work: Work) -> dict[str, float]:
-    """Share of this machine's processors by role, the largest first."""
     used = {role: used_s / (work.seconds * work.processors) for role, used_s in work.cpu_s.items()}
     return dict(sorted(used.items(), key=lambda one: -one[1]))
 
@@ -227,7 +226,6 @@ def _more_of(stage: str, work: Work, waits: float, shares: dict[str, float]) -> 
 
 
 def _roles(work: Work) -> dict[str, float]:
-    """Share of the time in which each role works."""
     return {"teachers": work.teachers_busy or 0.0, "actors": work.actors_busy or 0.0, "learner": work.learner["busy"]}
 
 

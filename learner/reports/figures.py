@@ -167,7 +167,6 @@ def with_frames(items: Sequence[BatchItem], arrays: Sequence[Array]) -> Iterator
 
 
 def _repetition(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, float]:
-    """Share of runs of REPEATED_TOKENS trained tokens that their rollout had before, over all rollouts of the batch."""
     runs = repeated = 0
     for _, (ids_T, _, trained_T, _) in with_frames(items, arrays):
         ids = ids_T[trained_T.astype(bool)].astype(np.uint64)
@@ -217,7 +216,6 @@ def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, 
 
 
 def _of_group(group: str, peers: Sequence[PeerView], summed: Sequence[str]) -> dict[str, float]:
-    """Number of connected workers, the sums of some gauges, and the mean share of time that they are busy."""
     alive = [peer for peer in peers if peer.alive]
     figures = {f"{group}/alive": float(len(alive))}
     if not alive:

@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Fields of every line."""
-
     kind: str
     step: int
     epoch: int
@@ -305,7 +303,6 @@ def _wait_scalars(waits: WaitReport) -> dict[str, float]:
 
 
 def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
-    """Running totals, in sampled tokens."""
     scalars: dict[str, float] = {"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained}
     scalars.update({f"masked/{reason}_total": n for reason, n in tokens.masked.items()})
     scalars.update({f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()})

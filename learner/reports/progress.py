@@ -159,8 +159,6 @@ _EVALUATED: Final = ("eval", "eval_sets")
 
 
 class _Former(msgspec.Struct, frozen=True):
-    """The parts of an account that are carried over."""
-
     eval: tuple[dict[str, Any], ...] = ()
     eval_sets: tuple[dict[str, Any], ...] = ()
     reverse_kl_first: float | None = None

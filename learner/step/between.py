@@ -104,8 +104,6 @@ ChunkMeans: TypeAlias = Callable[[Tensor, slice], MeanCosts]
 
 
 class _TeacherRows(NamedTuple):
-    """One teacher's rows in a chunk."""
-
     m: int
     teacher: TopKTeacher | WholeTeacher
     rows_R: Tensor
@@ -206,7 +204,6 @@ class Between:
         return parts
 
     def _rows(self, microbatch: Microbatch, inputs: TokenInputs, chosen: Sequence[int]) -> _ChunkRows:
-        """The rows of the teachers `chosen`, by chunk."""
         # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
         device = inputs.behaviour_N.device
         places = {m: np.flatnonzero(microbatch.routed_MN[m]) for m in chosen}
@@ -225,7 +222,6 @@ class Between:
     def _teacher(
         self, microbatch: Microbatch, m: int, places_R: npt.NDArray[np.int64], device: torch.device
     ) -> TopKTeacher | WholeTeacher:
-        """The distributions of teacher `m` at its tokens."""
         rows = microbatch.top[m]
         if isinstance(rows, TopRows):
             return TopKTeacher.of(rows, self.vocab_tokens, device)

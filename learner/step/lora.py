@@ -182,13 +182,11 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _delta(layer: LoraLayer) -> Tensor:
-    """The adapter's contribution to the layer's weight, of the same shape."""
     with torch.no_grad():
         return cast(Any, layer).get_delta_weight(_ADAPTER)
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of all linear layers but the output head."""
     head = model.get_output_embeddings()
     kinds = torch.nn.Linear | Conv1D
     return tuple(name for name, module in model.named_modules() if isinstance(module, kinds) and module is not head)

@@ -109,7 +109,6 @@ def load_adamw(model: torch.nn.Module, optimizer: torch.optim.AdamW, state: Adam
 
 
 def _wait(optimizer: torch.optim.AdamW) -> None:
-    """Until moments in host memory can be read."""
     if isinstance(optimizer, HostMomentsAdamW):
         optimizer.wait()
 

@@ -331,7 +331,6 @@ class Trainer:
         return _Update(sums, norm_read, value_norm_read)
 
     def _update_name(self, number: int) -> str:
-        """Name of an update, for messages."""
         return f"step {self.steps_done + 1}" if number == 1 else f"step {self.steps_done + 1}, update {number}"
 
     def _accumulate(self, parts: Sequence[BatchPart]) -> list[list[PassLeft]]:
@@ -384,7 +383,6 @@ class Trainer:
         return sums
 
     def _forward(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
-        """The loss of the N trained tokens, from the student's distributions at temperature 1, and of their values."""
         return self.ranks.forward(partial(self._pass, microbatch, part))
 
     def _pass(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
@@ -400,7 +398,6 @@ class Trainer:
         return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.context_group)
 
     def _norms(self) -> tuple[Tensor, Tensor]:
-        """Norms of the student's gradient (used to clip it) and of the critic's. Scalars on the device."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm(gradients))
         return norm, torch.nn.utils.get_total_norm(self.critic.gradients())
