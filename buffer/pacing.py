@@ -1,5 +1,7 @@
 """Flow control of train tickets: how many may be out, and which weights each one must wait for."""
 
+# Why it is so: docs/decisions/batches-and-pacing.md
+
 from __future__ import annotations
 
 from typing import Final

@@ -5,6 +5,8 @@ The launcher, the actors, the teachers and the learner ask the provider, and nev
 nor a provider's module imports torch at its top, because the launcher and workers without a model import it.
 """
 
+# Why it is so: docs/decisions/engines.md
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

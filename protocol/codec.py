@@ -8,6 +8,8 @@ For other languages: any MessagePack library reads a header. `Batch.staleness` a
 integer keys (in Python: `msgpack.unpackb(header, strict_map_key=False)`).
 """
 
+# Why it is so: docs/decisions/messagepack.md
+
 from __future__ import annotations
 
 import math

@@ -8,6 +8,8 @@ An object appears whole or not at all, and everything that is written can be lis
 renamed. Whatever fails raises StoreError, an OSError. Every request has a limit, so no call waits forever.
 """
 
+# Why it is so: docs/decisions/store.md
+
 from __future__ import annotations
 
 import errno

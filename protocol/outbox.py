@@ -5,6 +5,8 @@ An entry is queued -> on the wire -> known to have arrived (then forgotten). It 
 acknowledgement is overdue or the connection is replaced. `unconfirmed_bytes` is the sum over all entries held.
 """
 
+# Why it is so: docs/decisions/delivery.md
+
 from __future__ import annotations
 
 import math

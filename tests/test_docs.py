@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 TYPED = (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "agents").glob("*.md")))
 DOCS = (ROOT / "README.md", *TYPED, *sorted((ROOT / "examples").rglob("*.toml")))
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "CHANGELOG.md"})
+ROOMS = [ROOT / "src", *(link.resolve() for link in (ROOT / "src" / "stillhouse").iterdir() if link.is_symlink())]
 PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |--logdir))")
 COMMAND = re.compile(r"(?:\.venv/bin/stillhouse|python launch/cluster\.py)\b(?P<rest>[^`\n#]*)")
 
@@ -113,3 +114,15 @@ def test_headings_that_a_page_links_to_are_there(file: Path) -> None:
     links = [(found["page"], found["anchor"]) for found in LINK.finditer(file.read_text(encoding="utf-8"))]
     pages = [(file.parent / page if page else file, anchor) for page, anchor in links]
     assert [(page.name, anchor) for page, anchor in pages if anchor not in anchors(page)] == []
+
+
+DECISIONS = sorted(file for file in (ROOT / "docs" / "decisions").glob("*.md") if file.name != "README.md")
+
+
+@pytest.mark.parametrize("file", DECISIONS, ids=lambda file: file.stem)
+def test_each_decision_has_a_date_a_status_and_a_link_from_the_code_that_it_explains(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert re.search(r"^Date: \d{4}-\d\d-\d\d\. Status: (accepted|replaced by \[.+\]\(.+\))\.$", text, re.MULTILINE)
+    link = f"docs/decisions/{file.name}"
+    assert f"({file.name})" in (file.parent / "README.md").read_text(encoding="utf-8")
+    assert any(link in code.read_text(encoding="utf-8") for room in ROOMS for code in room.rglob("*.py")), link

@@ -11,6 +11,8 @@ only say where members meet, and how the bytes leave. Receivers (weights.sink) n
 a process group's broadcast (`gloo`, `nccl`), in files (`folder`) or at the control port (`wire`).
 """
 
+# Why it is so: docs/decisions/weight-transports.md
+
 from __future__ import annotations
 
 from collections import Counter

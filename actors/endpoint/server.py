@@ -9,6 +9,8 @@ client for many episodes names `model` as its key, and an episode's key as the `
 thread with an event loop of its own, so that an agent may block its episode's thread while it waits for an answer.
 """
 
+# Why it is so: docs/decisions/endpoint.md
+
 from __future__ import annotations
 
 import asyncio

@@ -22,6 +22,8 @@ responses that are not trained at all.
 The owner calls all methods from one thread. Shapes: n = tokens of the item at hand.
 """
 
+# Why it is so: docs/decisions/token-graph.md
+
 from __future__ import annotations
 
 import enum

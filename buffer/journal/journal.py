@@ -17,6 +17,8 @@ starts a new image. A fork writes it (`buffer.journal.imaging`). Turns are commi
 complete it takes the place of those before it.
 """
 
+# Why it is so: docs/decisions/journal.md
+
 from __future__ import annotations
 
 import logging

@@ -13,6 +13,8 @@ While a server is paused its label says so (`Labels.updating`), until `resume`. 
 successor does not know how far the update got, and keeps the gate closed until whole weights have arrived.
 """
 
+# Why it is so: docs/decisions/sglang-engine.md
+
 from __future__ import annotations
 
 import asyncio

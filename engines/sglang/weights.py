@@ -20,6 +20,8 @@ The prefix cache is flushed with the old weights, except in mode `in_place`, whe
 never aborted from here. No torch.
 """
 
+# Why it is so: docs/decisions/sglang-weights.md
+
 from __future__ import annotations
 
 import logging

@@ -11,6 +11,8 @@ Nodes are in order of use, those of a path from its end to its beginning. The fi
 another one, and eviction takes it; what is left of a rollout is its beginning, which can still be used.
 """
 
+# Why it is so: docs/decisions/prefix-cache.md
+
 from __future__ import annotations
 
 from collections import OrderedDict

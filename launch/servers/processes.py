@@ -3,6 +3,8 @@
 A server leads its own process group and dies with the launcher. Only `close` waits.
 """
 
+# Why it is so: docs/decisions/sglang-launch.md
+
 from __future__ import annotations
 
 import contextlib

@@ -5,6 +5,8 @@ Teachers score at temperature 1, so the two distributions are compared, and the 
 from, s the one at temperature 1, and r = exp(s - mu) corrects the difference exactly (up to the cap). At the default of
 1 a fresh token has r = 1."""
 
+# Why it is so: docs/decisions/temperature.md
+
 from __future__ import annotations
 
 import math

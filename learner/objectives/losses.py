@@ -26,6 +26,8 @@ depends on microbatches, so packing does not change the gradient; there is no me
 Legend: N trained tokens of a microbatch, M teachers of the batch, R rollouts of the batch.
 """
 
+# Why it is so: docs/decisions/objective-defaults.md
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence

@@ -4,6 +4,8 @@ One class may serve several names. The options of a package's member are a subcl
 (`learner.objectives.registry`): `Sampled`, `Distributions`, `TokenAdvantage`, or `Member` for weights, rejections and
 advantages of rollouts."""
 
+# Why it is so: docs/decisions/objective-section.md
+
 from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias

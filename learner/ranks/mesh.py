@@ -13,6 +13,8 @@ Independently of this, `context` ranks with consecutive numbers train the same p
 every sequence of it (models.divided).
 """
 
+# Why it is so: docs/decisions/learner-ranks.md
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple

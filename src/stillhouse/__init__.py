@@ -3,6 +3,8 @@ linked here by its name.
 
 `from stillhouse import Run` starts and watches a run from a notebook or a script (stillhouse.tools.notebook)."""
 
+# Why it is so: docs/decisions/rooms.md
+
 from __future__ import annotations
 
 from pathlib import Path

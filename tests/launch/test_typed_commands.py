@@ -29,8 +29,9 @@ TYPED: Final = {
     "--help": AS_IT_STANDS,
     "--actors 6 --teachers 2": CHECKED,
     "--actors 32 --teachers 8": RUNS,
-    "--student DIR_OR_NAME --teacher DIR_OR_NAME --prompts FILE.jsonl --env single_turn --learner.lr 1e-5 "
-    "--learner.tasks.max_new_tokens 1024 --actor.torch.max_context 4096": CHECKED,
+    "--check --student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": AS_IT_STANDS,
+    "doctor --student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": "tests/launch/doctor/test_command.py",
+    "--student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": CHECKED,
     "--config examples/smollm2/context.toml": CHECKED,
     "--actor.engine sglang --teacher.engine sglang --device cpu --actors 4 --teachers 2": CHECKED,
     "--check --device cuda --gpus 8 --actors 6": AS_IT_STANDS,
@@ -45,12 +46,10 @@ TYPED: Final = {
     "render slurm --run-dir /shared/runs/big --config topology.toml": AS_IT_STANDS,
     "render k8s --name big --private big-private --config topology.toml --cluster.image registry/stillhouse:1 "
     "--actor.engine torch --teacher.engine torch": AS_IT_STANDS,
-    "replay": "tests/integration/test_replay.py",
-    "completion bash": "tests/tools/test_completion.py",
 }
 NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),
-    "DIR_OR_NAME": (SMOLLM2 / "config.json").is_file(),
+    "DIR": (SMOLLM2 / "config.json").is_file(),
     "sglang": (ROOT / ".venv-sglang").is_dir(),
 }
 """Word of a command -> whether this machine has what it names."""
@@ -100,7 +99,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     topology = next(text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "# topology.toml" in text)
     (tmp_path / "topology.toml").write_text(topology, encoding="utf-8")
     names = {
-        "DIR_OR_NAME": str(SMOLLM2),
+        "DIR": str(SMOLLM2),
         "FILE.jsonl": str(ROOT / "examples/smollm2/questions.jsonl"),
         "topology.toml": str(tmp_path / "topology.toml"),
         "/shared/runs/big": str(tmp_path / "runs" / "big"),
