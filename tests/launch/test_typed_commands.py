@@ -30,7 +30,7 @@ TYPED: Final = {
     "--actors 6 --teachers 2": CHECKED,
     "--actors 32 --teachers 8": RUNS,
     "--check --student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": AS_IT_STANDS,
-    "doctor --student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": "tests/launch/doctor/test_command.py",
+    "doctor --student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": "tests/tools/doctor/test_command.py",
     "--student DIR --teacher DIR --prompts FILE.jsonl --learner.lr 1e-5": CHECKED,
     "--config examples/smollm2/context.toml": CHECKED,
     "--actor.engine sglang --teacher.engine sglang --device cpu --actors 4 --teachers 2": CHECKED,
