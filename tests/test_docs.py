@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import io
 import re
 import shlex
 from pathlib import Path
@@ -9,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from stillhouse.launch.cluster import COMMANDS
-from stillhouse.launch.config.command_line import parse_arguments, split_words
+from stillhouse.launch.config.command_line import parse_arguments
 from stillhouse.launch.config.help import USAGE
-from stillhouse.tools.doctor.command import split_own
-from stillhouse.tools.try_environment import OWN_FLAGS as TRY_FLAGS
+from stillhouse.launch.errors import ConfigError
 from tests.declared_figures import undeclared
 from tests.release import SHORT
 
@@ -36,19 +39,67 @@ def test_programs_are_those_of_the_environment_that_make_venv_makes(file: Path) 
     assert used <= {".venv/bin/python", ".venv/bin/tensorboard"}
 
 
-def test_flags_are_known() -> None:
+@functools.cache
+def help_of(command: str) -> str:
+    """What `stillhouse COMMAND --help` prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        importlib.import_module(f"stillhouse.{COMMANDS[command]}").main(["--help"])
+    return said.getvalue()
+
+
+def refuse_unknown(rest: str) -> None:
+    """Raise for a command that does not exist, and for a flag that is neither its own nor a key."""
+    arguments = words(rest)
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    if command is None:
+        parse_arguments(arguments)
+        return
+    for word in arguments[1:]:
+        name = word.partition("=")[0]
+        if name.startswith("--") and not re.search(rf"{re.escape(name)}(?![\w-])", help_of(command)):
+            parse_arguments([name, "1"])
+
+
+def test_commands_and_their_flags_are_known() -> None:
     checked = 0
     for file in DOCS:
-        for found in COMMAND.finditer(file.read_text().replace("\\\n", " ")):
-            arguments = words(found["rest"])
-            if arguments[:1] == ["try"]:
-                split_words(arguments[1:], own=TRY_FLAGS, switches=(), positional=1)
-            elif arguments[:1] == ["doctor"]:
-                parse_arguments(split_own(arguments[1:])[1])
-            elif "".join(arguments[:1]) not in COMMANDS and "[" not in found["rest"]:
-                parse_arguments(arguments)  # raises ConfigError for a flag that is not there
+        for found in COMMAND.finditer(file.read_text(encoding="utf-8").replace("\\\n", " ")):
+            if "[" not in found["rest"]:
+                refuse_unknown(found["rest"])
                 checked += 1
-    assert checked >= 10, "the documents' commands were not found"
+    assert checked >= 60, "the documents' commands were not found"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "doctr --student DIR",
+        "--actrs 32",
+        "join RUN --actrs 8",
+        "view latest --liv",
+        "try calculator --m 2",
+        "audit RUN --all",
+    ],
+)
+def test_a_wrong_command_is_noticed(wrong: str) -> None:
+    with pytest.raises(ConfigError):
+        refuse_unknown(f" {wrong}")
+
+
+def test_targets_of_make_and_scripts_that_a_page_lets_one_type_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    checked = 0
+    for file in DOCS:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            for target in re.findall(r"(?:^|`)make ([a-z][\w.-]*)", line):
+                assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), f"make {target}: {file.name}"
+                checked += 1
+            for script in re.findall(r"\.venv/bin/python (?:-m )?((?:bench|scripts|examples)[\w/.]+)", line):
+                there = script if script.endswith(".py") else script.replace(".", "/") + ".py"
+                assert (ROOT / there).is_file() or MEASUREMENTS in line, f"{there}: {file.name}"
+                checked += 1
+    assert checked >= 20, "the documents' targets and scripts were not found"
 
 
 def test_the_tour_names_private_functions_that_are_in_the_files_it_names() -> None:
