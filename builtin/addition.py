@@ -83,7 +83,7 @@ class Column(NamedTuple):
     total: int
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of an episode, written by the model or by the environment."""
 
     text: str
@@ -191,15 +191,15 @@ def solution(problem: Problem, style: str = "compact") -> str:
     return f"{STYLES[style](problem)} #{problem.answer}"
 
 
-def calculator_solution(chain: Chain) -> list[Piece]:
+def calculator_solution(chain: Chain) -> list[TextPiece]:
     """The episode of a `calc:` problem: one call per `+`, each answered by the environment, then the answer."""
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     total = chain.terms[0]
     for term in chain.terms[1:]:
-        pieces.append(Piece(f"{CALC_OPEN}{total}+{term}{CALC_CLOSE}", by_model=True))
+        pieces.append(TextPiece(f"{CALC_OPEN}{total}+{term}{CALC_CLOSE}", by_model=True))
         total += term
-        pieces.append(Piece(f"{RESULT_OPEN}{total}{RESULT_CLOSE}", by_model=False))
-    pieces.append(Piece(f" #{total}", by_model=True))
+        pieces.append(TextPiece(f"{RESULT_OPEN}{total}{RESULT_CLOSE}", by_model=False))
+    pieces.append(TextPiece(f" #{total}", by_model=True))
     return pieces
 
 

@@ -38,7 +38,7 @@ from stillhouse.learner.prompts.tasks import TaskStream, in_messages
 from stillhouse.learner.reports.alarms import LENGTH, PER_ANSWER, describe_alarm
 from stillhouse.learner.reports.figures import RolloutFigures, WorkerFigures, staleness
 from stillhouse.learner.reports.metrics import MetricsWriter
-from stillhouse.learner.reports.progress import LearnerAccount, weight_figures
+from stillhouse.learner.reports.progress import AccountWriter, weight_figures
 from stillhouse.learner.reports.sample import Decode, sample_of
 from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.learner.sources import BufferBatches
@@ -92,7 +92,7 @@ class LearnerParts:
     """The first one, and `parent`: as in LearnerStarted."""
     parent: WeightVersion
     steps: int
-    account: LearnerAccount
+    account: AccountWriter
     stop: StopRequest
     """Ends the loop early."""
     ema: StudentEma | None = None

@@ -38,7 +38,7 @@ from stillhouse.learner.reports.metrics import (
     newest_epoch,
     read_metrics,
 )
-from stillhouse.learner.reports.progress import RESTORED, AccountFile, LearnerAccount, LearnerProgress
+from stillhouse.learner.reports.progress import RESTORED, AccountFile, AccountWriter, LearnerProgress
 from stillhouse.learner.reports.settings import all_settings, compared_settings
 from stillhouse.learner.reports.trackers.feed import Trackers
 from stillhouse.learner.run_config import LearnerRunConfig
@@ -79,7 +79,7 @@ FLUSH_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class LearnerStart:
     """State that the run starts from: the student as configured, or a checkpoint."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -146,7 +146,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
     return code
 
 
-def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
+def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     """Load everything that can fail, before anything is requested from the buffer."""
     config, learner = ctx.config, ctx.config.learner
     found = go_on_from(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
@@ -185,7 +185,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> Start:
             mixer.load_state(state.offline)
         version, average = state.version, state.ema
     eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments)
-    return Start(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
+    return LearnerStart(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 
 def _put_former(ctx: RoleContext[LearnerRunConfig], checkpoint: Path) -> None:
@@ -214,7 +214,7 @@ def first_version(
 
 def _make_parts(
     ctx: RoleContext[LearnerRunConfig],
-    start: Start,
+    start: LearnerStart,
     client: AnyClient,
     version: WeightVersion,
     stack: ExitStack,
@@ -237,7 +237,7 @@ def _make_parts(
         stack.callback(recorder.close)
     publisher = stack.enter_context(_make_publisher(ctx, start, client))
     file = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
-    account = LearnerAccount(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
+    account = AccountWriter(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
     ema = _student_ema(ctx, start, client, account.average_failed)
     checkpoints = CheckpointWriter(
         partial(_stage, ctx, start, ema, progress, stored),
@@ -272,7 +272,7 @@ def _make_parts(
 
 def _stage(
     ctx: RoleContext[LearnerRunConfig],
-    start: Start,
+    start: LearnerStart,
     ema: StudentEma | None,
     progress: LearnerProgress,
     stored: OwnedCheckpoints | None,
@@ -296,9 +296,9 @@ def _stage(
 
 def _saved(
     ctx: RoleContext[LearnerRunConfig],
-    start: Start,
+    start: LearnerStart,
     progress: LearnerProgress,
-    account: LearnerAccount,
+    account: AccountWriter,
     stored: OwnedCheckpoints | None,
     version: WeightVersion,
 ) -> None:
@@ -307,7 +307,9 @@ def _saved(
         _export(ctx, start, progress, version, stored)
 
 
-def _evaluation(ctx: RoleContext[LearnerRunConfig], start: Start, version: WeightVersion, name: str) -> EvaluationRun:
+def _evaluation(
+    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, version: WeightVersion, name: str
+) -> EvaluationRun:
     learner = ctx.config.learner
     return EvaluationRun(
         learner.eval_tasks(name),
@@ -321,7 +323,7 @@ def _evaluation(ctx: RoleContext[LearnerRunConfig], start: Start, version: Weigh
 
 def _export(
     ctx: RoleContext[LearnerRunConfig],
-    start: Start,
+    start: LearnerStart,
     progress: LearnerProgress,
     version: WeightVersion,
     stored: OwnedCheckpoints | None,
@@ -343,7 +345,7 @@ def _export(
             progress.checkpoint_failed(f"{out} could not be put into the store: {error}")
 
 
-def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient) -> Publisher:
+def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
     def post_plan(plan: WeightPlan) -> None:
@@ -379,7 +381,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: Start, client: An
     )
 
 
-def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRewards | None:
+def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: LearnerStart) -> GroupRewards | None:
     path = ctx.config.learner.tasks.group_reward
     if not path:
         return None
@@ -391,7 +393,7 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: Start) -> GroupRew
 
 
 def _student_ema(
-    ctx: RoleContext[LearnerRunConfig], start: Start, client: AnyClient, failed: Callable[[str], None]
+    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient, failed: Callable[[str], None]
 ) -> StudentEma | None:
     config = ctx.config.learner.ema
     if not config.decay:
@@ -412,7 +414,7 @@ def _student_ema(
 
 def _make_recorder(
     ctx: RoleContext[LearnerRunConfig],
-    start: Start,
+    start: LearnerStart,
     metrics: MetricsWriter,
     resume: WeightVersion | None,
     parent: WeightVersion,

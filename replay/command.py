@@ -70,7 +70,7 @@ _OWN: Final = ("epochs", "order", "objective", "compare", "batches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ReplayArguments:
     """The parsed command line."""
 
     file: Path
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED_EXIT_CODE
 
 
-def parse(arguments: Sequence[str]) -> Asked:
+def parse(arguments: Sequence[str]) -> ReplayArguments:
     """Parse the command line. Raises ConfigError with all mistakes."""
     words, own, others, mistakes = list(arguments), dict[str, str](), list[str](), list[str]()
     file = words.pop(0) if words and not words[0].startswith("--") else None
@@ -150,7 +150,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         mistakes.append("--compare: expected names of divergences, e.g. k1,k2,k3")
     if mistakes:
         raise ConfigError(*mistakes)
-    return Asked(
+    return ReplayArguments(
         file=Path(cast(str, file)).expanduser(),
         epochs=epochs,
         order=cast(Order | None, order),
@@ -160,7 +160,7 @@ def parse(arguments: Sequence[str]) -> Asked:
     )
 
 
-def prepare(asked: Asked, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
+def prepare(asked: ReplayArguments, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
     """Configuration and plan of a new replay: those of the recorded run, with the given keys on top. Raises
     ConfigError."""
     base = _base(recording.header)
@@ -198,7 +198,7 @@ def _objectives(config: RunConfig, compare: Sequence[str]) -> Iterator[Objective
             yield with_divergence(config.learner.objective, name)
 
 
-def prepare_resumed(asked: Asked, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
+def prepare_resumed(asked: ReplayArguments, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
     """Configuration and plan of the replay in `folder`. Raises ConfigError if other ones are asked for."""
     plan = read_plan(folder)
     check_file(plan, recording)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from stillhouse.learner.objectives.options import Capped, Distributions, LogRatio, Null, Sampled
+from stillhouse.learner.objectives.options import Capped, Distributions, LogRatio, Null, SampledDivergence
 from stillhouse.learner.objectives.registry import (
     ADVANTAGE,
     AGGREGATIONS,
@@ -285,7 +285,7 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"{sampled} with objective.rejection = {self.rejection.name!r}: r compares it with temperature 1, so "
                 "tokens of the present policy would be rejected; use rejection = 'none', or temperature 1"
             )
-        if any(isinstance(one, Sampled) and one.kl_student == "behaviour" for one in self.divergences):
+        if any(isinstance(one, SampledDivergence) and one.kl_student == "behaviour" for one in self.divergences):
             raise ValueError(
                 f"{sampled} with objective.divergence.kl_student = 'behaviour': mu at that temperature cannot be "
                 "compared with a teacher at temperature 1; use kl_student = 'current', or temperature 1"
@@ -352,7 +352,7 @@ class OfflineConfig(Settings, frozen=True, kw_only=True):
         DIVERGENCE.check(self.divergence)
         WEIGHT.check(self.importance)
         check_seq_kd(self.divergence, self.importance)
-        if isinstance(self.divergence, Sampled) and self.divergence.kl_student == "behaviour":
+        if isinstance(self.divergence, SampledDivergence) and self.divergence.kl_student == "behaviour":
             raise ValueError(
                 "divergence.kl_student: got behaviour, expected current: mu of these tokens is the teacher's log-prob"
             )

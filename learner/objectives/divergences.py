@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stillhouse.learner.objectives.config import ObjectiveConfig, has_baseline
 from stillhouse.learner.objectives.distributions import DistributionFn
-from stillhouse.learner.objectives.options import Distributions, KlStudent, LogRatio, Sampled
+from stillhouse.learner.objectives.options import Distributions, KlStudent, LogRatio, SampledDivergence
 from stillhouse.learner.objectives.registry import COST_TRANSFORM, DIVERGENCE
 from stillhouse.learner.objectives.sampled import CostFn
 from stillhouse.protocol.settings import Member
@@ -92,7 +92,7 @@ def _loaded(member: Member, config: ObjectiveConfig) -> Divergence:
     def cost(student: Tensor, teacher: Tensor) -> Tensor:
         return transform(function(student, teacher, *more), how)
 
-    kl_student = member.kl_student if isinstance(member, Sampled) else "current"
+    kl_student = member.kl_student if isinstance(member, SampledDivergence) else "current"
     return Divergence(cost, kl_student, has_baseline(member))
 
 

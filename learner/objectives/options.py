@@ -19,7 +19,7 @@ KlStudent: TypeAlias = Literal["current", "behaviour"]
 Baseline: TypeAlias = Literal["none", "expected_cost"]
 
 
-class Sampled(Member, frozen=True, kw_only=True):
+class SampledDivergence(Member, frozen=True, kw_only=True):
     """A cost of sampled tokens."""
 
     name: str = "k1"
@@ -27,7 +27,7 @@ class Sampled(Member, frozen=True, kw_only=True):
     """Log-prob of the student inside the cost. current: recomputed in this step. behaviour: reported when sampled."""
 
 
-class LogRatio(Sampled, frozen=True, kw_only=True):
+class LogRatio(SampledDivergence, frozen=True, kw_only=True):
     """The cost s - q."""
 
     baseline: Baseline = "none"
@@ -36,7 +36,7 @@ class LogRatio(Sampled, frozen=True, kw_only=True):
     Needs teacher.top_k, or teacher.payload = hidden. none: nothing."""
 
 
-class Null(Sampled, frozen=True, kw_only=True):
+class Null(SampledDivergence, frozen=True, kw_only=True):
     """A cost of unlikely tokens that no teacher has a part in: the control of a distillation."""
 
     name: str = "null"
@@ -92,7 +92,7 @@ class Capped(Member, frozen=True, kw_only=True):
     biases the gradient of the reverse KL more."""
 
 
-class Bounded(Member, frozen=True, kw_only=True):
+class RatioBounds(Member, frozen=True, kw_only=True):
     """A range [low, high] for r."""
 
     name: str = "token"
@@ -119,7 +119,7 @@ class Bounded(Member, frozen=True, kw_only=True):
             raise ValueError(f"low must be below high, got {low} and {high}")
 
 
-class Cispo(Bounded, frozen=True, kw_only=True):
+class Cispo(RatioBounds, frozen=True, kw_only=True):
     name: str = "cispo"
     low: NonNegativeFloat = 0.0
     """Smallest weight, at most 1. 0: no lower bound, as published."""
@@ -127,7 +127,7 @@ class Cispo(Bounded, frozen=True, kw_only=True):
     """Largest weight, at least 1 (published: ScaleRL, 4 to 8). Where others take eps, it is 1 + eps here."""
 
 
-class Clipped(Bounded, frozen=True, kw_only=True):
+class Clipped(RatioBounds, frozen=True, kw_only=True):
     """Weights of clipped surrogates."""
 
     name: str = "ppo"

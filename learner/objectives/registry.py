@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stillhouse.learner.objectives.options import (
-    Bounded,
     Capped,
     Cispo,
     Clip,
@@ -39,7 +38,8 @@ from stillhouse.learner.objectives.options import (
     MultiSample,
     Null,
     Overlong,
-    Sampled,
+    RatioBounds,
+    SampledDivergence,
     TokenAdvantage,
     TurnAdvantage,
     TurnReturns,
@@ -73,7 +73,7 @@ DIVERGENCES = Group(
     "divergence",
     "stillhouse.divergences",
     {name: f"{_HERE}.sampled:{name}" for name in ("k1", "k2", "k3", "seq_kd", "null")},
-    Sampled,
+    SampledDivergence,
     {"k1": LogRatio, "k2": LogRatio, "seq_kd": Member, "null": Null},
 )
 """Costs of a sampled token: `learner.objectives.sampled.CostFn`."""
@@ -130,7 +130,7 @@ REJECTIONS = Group(
     "rejection",
     "stillhouse.rejections",
     {name: f"{_HERE}.rejection:{name}" for name in ("none", "token", "sequence", "geometric")},
-    sections=dict.fromkeys(("token", "sequence", "geometric"), Bounded),
+    sections=dict.fromkeys(("token", "sequence", "geometric"), RatioBounds),
 )
 """Tokens on which two policies disagree: `learner.objectives.rejection.RejectionFn`."""
 
@@ -197,7 +197,7 @@ class Loaded(NamedTuple):
     """True if it has more options than its group's base."""
 
 
-class Choice(Members):
+class MemberChoice(Members):
     """The members of one or two groups under one key. A `module:function` belongs to the first group."""
 
     def __init__(self, *groups: Group) -> None:
@@ -254,12 +254,12 @@ class Choice(Members):
         return Loaded(function, member, type(member) not in (group.base, Member))
 
 
-DIVERGENCE = Choice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
-COST_TRANSFORM = Choice(COST_TRANSFORMS)
-WEIGHT = Choice(IMPORTANCE)
-REJECTION = Choice(REJECTIONS)
-ADVANTAGE = Choice(ADVANTAGES, TURN_ADVANTAGES, TOKEN_ADVANTAGES)
-LENGTH_PENALTY = Choice(LENGTH_PENALTIES)
+DIVERGENCE = MemberChoice(DIVERGENCES, DISTRIBUTION_DIVERGENCES)
+COST_TRANSFORM = MemberChoice(COST_TRANSFORMS)
+WEIGHT = MemberChoice(IMPORTANCE)
+REJECTION = MemberChoice(REJECTIONS)
+ADVANTAGE = MemberChoice(ADVANTAGES, TURN_ADVANTAGES, TOKEN_ADVANTAGES)
+LENGTH_PENALTY = MemberChoice(LENGTH_PENALTIES)
 
 
 def counts_by_turn(aggregation: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.learner.objectives.importance import TokenRatios
-from stillhouse.learner.objectives.options import Bounded
+from stillhouse.learner.objectives.options import RatioBounds
 from stillhouse.protocol.settings import Member
 
 RejectionFn: TypeAlias = Callable[[TokenRatios, Any], Tensor]
@@ -31,17 +31,17 @@ def none(ratios: TokenRatios, options: Member) -> Tensor:
     return torch.zeros_like(ratios.student_N, dtype=torch.bool)
 
 
-def token(ratios: TokenRatios, options: Bounded) -> Tensor:
+def token(ratios: TokenRatios, options: RatioBounds) -> Tensor:
     """r of the token itself."""
     return _outside(ratios.ratio(), options)
 
 
-def sequence(ratios: TokenRatios, options: Bounded) -> Tensor:
+def sequence(ratios: TokenRatios, options: RatioBounds) -> Tensor:
     """Product of r over the rollout: the whole rollout is rejected or kept. Long rollouts leave any range sooner."""
     return _outside(torch.exp(ratios.sequence_log_ratio(mean=False)), options)
 
 
-def geometric(ratios: TokenRatios, options: Bounded) -> Tensor:
+def geometric(ratios: TokenRatios, options: RatioBounds) -> Tensor:
     """Geometric mean of r over the rollout: the whole rollout is rejected or kept, whatever its length."""
     return _outside(torch.exp(ratios.sequence_log_ratio(mean=True)), options)
 
@@ -50,5 +50,5 @@ TOKEN_LOCAL = (none, token)
 """Members that decide on a token without looking at other tokens."""
 
 
-def _outside(ratio_N: Tensor, options: Bounded) -> Tensor:
+def _outside(ratio_N: Tensor, options: RatioBounds) -> Tensor:
     return ~((ratio_N >= options.low) & (ratio_N <= options.high))

@@ -200,7 +200,7 @@ class AccountFile:
         return True
 
 
-class LearnerAccount:
+class AccountWriter:
     """learner.json of a run: written every few seconds, after each checkpoint and evaluation, and at the end."""
 
     def __init__(self, file: AccountFile, progress: LearnerProgress, publisher: Publisher, tensorboard: Path) -> None:

@@ -35,7 +35,7 @@ from stillhouse.learner.loop import LearnerLoop, LearnerParts
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from stillhouse.learner.reports.metrics import MetricsWriter, read_metrics
-from stillhouse.learner.reports.progress import AccountFile, LearnerAccount, LearnerProgress
+from stillhouse.learner.reports.progress import AccountFile, AccountWriter, LearnerProgress
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
@@ -139,7 +139,7 @@ def learning(
 
             stop = StopRequest()
             progress = LearnerProgress()
-            account = LearnerAccount(AccountFile(tmp_path, metrics.unwritten), progress, publisher, tmp_path)
+            account = AccountWriter(AccountFile(tmp_path, metrics.unwritten), progress, publisher, tmp_path)
             checkpoints = stack.enter_context(CheckpointWriter(stage, progress, saved=lambda _: None))
             parts = LearnerParts(
                 client=client,

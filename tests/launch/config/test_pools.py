@@ -25,7 +25,7 @@ from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.machine.machine import Interpreters, Machine
 from stillhouse.launch.servers.attached import ask_servers
 from stillhouse.launch.servers.plan import plan_servers
-from stillhouse.learner.objectives.options import Distributions, Jsd, Sampled
+from stillhouse.learner.objectives.options import Distributions, Jsd, SampledDivergence
 from tests.launch.servers.test_attached import A
 
 FILE = """
@@ -87,7 +87,7 @@ def test_a_pool_may_have_a_divergence_of_its_own_with_options(tmp_path: Path) ->
     key = "--learner.objective.teacher_divergences"
     changed = resolve(tmp_path, FILE + OWN, f"{key}.adders=k3", f"{key}.multipliers=jsd", f"{key}.multipliers.beta=0.2")
     assert changed.learner.objective.teacher_divergences == {
-        "adders": Sampled(name="k3"),
+        "adders": SampledDivergence(name="k3"),
         "multipliers": Jsd(beta=0.2),
     }
     write_config(changed, tmp_path / "config.yaml")

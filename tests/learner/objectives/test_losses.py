@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
-from stillhouse.learner.objectives.options import Bounded, Capped, Sampled
+from stillhouse.learner.objectives.options import Capped, RatioBounds, SampledDivergence
 from tests.learner.settings import objective_config
 
 V = 4
@@ -53,13 +53,13 @@ def _slow(student: Any, inputs: TokenInputs, config: ObjectiveConfig, n_global: 
         advantage = 0.0
         for m in range(inputs.teacher_MN.shape[0]):
             if inputs.routed_MN[m, t]:
-                compared = s if cast(Sampled, config.divergence).kl_student == "current" else mu
+                compared = s if cast(SampledDivergence, config.divergence).kl_student == "current" else mu
                 advantage -= config.coef * (compared - float(inputs.teacher_MN[m, t]))
         r = math.exp(s - mu)
         match config.importance:
             case Capped(cap=cap):
                 w = min(r, cap)
-            case Bounded(low=low, high=high):
+            case RatioBounds(low=low, high=high):
                 w = max(low, min(r, high))
             case _:
                 w = 1.0

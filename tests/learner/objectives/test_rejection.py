@@ -15,7 +15,7 @@ from torch import Tensor
 from stillhouse.learner.objectives import rejection
 from stillhouse.learner.objectives.importance import TokenRatios
 from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
-from stillhouse.learner.objectives.options import Bounded
+from stillhouse.learner.objectives.options import RatioBounds
 from stillhouse.learner.objectives.registry import IMPORTANCE, REJECTIONS, find_member
 from tests.learner.objectives.test_losses import token_inputs
 from tests.learner.settings import objective_config
@@ -93,7 +93,7 @@ def test_rejections_said_to_be_a_tokens_own_are_worked_out_token_by_token(name: 
     def rejected(part: slice) -> Tensor:
         n = len(student_N[part])
         ratios = TokenRatios(student_N[part], behaviour_N[part], torch.zeros(n), torch.zeros(n, dtype=torch.int64), 1)
-        return member(ratios, Bounded(low=0.8, high=1.25))
+        return member(ratios, RatioBounds(low=0.8, high=1.25))
 
     alone_N = torch.cat([rejected(slice(t, t + 1)) for t in range(12)])
     assert (member in rejection.TOKEN_LOCAL) == torch.equal(rejected(slice(None)), alone_N)
