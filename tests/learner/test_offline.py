@@ -209,22 +209,6 @@ def test_figures_and_rewards_of_the_student_are_its_own(tiny_student: Student, m
     assert with_them["offline_reverse_kl"] == pytest.approx(with_them["offline_logprob"] - q, rel=1e-4)
 
 
-def test_packing_does_not_change_a_mixed_gradient(tiny_student: Student, make_item: Make, tmp_path: Path) -> None:
-    own = [make_item("a", [0] + [1] * 12), make_item("b", [0, 1, 1])]
-    theirs = [make_item("t", [0] + [1] * 9), make_item("u", [0, 1]), make_item("v", [0, 0, 1])]
-
-    def gradients(pack_tokens: int, aggregation: str, order: int) -> dict[str, Tensor]:
-        config = learner_config(**SGD_LIKE, offline=offline(tmp_path), pack_tokens=pack_tokens, aggregation=aggregation)
-        return step_gradients(
-            Trainer(tiny_student(dtype=torch.float64), config, total_steps=1), own[::order], theirs[::order]
-        )
-
-    for aggregation in ("token_mean", "sequence_mean"):
-        whole, parts = gradients(4096, aggregation, 1), gradients(5, aggregation, -1)
-        for name, gradient in whole.items():
-            torch.testing.assert_close(parts[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
-
-
 def test_a_rollout_of_the_file_whose_gradient_is_not_finite_is_named(
     tiny_student: Student, make_item: Make, tmp_path: Path
 ) -> None:

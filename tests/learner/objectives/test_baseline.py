@@ -84,29 +84,6 @@ def test_the_expected_gradient_is_unchanged(importance: Any, k: int, seed: int) 
     torch.testing.assert_close(having.mean_V, torch.tensor(expected_V, dtype=torch.float64), atol=1e-14, rtol=1e-12)
 
 
-@pytest.mark.parametrize("cap", [1.2, 2.0])
-def test_what_a_cap_does_to_the_expected_gradient(cap: float) -> None:
-    """It changes by baseline * sum over v of max(0, p_v - cap * mu_v) * grad s_v: what the cap cuts off."""
-    s_V, q_V, mu_V = _logprobs(0), _logprobs(100), _logprobs(200)
-    baseline = _kl(s_V, q_V)
-    without, having = (_moments(s_V, mu_V, q_V, ("truncated", {"cap": cap}), b) for b in (0.0, baseline))
-    p, mu = [math.exp(s) for s in s_V], [math.exp(m) for m in mu_V]
-    cut = [max(0.0, p[v] - cap * mu[v]) for v in range(V)]
-    change_V = [baseline * (cut[j] - p[j] * sum(cut)) for j in range(V)]
-    torch.testing.assert_close(
-        having.mean_V - without.mean_V, torch.tensor(change_V, dtype=torch.float64), atol=1e-14, rtol=1e-10
-    )
-    assert max(map(abs, change_V)) > 0.01
-
-
-def test_without_weights_an_older_students_tokens_are_biased_and_the_baseline_adds_to_that() -> None:
-    s_V, q_V, mu_V = _logprobs(0), _logprobs(100), _logprobs(200)
-    without, having = (_moments(s_V, mu_V, q_V, "none", b) for b in (0.0, _kl(s_V, q_V)))
-    p, mu = [math.exp(s) for s in s_V], [math.exp(m) for m in mu_V]
-    change_V = torch.tensor([-_kl(s_V, q_V) * (mu[j] - p[j]) for j in range(V)], dtype=torch.float64)
-    torch.testing.assert_close(having.mean_V - without.mean_V, change_V, atol=1e-14, rtol=1e-10)
-
-
 def test_the_variance_falls_where_the_teacher_is_surer_and_can_rise_where_it_is_less_sure() -> None:
     """Subtracting b lowers it exactly where 0 < b < 2 E[c |g|^2] / E[|g|^2] (c the cost, g = grad s)."""
     seeds = range(30)

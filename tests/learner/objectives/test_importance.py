@@ -16,7 +16,6 @@ from stillhouse.learner.objectives.importance import (
     TOKEN_LOCAL,
     ImportanceFn,
     TokenRatios,
-    context_weights,
     decoupled,
     gspo,
     ppo,
@@ -157,27 +156,6 @@ def test_decoupled_corrects_against_the_sampler_and_clips_against_the_proximal_p
 
 
 # ------------------------------------------------------------------------------------------ exact enumeration
-
-
-def test_context_weights_are_the_product_before_each_token() -> None:
-    """Two rollouts, one behind the other; against a loop."""
-    student = [-1.0, -2.0, -0.5, -1.5, -0.2]
-    behaviour = [-1.3, -1.8, -0.9, -1.0, -0.7]
-    sequence = [4, 4, 4, 1, 1]
-    ratios = TokenRatios(
-        torch.tensor(student, dtype=torch.float64),
-        torch.tensor(behaviour, dtype=torch.float64),
-        torch.zeros(5),
-        torch.tensor(sequence),
-        6,
-    )
-    expected: list[float] = []
-    for t in range(5):
-        before = [u for u in range(t) if sequence[u] == sequence[t]]
-        expected.append(min(math.exp(sum(student[u] - behaviour[u] for u in before)), 1.3))
-    got = context_weights(ratios, torch.tensor([-1, 0, 1, -1, 3]), 1.3)
-    assert got.tolist() == pytest.approx(expected)
-    assert got[0] == got[3] == 1.0
 
 
 @pytest.mark.parametrize("name", IMPORTANCE.built_in)

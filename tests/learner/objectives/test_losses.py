@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.learner.objectives.config import ObjectiveConfig
-from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
+from stillhouse.learner.objectives.losses import TokenInputs, make_objective, token_loss
 from stillhouse.learner.objectives.options import Capped, RatioBounds, SampledDivergence
 from tests.learner.settings import objective_config
 
@@ -101,18 +101,6 @@ def test_the_null_teacher_counts_once_with_any_number_of_teachers(m: int, kl_stu
     told = [sum(s - float(inputs.teacher_MN[i, t]) for i in range(m) if inputs.routed_MN[i, t])
             for t, s in enumerate(student_N.tolist())]  # fmt: skip
     np.testing.assert_allclose(terms.reverse_kl_N.numpy(), told, rtol=1e-12)  # of the teachers that there are
-
-
-def test_shares_of_microbatches_add_up_to_the_whole() -> None:
-    student_N, inputs = _random_inputs()
-    objective = make_objective(ObjectiveConfig(), max_new_tokens=9)
-
-    def share(part: slice) -> LossTerms:
-        chosen = token_inputs(inputs.behaviour_N[part], inputs.teacher_MN[:, part], inputs.routed_MN[:, part])
-        return token_loss(student_N[part], chosen, objective, 9)
-
-    whole = token_loss(student_N, inputs, objective, 9).loss
-    torch.testing.assert_close(share(slice(0, 2)).loss + share(slice(2, 9)).loss, whole)
 
 
 # ------------------------------------------------------------------------------------------ exact enumeration

@@ -127,14 +127,6 @@ def test_means_are_of_what_was_added_since_the_step_before() -> None:
     assert now["actors/generation_s"] == pytest.approx((3.0 + 1.0) / 2)
 
 
-def test_figures_of_agents_are_per_rollout_and_absent_without_agents() -> None:
-    figures = WorkerFigures()
-    figures.update(snapshot(peer("actor", "actor-0")))
-    assert not any(name.startswith("agents/") for name in figures.update(snapshot(peer("actor", "actor-0"))))
-    now = figures.update(snapshot(peer("actor", "actor-0", agent_rollouts_total=4.0, agent_forks_total=6.0)))
-    assert (now["agents/forks_per_rollout"], now["agents/drift_tokens_per_rollout"]) == (1.5, 0.0)
-
-
 def test_a_worker_that_began_anew_counts_from_zero() -> None:
     figures = WorkerFigures()
     figures.update(snapshot(peer("teacher", "teacher-0", score_s_total=50.0, scored_items_total=10.0)))

@@ -196,25 +196,6 @@ def test_figures_equal_a_loop_over_judged_tokens(tiny_student: Student, make_ite
     assert figures["updates_logprob_shift"] != 0.0 != figures["value_grad_norm"]
 
 
-def test_values_learn_and_advantages_teach(tiny_student: Student, make_item: Make) -> None:
-    """Two rollouts, the good one after another prompt: soon the value function tells them apart, and the student
-    prefers what the rewarded one says."""
-    config = config_of(coef=0.0, lr=3e-3, value={"lr": 3e-2, "decay": 0.95, "discount": 1.0})
-    trainer = Trainer(tiny_student(), config, total_steps=60)
-    good, bad = (make_item(str(i), [0, 0] + [1] * 8, seed=i, reward=float(i == 0), teachers=()) for i in range(2))
-    for item in (good, bad):
-        item.behaviour_L[:] = -3.0
-    figures = [trainer.step([good, bad]) for _ in range(60)]
-    first, last = figures[0].as_dict(), figures[-1].as_dict()
-    assert (first["value_explained_variance"], first["value_mean"]) == (0.0, 0.0)
-    assert last["value_explained_variance"] > 0.8 and last["value_loss"] < 0.1 * first["value_loss"]
-
-    def logprob(item: TrainItem) -> float:
-        return Trainer(trainer.model, LearnerConfig(), total_steps=9).step([item]).logprob
-
-    assert logprob(good) > logprob(bad) + 0.5
-
-
 def test_adapters_learn_from_the_value_loss_where_they_may(tiny_student: Student, make_item: Make) -> None:
     def trained(through: bool) -> dict[str, Tensor]:
         model = tiny_student()
