@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from stillhouse.engines.base import UpdateMode
-from stillhouse.models.description import DtypeName, LoadDtype
+from stillhouse.models.description import LoadDtype
 from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -26,8 +26,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     """Longest sequence in tokens, prompt and answer together. A request that reaches it ends with reason "length"."""
     update_mode: UpdateMode = "in_place"
     """Treatment of running requests at a weight swap: `in_place` keeps their KV cache, `retract` recomputes it."""
-    dtype: DtypeName = "float32"
-    """Precision of weights and KV cache. Log-probs are always computed in float32."""
+    dtype: LoadDtype = "auto"
+    """Precision of weights and KV cache; auto: bfloat16 on cuda, float32 elsewhere. Log-probs are always computed in
+    float32."""
     device: str = "auto"
     """Torch device. auto (GPUs where there are any) or cuda: each actor gets a free GPU, and they share where there are
     too few; cpu; cuda:1: all actors on that GPU."""
@@ -44,7 +45,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_device(self.device)
-        if self.kernels == "on" and not (self.fused and self.dtype == "float32"):
+        if self.kernels == "on" and not (self.fused and self.dtype in ("auto", "float32")):
             raise ValueError(
                 f"kernels = on with fused = {self.fused} and dtype = {self.dtype}; they are for the hand-written "
                 "decoder (fused) in float32"

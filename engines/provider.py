@@ -9,7 +9,7 @@ nor a provider's module imports torch at its top, because the launcher and worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol, TypeAlias
@@ -133,6 +133,16 @@ class MemoryNeed(NamedTuple):
     likely: Mapping[str, float]
 
 
+class GpuRoom(NamedTuple):
+    """The memory that one server finds on one of its GPUs, in bytes."""
+
+    total: float
+    free: float
+    """What those that start before it leave."""
+    cache: float | None = None
+    """What is planned for its cache on a GPU that it shares; None: it has the GPU alone."""
+
+
 class ContextLimit(NamedTuple):
     """The longest sequence that an engine is configured for."""
 
@@ -248,8 +258,13 @@ class ServerEngine:
         """The message for the user when `python` cannot run servers, else None. `server.device` is cpu or cuda."""
         raise NotImplementedError
 
-    def launch(self, server: ServerConfig) -> Launch:
+    def launch(self, server: ServerConfig, added: tuple[str, ...] = ()) -> Launch:
+        """`added`: arguments that the launcher chose, over which the user's own win."""
         raise NotImplementedError
+
+    def suited(self, server: ServerConfig, look: Interpreter) -> tuple[str, ...]:
+        """Arguments for what the servers' interpreter has installed. `server.device` is cpu or cuda."""
+        return ()
 
     def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
         """The command for a server that is not `forked`. The server must die with the process that runs it (this one),
@@ -273,11 +288,20 @@ class ServerEngine:
         """One message for each of the user's arguments that contradicts the configuration or cannot work."""
         yield from ()
 
-    def memory_fraction(self, arguments: Sequence[str]) -> float | None:
-        """Share of a GPU's memory that the arguments allow a server; None where they do not set it."""
-        return None
+    def cache_token_bytes(self, server: ServerConfig, shape: ModelShape) -> float:
+        """What one token takes of a server's cache on each of its GPUs."""
+        return 0.0
 
-    def memory(self, server: ServerConfig, shape: ModelShape, gpu_bytes: float) -> MemoryNeed:
+    def own_cache(self, server: ServerConfig, shape: ModelShape, free_bytes: float) -> float | None:
+        """What the user's own arguments give the cache on a GPU that is shared, of which this much is free at the
+        server's start; None: they do not say it, and it gets what is left."""
+        return 0.0
+
+    def cache_arguments(self, server: ServerConfig, shape: ModelShape, cache_bytes: float) -> tuple[str, ...]:
+        """Arguments for a server that shares a GPU and has this much there for its cache."""
+        return ()
+
+    def memory(self, role: EngineRole, server: ServerConfig, shape: ModelShape, room: GpuRoom) -> MemoryNeed:
         """Memory of one server on each of its GPUs."""
         raise NotImplementedError
 

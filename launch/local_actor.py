@@ -22,7 +22,8 @@ from stillhouse.engines.base import Int32s
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import load_causal_lm, resolve_device
 from stillhouse.models.packed import context_window
 from stillhouse.models.tokenizer import stop_token_ids
 from stillhouse.protocol.messages import Message, RolloutFailed, Segment, Task, Ticket, WeightVersion
@@ -39,7 +40,8 @@ class LocalActor:
         self, path: str | Path, settings: EngineConfig, config: RunConfig, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         """`path`: the model's folder. `config`: environments and limits."""
-        model = load_causal_lm(path, device="cpu", dtype=settings.dtype, attention="sdpa")
+        dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
+        model = load_causal_lm(path, device="cpu", dtype=dtype, attention="sdpa")
         settings = msgspec.structs.replace(
             settings, max_context=min(settings.max_context, context_window(model.config))
         )

@@ -8,7 +8,9 @@ aten/src/ATen/native/transformers/cuda/sdp_utils.cpp:
                       sm86, sm89, sm120); grouped queries (`check_batch_size_and_num_heads_dense<true>`)
     memory-efficient  float32, float16, bfloat16; masks; any head size; no grouped queries in 2.13 (<false>; torch's
                       main has begun to take them)
-    cuDNN             tried after those two; float16, bfloat16 only
+    cuDNN             float16, bfloat16 only; torch 2.11 tries it first on Hopper. It is turned off here: it compiles a
+                      plan for each shape and keeps it, and in a packed forward or a decode step nearly every shape is
+                      new
 
 So where flash does not apply, keys and values are repeated once per query head for the memory-efficient kernel. This
 costs 2 * T * N * D more numbers per layer (64 MB each for 4,096 tokens of 32 * 128 in float32).
@@ -29,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+torch.backends.cuda.enable_cudnn_sdp(False)
 _FLASH_DTYPES: Final = (torch.float16, torch.bfloat16)
 _CPU_KERNEL: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -203,6 +203,7 @@ class _ChunkedScores(torch.autograd.Function):
                 top_logprobs_TK[chunk] = z_CV.gather(1, top_ids_TK[chunk]) - normaliser_C[:, None]
             if options.entropy:
                 entropy_T[chunk] = normaliser_C - exp_CV.mul_(z_CV).sum(dim=1) / total_C
+            del z_CV, exp_CV  # else they would stay until the next chunk's logits are there
         ctx.save_for_backward(hidden_TH, weight_VH, bias_V, targets_T, normalisers_T)
         ctx.options = options
         ctx.mark_non_differentiable(entropy_T, top_ids_TK, top_logprobs_TK)
@@ -237,6 +238,7 @@ class _ChunkedScores(torch.autograd.Function):
                 grad_weight_VH.add_(grad_CV.T @ hidden_CH)
             if grad_bias_V is not None:
                 grad_bias_V.add_(grad_CV.sum(dim=0))
+            del z_CV, grad_CV
         return (
             grad_hidden_TH,
             None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),

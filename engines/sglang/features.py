@@ -46,7 +46,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     def precision(self) -> Precision:
         if self.quantization or (self.kv_cache_dtype or "").startswith("fp8"):
             return "quantized"
-        return "float32" if self.dtype == "float32" and not (self.device or "cuda").startswith("cuda") else "half"
+        if self.dtype in ("float32", "float"):
+            return "float16" if (self.device or "cuda").startswith("cuda") else "float32"
+        return "float16" if self.dtype in ("float16", "half") else "bfloat16"  # auto: either; the wider one holds
 
 
 class ListedModel(msgspec.Struct, frozen=True):
@@ -109,7 +111,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     (`one`)."""
     greedy_logprobs_at_one: bool
     """At temperature 0 log-probs are those of temperature 1."""
-    precision: Precision = "half"
+    precision: Precision = "bfloat16"
     """Precision of its computation."""
     adapter_rank: int = 0
     """Largest rank of the adapters that it loads; 0: it loads none."""

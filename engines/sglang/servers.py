@@ -19,6 +19,7 @@ from stillhouse.engines.config import ServerConfig, WorkerSettings
 from stillhouse.engines.provider import (
     AdapterWish,
     EngineRole,
+    GpuRoom,
     Interpreter,
     Launch,
     MemoryNeed,
@@ -54,6 +55,14 @@ NVLS: Final = Option(("--enable-nccl-nvls",), ("--enable-nccl",))
 CERTIFICATE: Final = Option(("--ssl-certfile",), ("--ssl-certfile",))
 DEVICE: Final = Option(("--device",), ("--device",))
 FRACTION: Final = Option(("--mem-fraction-static",), ("--mem-f",))
+TOKENS: Final = Option(("--max-total-tokens",), ("--max-total",))
+CHUNK: Final = Option(("--chunked-prefill-size",), ("--chunked",))
+DTYPE: Final = Option(("--dtype",), ("--dt",))
+CACHE_DTYPE: Final = Option(("--kv-cache-dtype",), ("--kv-cache-d",))
+ATTENTION: Final = Option(
+    ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"),
+    ("--at", "--prefill-at", "--decode-at"),
+)
 QUANTIZATION: Final = Option(("--quantization",), ("--quantization",))
 LORA: Final = Option(("--enable-lora",), ("--enable-lora",))
 LORA_RANK: Final = Option(("--max-lora-rank",), ("--max-lora-r",))
@@ -82,8 +91,22 @@ NEEDED: Final = ("sglang", "triton")
 """Modules that a server needs; triton is checked only for GPUs in the environment of `make sglang-cpu`."""
 UPDATABLE: Final = "flash_rl"
 """SGLang's loader that can quantize new weights again (QuantizedRLModelLoader)."""
-SERVER_FRACTION: Final = 0.85
-"""Share of a GPU's memory where the arguments do not set it: SGLang chooses by the GPU, about this."""
+FLASHINFER: Final = "flashinfer"
+FA3: Final = "sgl_kernel/flash_ops"
+"""A file, which has the kernels of FlashAttention 3."""
+FLASHINFER_SWITCH: Final = "SGLANG_IS_FLASHINFER_AVAILABLE"
+SHARED_FRACTION: Final = 0.95
+"""--mem-fraction-static on a GPU that others use as well: what limits the cache there is --max-total-tokens."""
+SHARED_CHUNK: Final = 2048
+"""--chunked-prefill-size there: activations and a teacher's logits grow with it."""
+LOGPROB_ROWS: Final = 2048
+"""Rows whose log-probs SGLang computes at one time (SGLANG_LOGPROB_CHUNK_SIZE)."""
+SAMPLED_ROWS: Final = 256
+FROM_LOGITS: Final = 2.6
+"""Logits in float32 and what is computed from them, relative to the logits."""
+BY_GPU: Final = ((20, 2048, 8), (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (float("inf"), 16384, 512))
+"""SGLang's defaults for GPUs of less than so many GiB: tokens of a prefill, and requests of its largest CUDA graph."""
+SUFFIXES: Final = {"k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 
 
 SERVE: Final = Path(sglang_servers.__file__).with_name("serve.py")
@@ -92,7 +115,7 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 
 
 class SGLangServers(ServerEngine):
-    modules = NEEDED
+    modules = (*NEEDED, FLASHINFER, FA3)
 
     def choose_python(self, server: ServerConfig) -> Path:
         """`server.python`, or the environment of `make sglang-cpu`, or the interpreter that runs this."""
@@ -122,13 +145,13 @@ class SGLangServers(ServerEngine):
             return False, f"GPUs, but {found}"
         return True, f"GPUs, and SGLang in {python}"
 
-    def launch(self, server: ServerConfig) -> Launch:
+    def launch(self, server: ServerConfig, added: tuple[str, ...] = ()) -> Launch:
         """On a CPU, in our environment for it, servers are forked from sglang_server's zygote; a user's interpreter has
         a normal build of SGLang. On GPUs SGLang's defaults are kept."""
         python = self.choose_python(server)
         forked = server.device == "cpu" and python == DEFAULT_PYTHON
         base = SERVER_ARGS if forked else ("--device", server.device)
-        arguments = (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *server.args)
+        arguments = (*base, *COMMON_ARGS, "--tp-size", str(server.tp), *added, *server.args)
         return Launch(python, arguments, forked, value_of(server.args, CERTIFICATE) or "")
 
     def command(self, launch: Launch, model: str, host: str, port: int, api_key: str, log: Path) -> ServerCommand:
@@ -200,19 +223,60 @@ class SGLangServers(ServerEngine):
         added = (*LORA.names, *LORA_RANK.names, str(wish.rank), "--lora-target-modules", *targets, *backend)
         return msgspec.structs.replace(server, args=(*added, *server.args))
 
-    def memory_fraction(self, arguments: Sequence[str]) -> float | None:
-        """None also for a value that is not a number, which SGLang refuses."""
-        text = value_of(arguments, FRACTION)
-        try:
-            return float(text) if text is not None else None
-        except ValueError:
-            return None
+    def suited(self, server: ServerConfig, look: Interpreter) -> tuple[str, ...]:
+        """The attention backend, where SGLang might choose one that is missing: by the GPU alone it takes fa3 or
+        trtllm_mha, which is flashinfer's (0.5.23, `get_default_attn_backend`). Where both are there it may."""
+        if server.device != "cuda" or value_of(server.args, ATTENTION):
+            return ()
+        flashinfer = FLASHINFER not in look.missing and os.environ.get(FLASHINFER_SWITCH, "true").lower() in (
+            "true",
+            "1",
+        )
+        if flashinfer and FA3 not in look.missing:
+            return ()
+        return ATTENTION.names[0], FLASHINFER if flashinfer else "triton"
 
-    def memory(self, server: ServerConfig, shape: ModelShape, gpu_bytes: float) -> MemoryNeed:
-        fraction = self.memory_fraction(server.args)
-        weights = shape.dtype_bytes * shape.parameters / server.tp
-        room = (SERVER_FRACTION if fraction is None else fraction) * gpu_bytes
-        return MemoryNeed({"weights": weights}, {"KV cache": max(0.0, room - weights)})
+    def cache_token_bytes(self, server: ServerConfig, shape: ModelShape) -> float:
+        quantized = (value_of(server.args, CACHE_DTYPE) or "").startswith("fp8")
+        width = 1 if quantized else _width(server)
+        return shape.layers * 2 * shape.kv_width * width / server.tp
+
+    def own_cache(self, server: ServerConfig, shape: ModelShape, free_bytes: float) -> float | None:
+        fraction, tokens = _number(server.args, FRACTION), _number(server.args, TOKENS)
+        if fraction is None and tokens is None:
+            return None
+        left = free_bytes * (fraction or SHARED_FRACTION) - _weights(server, shape)
+        return max(0.0, left if tokens is None else min(left, tokens * self.cache_token_bytes(server, shape)))
+
+    def cache_arguments(self, server: ServerConfig, shape: ModelShape, cache_bytes: float) -> tuple[str, ...]:
+        tokens = int(cache_bytes / self.cache_token_bytes(server, shape))
+        arguments = {FRACTION: SHARED_FRACTION, TOKENS: tokens, CHUNK: SHARED_CHUNK}
+        return tuple(word for option, value in arguments.items() for word in (option.names[0], str(value)))
+
+    def memory(self, role: EngineRole, server: ServerConfig, shape: ModelShape, room: GpuRoom) -> MemoryNeed:
+        """SGLang's cache takes, of the memory that is free when it has loaded its weights, all but a share of what was
+        free before (0.5.17 to 0.5.23, `_profile_available_bytes` and `_apply_token_constraints` in
+        srt/mem_cache/kv_cache_configurator.py):
+
+            min(free after loading - (1 - --mem-fraction-static) * free at its start, --max-total-tokens * token bytes)
+
+        It refuses to start where that is not above 0. If nobody else takes memory meanwhile, the first is
+        --mem-fraction-static * free at its start - weights. Two servers with fractions of 0.9 each can share a GPU."""
+        weights, chunk, cache = _weights(server, shape), _number(server.args, CHUNK), room.cache
+        if cache is None:
+            own = _number(server.args, FRACTION) or default_fraction(room.total, server.tp)
+            tokens = _number(server.args, TOKENS)
+            limit = float("inf") if tokens is None else tokens * self.cache_token_bytes(server, shape)
+            cache = max(0.0, min(room.free * own - weights, limit))
+        chunk = chunk or (SHARED_CHUNK if room.cache is not None else _by_gpu(room.total)[0])
+        rows = min(chunk, LOGPROB_ROWS) if role == "teacher" else SAMPLED_ROWS
+        likely = {
+            "KV cache": cache,
+            "activations": chunk * (10 * shape.hidden + 4 * shape.mlp) * _width(server) / server.tp,
+            "logits": FROM_LOGITS * 4 * rows * shape.vocabulary,
+            "CUDA graphs": (512 + 2 * _by_gpu(room.total)[1]) * 2**20,
+        }
+        return MemoryNeed({"weights": weights}, likely)
 
     def nccl_environment(self, server: ServerConfig) -> dict[str, str]:
         """Variables by which NCCL shares memory. SGLang sets both to 0, or to 1 by --enable-symm-mem and
@@ -220,3 +284,35 @@ class SGLangServers(ServerEngine):
         NCCL's defaults."""
         symmetric, nvls = has(server.args, SYMMETRIC), has(server.args, NVLS)
         return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(symmetric or nvls))}
+
+
+def default_fraction(total_bytes: float, tp: int) -> float:
+    """--mem-fraction-static where nobody sets it: what a prefill, CUDA graphs (50 of a prefill) and constants leave, in
+    MiB; on more than 60 GiB they get 10 GiB (0.5.23, `handle_gpu_memory_settings` in srt/arg_groups/memory_hook.py)."""
+    chunk, graph = _by_gpu(total_bytes)
+    reserved = 512 + 1.5 * chunk + 2 * graph + 8 * 50 + 128 * tp
+    total = total_bytes / 2**20
+    return 1.0 - max(reserved, 10 * 1024 if total > 60 * 1024 else 0.0) / total
+
+
+def _by_gpu(total_bytes: float) -> tuple[int, int]:
+    return next((chunk, graph) for gib, chunk, graph in BY_GPU if total_bytes < gib * 2**30)
+
+
+def _weights(server: ServerConfig, shape: ModelShape) -> float:
+    return _width(server) * shape.parameters / server.tp
+
+
+def _width(server: ServerConfig) -> int:
+    """Bytes per number. Without --dtype SGLang turns float32 into float16 on GPUs, and on CPUs nothing is planned."""
+    return 4 if value_of(server.args, DTYPE) in ("float32", "float") else 2
+
+
+def _number(args: Sequence[str], option: Option) -> float | None:
+    """None also for a value that is no number, which SGLang refuses."""
+    text = value_of(args, option) or ""
+    digits = text.rstrip("kKMi")
+    try:
+        return float(digits) * SUFFIXES.get(text.removeprefix(digits), 1)
+    except ValueError:
+        return None

@@ -33,6 +33,7 @@ from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
 from stillhouse.engines.torch.step import Prefill, plan_step
 from stillhouse.engines.torch.weights import WeightStage
+from stillhouse.models.description import resolve_dtype
 from stillhouse.models.loading import resolve_device
 from stillhouse.models.packed import context_window
 from stillhouse.protocol.messages import TopIdsWanted, WeightVersion
@@ -63,7 +64,8 @@ class TorchEngine:
             raise ValueError(f"max_context = {config.max_context} tokens; this model's context window is {limit}")
         self._config = config
         self._device = torch.device(resolve_device(config.device))
-        model.to(device=self._device, dtype=getattr(torch, config.dtype)).eval().requires_grad_(False)  # pyright: ignore
+        dtype = getattr(torch, resolve_dtype(config.dtype, self._device.type))
+        model.to(device=self._device, dtype=dtype).eval().requires_grad_(False)  # pyright: ignore
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
         self._n_ids = vocabulary_rows(model)
         self._decoder = build_decoder(model, config.max_context, fused=config.fused, kernels=config.kernels)

@@ -52,8 +52,10 @@ class TorchProvider(EngineProvider):
         tokenizer = load_tokenizer(path)
 
         def start(wake: Callable[[], None]) -> Student:
-            engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=config.dtype, attention="sdpa"), config)
-            weights = EmbeddedWeights(engine, device=resolve_device(config.device))
+            device = resolve_device(config.device)
+            dtype = resolve_dtype(config.dtype, device)
+            engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=dtype, attention="sdpa"), config)
+            weights = EmbeddedWeights(engine, device=device)
             return Student(engine, weights, config.max_context)
 
         return StudentSource(tokenizer, token_map_fingerprint(tokenizer), stop_token_ids(path, tokenizer), start)
@@ -71,7 +73,9 @@ class TorchProvider(EngineProvider):
         )
 
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
-        return Members(dtype=actor.section(self.name, EngineConfig).dtype)
+        """The launcher has already decided `torch.dtype`, by the actors' devices."""
+        own = actor.section(self.name, EngineConfig)
+        return Members(dtype=resolve_dtype(own.dtype, own.device))
 
     def device(self, role: EngineRole, settings: WorkerSettings) -> Device:
         if role == "actor":
@@ -96,7 +100,7 @@ class TorchProvider(EngineProvider):
         """Formulas: launch.checks.memory."""
         if role == "actor":
             engine = settings.section(self.name, EngineConfig)
-            width = BYTES[engine.dtype]
+            width = BYTES[resolve_dtype(engine.dtype, device)]
             cache = engine.max_concurrent * engine.max_context * shape.layers * 2 * shape.kv_width * width
             own = width * shape.parameters
             if device == "cuda":

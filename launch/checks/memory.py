@@ -18,7 +18,8 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on t
                 and 16 T H outside the layers. With ranks that divide sequences (learner.context_parallel) T is what one
                 of them has; a layer keeps 2 K per token of `pack_tokens`, the keys and values of all, in place of 2 K
                 per own token, and Q more per own token, times 4 or 2 bytes. Layers that compute theirs again
-                (learner.recompute) keep 4 T H each, and one of them has its own again, but then the logits are gone
+                (learner.recompute) keep 4 T H each, and one of them has its own again, but then the logits are gone.
+                Where a batch surely is one pack, the gradient is not there yet when activations are most: less by it
                 logits: 2 * 4 C V (C: no more tokens than a rank has); and the head's gradient, 2 * 4 V H, unless it is
                 frozen
                 teachers' heads: that of each model whose teachers send hidden states, V * (its H) * (2 or 4)
@@ -28,8 +29,8 @@ embedded actor  weights P * b, and as much for the next version, b of actor.torc
 embedded        weights P * b, on the host shared where the file is as wide; activations of one layer
 teacher         max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of 512 MiB in float32, on the host of
                 64 MiB, or max_batch_tokens); on a GPU the prefix cache, 4 GiB or teacher.prefix_cache_mb
-server          weights P * b / tp, b of config.json; KV cache: what --mem-fraction-static leaves, 0.85 of the GPU
-                by default (SGLang chooses about that)
+server          launch.checks.server_memory and the engine's own formula (`SGLangServers.memory`): weights P * b / tp,
+                b of --dtype, else 2; KV cache; a prefill's activations; logits; CUDA graphs
 each process    1 GiB on a GPU: the CUDA context, libraries and fragments; FORKED_GIB on the host, and IMPORTED_GIB once
                 for what all processes share, being forked from one that has imported torch
 
@@ -46,24 +47,22 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
 from stillhouse.engines.provider import ModelShape
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.checks.placement import Placement
+from stillhouse.launch.checks.server_memory import GIB, PROCESS_GIB, size_servers
 from stillhouse.launch.config.hidden_states import state_bytes
 from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
-from stillhouse.launch.servers.plan import launched_groups
 from stillhouse.models.description import BYTES, resolve_dtype, vocabulary_size
 from stillhouse.weights.config import sent_dtype, staged_in
 
-GIB: Final = 2**30
-PROCESS_GIB: Final = 1.0
 IMPORTED_GIB: Final = 0.3
 FORKED_GIB: Final = 0.05
 HOST: Final = -1
@@ -94,7 +93,8 @@ ADVICE: Final[Mapping[tuple[str, str], str]] = {
     ("teacher", "activations"): "a smaller teacher.max_batch_tokens",
     ("teacher", "prefix cache"): "a smaller teacher.prefix_cache_mb",
     ("server", "weights"): "fewer roles there, or servers with a larger tp",
-    ("server", "KV cache"): "a smaller --mem-fraction-static in its args",
+    ("server", "KV cache"): "a smaller --mem-fraction-static or --max-total-tokens in its args",
+    ("server", "logits"): "a smaller --chunked-prefill-size in its args",
 }
 """(role, part) -> what makes it smaller."""
 ADVICE_ON_HOST: Final[Mapping[tuple[str, str], str]] = {
@@ -128,6 +128,8 @@ class Memory(NamedTuple):
     lines: list[str]
     """A line to print per GPU in use."""
     mistakes: list[str]
+    arguments: dict[str, tuple[str, ...]]
+    """Worker -> what its server must be told, where it shares a GPU."""
 
 
 def read_shape(folder: Path) -> ModelShape | None:
@@ -199,6 +201,8 @@ def learner_need(
     copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
     gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if learner.ranks > 1 else 0.0
     kept, once = _activations(config, shape, half=half)
+    if _one_pack(config):  # the gradient then grows while activations go
+        kept = max(0.0, kept - sure["gradient"])
     chunk = min(learner.logprob_chunk_tokens, learner.pack_tokens // learner.context_parallel)
     logits = 2 * 4 * chunk * v + (2 * 4 * v * h if trained else 0)
     likely = {
@@ -251,6 +255,14 @@ def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[f
     return kept, tokens * layer + GATHERS * of_all if again else 0.0
 
 
+def _one_pack(config: RunConfig) -> bool:
+    """Whether a batch surely is one pack, so that no gradient is there yet when activations are most."""
+    learner = config.learner
+    longest = learner.tasks.max_prompt_tokens + learner.tasks.max_new_tokens
+    alone = learner.ranks == 1 and learner.offline.student_fraction == 1.0
+    return alone and config.buffer.batch_rollouts * longest <= learner.pack_tokens
+
+
 def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
     """Output heads of the models whose teachers send hidden states. Their vocabulary is the student's."""
     pools = [pool for pool in teacher_pools(config) if pool.config.teacher.payload == "hidden"]
@@ -263,10 +275,6 @@ def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0)
     device = "cpu" if place == HOST else "cuda"
     sure, likely = group.engine.memory(group.role, group.settings, shape, device)
     return _need(who, sure, likely, FORKED_GIB if place == HOST else PROCESS_GIB)
-
-
-def server_need(group: WorkerGroup, shape: ModelShape, who: str, gib: float) -> Need:
-    return _need(who, *group.servers.memory(group.settings.server, shape, gib * GIB))
 
 
 def _need(who: str, sure: Mapping[str, float], likely: Mapping[str, float], process_gib: float = PROCESS_GIB) -> Need:
@@ -282,8 +290,13 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
     lines: list[str] = []
     mistakes: list[str] = []
     needs: dict[int, list[Need]] = {}
-    for place, need in _needs(config, machine, placement):
+    shape_at = functools.cache(read_shape)  # reads the headers of all weights
+    for place, need in _needs(config, placement, shape_at):
         needs.setdefault(place, []).append(need)
+    embedded = {place: sum(n.total for n in here) * GIB for place, here in needs.items() if place != HOST}
+    sized = size_servers(config, placement.places, machine.gib, embedded, shape_at)
+    for gpu, worker, need in sized.needs:
+        needs.setdefault(gpu, []).append(_need(f"server-{worker}", *need))
     if HOST in needs:
         needs[HOST].append(Need("shared", {}, {"imports": IMPORTED_GIB}))
     for place, here in sorted(needs.items()):
@@ -300,7 +313,7 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
                 f"{name}: got {least} GiB, expected at most its {gib:.4g} GiB, in GiB: {_table(here)}. "
                 f"{_advice(here, place)}"
             )
-    return Memory(lines, mistakes)
+    return Memory(lines, mistakes or sized.mistakes, sized.arguments)
 
 
 def _table(needs: Sequence[Need]) -> str:
@@ -329,10 +342,11 @@ def _advice(needs: Sequence[Need], place: int) -> str:
     return f"Use {', or '.join([*largest, 'a smaller model'])}"
 
 
-def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterator[tuple[int, Need]]:
-    """Yield (GPU or HOST, need of one process there). Models of unknown shape are left out."""
+def _needs(
+    config: RunConfig, placement: Placement, shape_at: Callable[[Path], ModelShape | None]
+) -> Iterator[tuple[int, Need]]:
+    """Yield (GPU or HOST, need of one process there), without servers. Models of unknown shape are left out."""
     seats = {who: HOST if gpu is None else gpu for who, gpu in placement.places.seats.items()}
-    shape_at = functools.cache(read_shape)  # reads the headers of all weights
     if LEARNER in seats and (student := shape_at(Path(config.models.student))) is not None:
         for rank in range(config.learner.ranks_each):
             place = seats[f"{RANK}{rank}" if rank else LEARNER]
@@ -346,8 +360,3 @@ def _needs(config: RunConfig, machine: Machine, placement: Placement) -> Iterato
         here = [who for who in group.workers if who in seats]
         if here and (shape := shape_at(Path(group.model))) is not None:
             yield from ((seats[who], worker_need(group, shape, who, seats[who])) for who in here)
-    for group in launched_groups(config):
-        servers = placement.places.servers.get(group.key, ())
-        if servers and machine.gib and (shape := shape_at(Path(group.model))) is not None:
-            for who, gpus in zip(group.workers, servers, strict=True):
-                yield from ((gpu, server_need(group, shape, f"server-{who}", machine.gib[gpu])) for gpu in gpus)

@@ -13,14 +13,13 @@ from stillhouse.launch.checks.memory import estimate
 from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
 from stillhouse.launch.config.pools import WorkerGroup
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.machine.devices import fill_devices, torch_devices
+from stillhouse.launch.machine.devices import fill_devices, fill_dtype, torch_devices
 from stillhouse.launch.machine.machine import NO_GPUS, Interpreters, Machine
 from stillhouse.launch.servers.attached import ask_servers, grouped
 from stillhouse.launch.servers.plan import (
     ServerPlan,
     contradictions,
     launched_groups,
-    overfull_gpus,
     plan_servers,
     with_server,
 )
@@ -50,8 +49,22 @@ class Found(NamedTuple):
     def report(self) -> list[str]:
         """Lines for `--check`: what running servers can do, and where everything else will run."""
         lines = [grouped(self.attached)] if self.attached else []
-        lines += [f"{plan.name}: on {plan.place}, by {plan.launch.python}" for plan in self.plans]
-        return [*lines, self.placement.text, *self.memory, *(f"not on this machine: {one}" for one in self.not_here)]
+        for plan in self.plans:
+            added = f", with {' '.join(plan.added)}" if plan.added else ""
+            lines.append(f"{plan.name}: on {plan.place}, by {plan.launch.python}{added}")
+        text = self.placement.text
+        return [*lines, text, *self._order(), *self.memory, *(f"not on this machine: {one}" for one in self.not_here)]
+
+    def _order(self) -> Iterator[str]:
+        """The order of start on each GPU that servers share."""
+        seats = self.placement.places.seats
+        for gpu, name in {
+            gpu: name for plan in self.plans for gpu, name in zip(plan.devices, plan.gpus, strict=True)
+        }.items():
+            here = [plan.name for plan in self.plans if gpu in plan.devices]
+            others = [who for who, seat in seats.items() if seat == gpu]
+            if len(here) > 1 or others:
+                yield f"GPU {name}: starts {', then '.join([*here, *([', '.join(others)] if others else [])])}"
 
 
 def check_servers(
@@ -89,16 +102,31 @@ def check_servers(
         try:
             placement = place_run(config, machine, interpreters, why or {}, learner_here=learner_here)
             placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
+            config = fill_dtype(config, placement.device("actor", 0))
         except ValueError as error:
             mistakes.append(str(error))
         else:
             mistakes += wrong_nccl(config, placement.places, interpreters)
-            mistakes += overfull_gpus(config, placement.places)
-            memory, too_large = estimate(config, machine, placement)
+            memory, too_large, limits = estimate(config, machine, placement)
             mistakes += too_large
-            plans = plan_servers(config, machine.gpus, placement.places.servers)
+            plans = plan_servers(config, machine.gpus, placement.places.servers, _added(config, interpreters, limits))
+            plans = tuple(
+                sorted(plans, key=lambda plan: list(limits).index(plan.worker) if plan.worker in limits else -1)
+            )
             config = replace(config, weights=replace(config.weights, backend=placement.weights.backend))
     return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
+
+
+def _added(
+    config: RunConfig, interpreters: Interpreters, limits: Mapping[str, tuple[str, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Worker -> the arguments that are chosen for its server."""
+    added: dict[str, tuple[str, ...]] = {}
+    for group in launched_groups(config):
+        server, servers = group.settings.server, group.servers
+        suited = servers.suited(server, interpreters.look(servers.choose_python(server), servers.modules))
+        added |= {worker: (*suited, *limits.get(worker, ())) for worker in group.workers}
+    return added
 
 
 def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreters) -> Iterator[str]:

@@ -11,6 +11,7 @@ from stillhouse.launch.config.pools import worker_groups
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.models.description import resolve_dtype
 from stillhouse.protocol.context import WorkerRole
 from stillhouse.teachers.config import PoolConfig
 
@@ -27,6 +28,14 @@ def fill_devices(config: RunConfig) -> RunConfig:
     teacher = _filled(replace(teacher, server=_filled(teacher.server, device)), device)
     pools = {name: _filled_pool(pool, device) for name, pool in config.pools.items()}
     return replace(config, learner=_filled(config.learner, device), actor=actor, teacher=teacher, pools=pools)
+
+
+def fill_dtype(config: RunConfig, device: str) -> RunConfig:
+    """Decide actor.torch.dtype by the actors' device (empty: there are none here), for all who must know it."""
+    torch = config.actor.torch
+    if torch.dtype != "auto" or not device:
+        return config
+    return replace(config, actor=replace(config.actor, torch=replace(torch, dtype=resolve_dtype("auto", device))))
 
 
 def _filled(struct: StructT, device: Literal["cpu", "cuda"]) -> StructT:

@@ -174,6 +174,5 @@ def _too_few(n_visible: int, taken: list[int], used: list[int], open_: Sequence[
         f"server.gpus: got {n_visible} visible GPUs, {n_free} of them free{why}, expected {asked}; SGLang servers that "
         f"fit there, actors' and teachers' together: {fit}. Start fewer (--actors, --teachers), or use the embedded "
         "engine, which shares GPUs (--actor.engine torch, --teacher.engine torch), or --device cpu, or let servers "
-        f"share: --{open_[0].role}.server.gpus names one GPU several times, and "
-        f"--{open_[0].role}.server.args=--mem-fraction-static,0.3 leaves room there for the others"
+        f"share: --{open_[0].role}.server.gpus may name the learner's GPU, or one GPU several times"
     )

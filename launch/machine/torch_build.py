@@ -94,8 +94,16 @@ def nccl_wheels() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+def installed(name: str) -> bool:
+    """`package`, or `package/file`: a file of it whose name begins so."""
+    package, _, file = name.partition("/")
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return spec is not None and (not file or any(True for folder in folders for _ in Path(folder).rglob(f"{file}*")))
+
+
 def main() -> None:
-    missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+    missing = [name for name in sys.argv[1:] if not installed(name)]
     print(json.dumps({"missing": missing, "torch": own_build()}))
 
 

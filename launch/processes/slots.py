@@ -42,7 +42,7 @@ class Worker:
     started_s: float = 0.0
     restart_at_s: float | None = None
     awaits_server: bool = False
-    """To be started as soon as its inference server answers."""
+    """To be started as soon as its inference server answers, or all servers on its GPU do."""
     excused: bool = False
     """Asked to leave because its server died; this exit does not count against its budget."""
     given_up: bool = False

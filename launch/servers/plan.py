@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from stillhouse.engines.config import ServerConfig
 from stillhouse.engines.provider import Launch, ServerEngine
 from stillhouse.launch.config.pools import WorkerGroup, engine_of, worker_groups
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.machine.gpus import LEARNER, Groups, Places
+from stillhouse.launch.machine.gpus import Groups
 from stillhouse.protocol.addresses import is_local
 from stillhouse.weights.config import NCCL_SOCKETS_ONLY
 
@@ -43,6 +44,10 @@ class ServerPlan:
     port: int
     """0: any free port."""
     start_timeout_s: float
+    devices: tuple[int, ...] = ()
+    """The same GPUs by their positions among the visible ones."""
+    added: tuple[str, ...] = ()
+    """The arguments among `launch` that the launcher chose."""
 
     @property
     def name(self) -> str:
@@ -54,11 +59,17 @@ class ServerPlan:
         return f"GPU {', '.join(self.gpus)}" if self.gpus else "CPU"
 
 
-def plan_servers(config: RunConfig, visible: Sequence[str], gpus: Mapping[str, Groups]) -> tuple[ServerPlan, ...]:
+def plan_servers(
+    config: RunConfig,
+    visible: Sequence[str],
+    gpus: Mapping[str, Groups],
+    added: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> tuple[ServerPlan, ...]:
     """All servers that this run starts. `config`: models are folders, `server.device` is cpu or cuda. `visible`: names
-    of the GPUs. `gpus`: by group (launch.machine.gpus.Places.servers), without servers on a CPU."""
-    named = {key: [[visible[gpu] for gpu in group] for group in groups] for key, groups in gpus.items()}
-    return tuple(plan for group in launched_groups(config) for plan in _plans(group, named.get(group.key, ())))
+    of the GPUs. `gpus`: by group (launch.machine.gpus.Places.servers), without servers on a CPU. `added`: worker ->
+    arguments that the launcher chose for its server."""
+    groups = launched_groups(config)
+    return tuple(plan for group in groups for plan in _plans(group, visible, gpus.get(group.key, ()), added))
 
 
 def server_groups(config: RunConfig) -> tuple[WorkerGroup, ...]:
@@ -82,20 +93,24 @@ def with_server(config: RunConfig, key: str, server: ServerConfig) -> RunConfig:
     return replace(config, pools={**config.pools, name: replace(config.pools[name], server=server)})
 
 
-def _plans(group: WorkerGroup, gpus: Sequence[Sequence[str]]) -> Iterator[ServerPlan]:
+def _plans(
+    group: WorkerGroup, visible: Sequence[str], gpus: Groups, added: Mapping[str, tuple[str, ...]]
+) -> Iterator[ServerPlan]:
     """`gpus`: the GPUs of each server; empty on a CPU."""
     server = group.settings.server
-    launch = group.servers.launch(server)
     for index, worker in enumerate(group.workers):
+        devices = gpus[index] if gpus else ()
         yield ServerPlan(
             worker=worker,
             model=group.model,
             engine=group.servers,
-            launch=launch,
-            gpus=tuple(gpus[index]) if gpus else (),
+            launch=group.servers.launch(server, added.get(worker, ())),
+            devices=devices,
+            gpus=tuple(visible[gpu] for gpu in devices),
             host=server.host,
             port=server.port + index if server.port else 0,
             start_timeout_s=server.start_timeout_s,
+            added=added.get(worker, ()),
         )
 
 
@@ -103,38 +118,6 @@ def contradictions(config: RunConfig) -> Iterator[str]:
     """Arguments of the user that contradict the rest of the configuration. `server.device` is cpu or cuda."""
     for group in launched_groups(config):
         yield from group.servers.contradictions(group.key, group.role, group.settings.server)
-
-
-def overfull_gpus(config: RunConfig, places: Places) -> Iterator[str]:
-    """Servers that share a GPU without leaving room: unless limited, a server takes nearly all of its memory."""
-    others: dict[int, list[str]] = {}
-    for who, gpu in places.seats.items():
-        if gpu is not None:
-            others.setdefault(gpu, []).append("the learner" if who == LEARNER else who)
-    servers: dict[int, list[tuple[str, str, float | None]]] = {}
-    for group in launched_groups(config):
-        fraction = group.servers.memory_fraction(group.settings.server.args)
-        for worker, gpus in zip(group.workers, places.servers.get(group.key, ()), strict=False):
-            for gpu in gpus:
-                servers.setdefault(gpu, []).append((group.key, f"server-{worker}", fraction))
-    for gpu, here in sorted(servers.items()):
-        beside = others.get(gpu, [])
-        names = [*beside, *(name for _, name, _ in here)]
-        if len(names) < 2:
-            continue
-        for key, name, fraction in here:
-            if fraction is None:
-                yield (
-                    f"{key}.server.args: {name} shares GPU {gpu} with "
-                    f"{', '.join(other for other in names if other != name)}, and without --mem-fraction-static takes "
-                    f"nearly all of its memory; expected e.g. --{key}.server.args=--mem-fraction-static,0.3"
-                )
-        total = sum(fraction or 0.0 for _, _, fraction in here)
-        if total > 1.0 or (beside and total >= 1.0):
-            yield (
-                f"{here[0][0]}.server.args: the servers on GPU {gpu} take {total:g} of its memory together "
-                f"(--mem-fraction-static), expected less than 1 with {', '.join(names)} on it"
-            )
 
 
 def server_environment(

@@ -3,6 +3,9 @@
     idle -> starting -> up -> (dead) -> waiting -> starting ...         given up: the budget is spent, the run ends
                         up -> lost, when its worker reports it, and it is killed -> (dead)
 
+Servers that share a GPU start in turn: each measures what is free there while it loads. The embedded roles on that GPU
+wait until all of them have been up (`loading_on`).
+
 The loop of launch.workers.watch calls `pump`, which returns what concerns its workers. A server that never answered and
 died twice is given up at once: its arguments or its model are wrong, and another start would not help.
 """
@@ -97,8 +100,22 @@ class ServerWatch:
 
     @property
     def start_timeout_s(self) -> float:
-        """Longest start timeout; servers start side by side."""
-        return max((slot.plan.start_timeout_s for slot in self._slots.values()), default=0.0)
+        """Longest start: of one server, or of those on one GPU together."""
+        plans = [slot.plan for slot in self._slots.values()]
+        each = [plan.start_timeout_s for plan in plans]
+        gpus = {gpu for plan in plans for gpu in plan.devices}
+        return max(
+            [*each, *(sum(plan.start_timeout_s for plan in plans if gpu in plan.devices) for gpu in gpus)], default=0.0
+        )
+
+    def loading_on(self, gpu: int | None, before: str = "") -> bool:
+        """Whether a server on this GPU has never been up. `before`: only among those in front of this worker's."""
+        for worker, slot in self._slots.items():
+            if worker == before:
+                return False
+            if gpu in slot.plan.devices and not slot.ever_up and slot.state != "given_up":
+                return True
+        return False
 
     def is_up(self, worker: str) -> bool:
         return self._slots[worker].state == "up"
@@ -108,13 +125,15 @@ class ServerWatch:
 
     def log_name(self, worker: str) -> str:
         """Name of the most informative log about this worker's server."""
-        name = self._slots[worker].plan.name
+        loading = next((slot for slot in self._slots.values() if not slot.ever_up), None)
+        name = (self._slots.get(worker) or loading or next(iter(self._slots.values()))).plan.name
         return name if (self._log_dir / f"{name}.log").is_file() else ZYGOTE_LOG
 
     def start(self) -> None:
-        """Start all servers; returns at once. Raises OSError when `host` is not an address of this machine."""
+        """Start all servers that need not wait for others; returns at once. Raises OSError when `host` is not an
+        address of this machine."""
         for slot in self._slots.values():
-            self._start(slot)
+            self._start_in_turn(slot)
 
     def replace(self, worker: str) -> None:
         """Kill a server that its worker reports as dead or stuck, unless it is being restarted already."""
@@ -167,9 +186,15 @@ class ServerWatch:
         slot.state, slot.running, slot.late, slot.started_s = "starting", True, False, time.monotonic()
         self._processes.start(slot.plan, slot.port, self._api_key)
 
+    def _start_in_turn(self, slot: ServerSlot) -> None:
+        if not any(self.loading_on(gpu, before=slot.plan.worker) for gpu in slot.plan.devices):
+            self._start(slot)
+
     def _look(self, slot: ServerSlot, now_s: float) -> list[ServerNews]:
         plan = slot.plan
-        if slot.state == "waiting" and now_s >= slot.restart_at_s:
+        if slot.state == "idle":
+            self._start_in_turn(slot)
+        elif slot.state == "waiting" and now_s >= slot.restart_at_s:
             self._start(slot)
         elif slot.state == "starting" and slot.pid is not None:
             if self._answers(slot):

@@ -68,8 +68,10 @@ class Crew:
         return [worker.name for worker in expected if worker.name not in met]
 
     def start(self, worker: Worker) -> None:
-        """Start a new process for the worker; if it has a server of ours, as soon as that answers."""
-        worker.awaits_server = worker.name in self._servers and not self._servers.is_up(worker.name)
+        """Start a new process for the worker; if it has a server of ours, as soon as that answers, and if servers load
+        on its GPU, after them."""
+        own = worker.name in self._servers and not self._servers.is_up(worker.name)
+        worker.awaits_server = own or self._servers.loading_on(self._plan.placement.gpu(worker.role, worker.index))
         if worker.awaits_server:
             worker.restart_at_s = None
             return

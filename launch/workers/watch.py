@@ -231,8 +231,9 @@ class Watch(ABC):
         if self._ending is not None:
             return
         if news.kind == "up":
-            if worker.awaits_server:
-                self._crew.start(worker)
+            for waiting in self._crew.workers.values():
+                if waiting.awaits_server:
+                    self._crew.start(waiting)
             return
         if news.kind == "given_up":
             self._end(news.text, log=self._servers.log_name(news.worker))

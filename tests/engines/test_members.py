@@ -26,6 +26,8 @@ def on_servers(server: ServerConfig) -> ActorConfig:
 def test_embedded_engines_have_a_rank_each() -> None:
     actor = ActorConfig(engine="torch", server=ServerConfig(device="cuda", tp=2))
     assert members_of(actor, WeightsConfig(), "") == Members(dtype="float32")
+    on_gpu = ActorConfig(engine="torch", torch=EngineConfig(device="cuda:1"))
+    assert members_of(on_gpu, WeightsConfig(), "").dtype == "bfloat16"
     half = ActorConfig(engine="torch", torch=EngineConfig(dtype="bfloat16"))
     assert members_of(half, WeightsConfig(), "").dtype == "bfloat16"
 

@@ -107,3 +107,8 @@ def test_last_queries_see_themselves_and_all_before_them(
     found = [[rows.detach(), *torch.autograd.grad((rows * weights).sum(), inputs)] for rows in ways]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_cudnn_which_compiles_a_plan_for_each_shape_is_not_used() -> None:
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()

@@ -39,9 +39,12 @@ def canary(*logprobs: float, exact: bool = True) -> Canary:
         (True, "float32", 5e-3, False),
         (False, "float32", 5e-3, True),  # rounded where the learner computes
         (False, "float32", 0.5, False),
-        (True, "half", 0.1, True),
-        (True, "half", 0.5, False),
-        (False, "half", 0.5, False),
+        (True, "bfloat16", 0.1, True),
+        (True, "bfloat16", 0.5, False),
+        (False, "bfloat16", 0.5, False),
+        (True, "float16", 0.03, True),
+        (True, "float16", 0.1, False),
+        (False, "float16", 0.1, True),  # the learner's own products may be in bfloat16
         (False, "quantized", 0.5, True),
         (False, "quantized", 1.0, False),
         (True, "float32", math.nan, False),
@@ -61,8 +64,8 @@ def test_a_server_that_stands_still_while_the_learner_moves_is_found_before_they
     for n_passed in range(20):
         ours = [logprob - 0.01 * n_passed for logprob in OURS]
         still = [logprob + 0.02 for logprob in OURS]
-        assert right.why_wrong(canary(*ours), [logprob + 0.02 for logprob in ours], "half") is None
-        if wrong := watch.why_wrong(canary(*ours), still, "half"):
+        assert right.why_wrong(canary(*ours), [logprob + 0.02 for logprob in ours], "bfloat16") is None
+        if wrong := watch.why_wrong(canary(*ours), still, "bfloat16"):
             assert "does not use the weights that are sent" in wrong
             break
     assert n_passed == 3, "0.03 nats are more than a tenth of what rounding may explain"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
-from stillhouse.engines.sglang.features import Features, why_unfit
+from stillhouse.engines.sglang.features import Features, ServerInfo, why_unfit
 from tests.server_features import CAPABLE
 
 TRIED: Final = {"0.5.17": False, "0.5.23": True}
@@ -17,6 +17,22 @@ TRIED: Final = {"0.5.17": False, "0.5.23": True}
 
 def of_version(version: str) -> Features:
     return msgspec.structs.replace(CAPABLE, version=version, version_spans=TRIED[version])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "precision"),
+    [
+        ("float32", "cpu", "float32"),
+        ("float32", "cuda", "float16"),  # TF32
+        ("float16", "cuda", "float16"),
+        ("half", None, "float16"),
+        ("bfloat16", "cuda", "bfloat16"),
+        ("auto", "cuda", "bfloat16"),  # or float16, of a checkpoint in float32
+    ],
+)
+def test_the_precision_is_that_of_the_dtype(dtype: str, device: str | None, precision: str) -> None:
+    assert ServerInfo(dtype=dtype, device=device).precision == precision
+    assert ServerInfo(dtype=dtype, device=device, quantization="fp8").precision == "quantized"
 
 
 def test_requests_stay_at_a_swap_where_the_server_says_what_sampled_each_token() -> None:

@@ -17,7 +17,6 @@ from stillhouse.launch.checks.memory import (
     learner_host_need,
     learner_need,
     read_shape,
-    server_need,
     worker_need,
 )
 from stillhouse.launch.checks.placement import Choice, Placement
@@ -45,10 +44,6 @@ QWEN3_8B = ModelShape(
 def config(**plain: Any) -> RunConfig:
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
     return build(RunConfig, {"models": models, **plain})
-
-
-def served(**server: Any) -> RunConfig:
-    return config(actor={"engine": "sglang", "server": {"device": "cuda", **server}})
 
 
 def rounded(parts: Any) -> dict[str, float]:
@@ -135,7 +130,7 @@ def test_an_embedded_actor_holds_its_cache_and_the_next_weights() -> None:
     assert rounded(need.likely) == {"next weights": 15.3, "process": 1.0}
 
 
-def test_a_teacher_and_a_server() -> None:
+def test_a_teacher() -> None:
     _, teachers = worker_groups(config())
     assert rounded(worker_need(teachers, QWEN3_8B, "teacher-0").sure) == {"weights": 15.3}
     assert rounded(worker_need(teachers, QWEN3_8B, "teacher-0").likely)["prefix cache"] == 4.0
@@ -143,11 +138,6 @@ def test_a_teacher_and_a_server() -> None:
         _, given = worker_groups(config(teacher={"prefix_cache_mb": mb}))
         assert rounded(worker_need(given, QWEN3_8B, "teacher-0").likely)["prefix cache"] == mb / 1024
     assert "prefix cache" not in worker_need(teachers, QWEN3_8B, "teacher-0", HOST).likely
-    need = server_need(worker_groups(served(tp=2))[0], QWEN3_8B, "server-actor-0", 80.0)
-    assert (rounded(need.sure)["weights"], rounded(need.likely)["KV cache"]) == (7.6, 60.4)  # 0.85 * 80 - 7.6
-    small = worker_groups(served(args=["--mem-fraction-static=0.3"]))[0]
-    shared = server_need(small, QWEN3_8B, "server-actor-0", 80.0)
-    assert rounded(shared.likely)["KV cache"] == 8.7
 
 
 def test_the_shape_is_read_from_the_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from stillhouse import builtin
+from stillhouse.engines.registry import find_engine
 from stillhouse.launch.checks.placement import Member, choose_engines, choose_weight_backend
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.config.run import RunConfig
@@ -21,6 +22,7 @@ from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.machine.machine import Interpreters, Look, Machine, pretended_machine
 from stillhouse.launch.machine.torch_build import TorchBuild, constants
 from stillhouse.launch.workers.start_role import StartRole
+from stillhouse.weights.config import WeightsConfig
 
 PYTHON = Path(sys.executable)
 NCCL_12 = (("nvidia-nccl-cu12", "2.27.5"),)
@@ -60,6 +62,7 @@ def table(found: Found) -> dict[str, Any]:
     return found.placement.places.seats | servers
 
 
+ROLES = ("actor", "teacher")
 EMBEDDED = {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}}
 SERVED = {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}}
 TP2: dict[str, Any] = {
@@ -175,11 +178,38 @@ def test_auto_is_sglang_where_gpus_and_an_environment_are_found_and_embedded_oth
     assert table(placed({"actors": 4}, 8)) == table(placed(SERVED | {"actors": 4}, 8))
     without = placed({"actors": 4}, 8, Installed(missing=("sglang",)))
     assert table(without) == table(placed(EMBEDDED | {"actors": 4}, 8))
-    assert f"actors: embedded on GPU 2, 3, 4, 5 (auto: GPUs, but {PYTHON} has no sglang)" in without.placement.text
+    assert (
+        f"actors: embedded on GPU 2, 3, 4, 5 (auto: GPUs, but {PYTHON} has no sglang; SGLang" in without.placement.text
+    )
+    assert "751 to 3,045 tokens/s" in without.placement.text, "what that costs is said before the start"
     no_gpu = placed({"actors": 4}, 0)
     assert (no_gpu.config.actor.engine, no_gpu.config.teacher.engine) == ("torch", "torch")
     assert "(auto: no GPU)" in no_gpu.placement.text
     assert "\n" not in no_gpu.placement.text
+
+
+def test_an_embedded_engine_computes_in_bfloat16_on_a_gpu_unless_another_dtype_is_named() -> None:
+    """All must know it: the learner sends the weights in it."""
+    named = {"actor": EMBEDDED["actor"] | {"torch": {"dtype": "float16"}}}
+    for plain, gpus, dtype in ((EMBEDDED, 2, "bfloat16"), (EMBEDDED, 0, "float32"), (EMBEDDED | named, 2, "float16")):
+        actor = placed(plain, gpus).config.actor
+        assert actor.torch.dtype == dtype
+        assert find_engine("torch").members(actor, WeightsConfig(), "").dtype == dtype
+
+
+def test_on_one_gpu_servers_are_told_their_share_and_start_in_turn_before_the_learner() -> None:
+    shared = {role: {"engine": "sglang", "server": {"python": sys.executable, "gpus": [0]}} for role in ROLES}
+    found = placed({**shared, "actors": 1}, 1)
+    assert found.mistakes == []
+    for plan in found.plans:
+        assert "--max-total-tokens" in plan.added and plan.devices == (0,)
+        assert plan.launch.arguments[-len(plan.added) :] == plan.added
+    assert "GPU 0: starts server-actor-0, then server-teacher-0, then learner" in found.report()
+    assert not [line for line in placed(SERVED, 8).report() if "starts" in line], "each has a GPU of its own"
+    own = {"server": {"python": sys.executable, "gpus": [0], "args": ["--max-total-tokens", "30000"]}}
+    (teacher, actor) = placed({**shared, "teacher": shared["teacher"] | own, "actors": 1}, 1).plans
+    assert (teacher.worker, actor.worker) == ("teacher-0", "actor-0")
+    assert teacher.launch.arguments[-2:] == ("--max-total-tokens", "30000")
 
 
 def test_what_only_the_embedded_engine_can_do_decides_auto() -> None:

@@ -53,19 +53,55 @@ class OtherServers(ServerEngine):
         raise AssertionError("no server is attached")
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Path, shared: bool) -> None:
-    """Where the members of the weight group share a GPU, it is a host of its own for NCCL."""
-    plan = ServerPlan(
-        worker="actor-0",
+def plan_of(worker: str, *devices: int) -> ServerPlan:
+    return ServerPlan(
+        worker=worker,
         model="",
         engine=OtherServers(),
         launch=Launch(Path(sys.executable), ("-c", PROGRAM), forked=False),
-        gpus=(),
+        devices=devices,
+        gpus=tuple(map(str, devices)),
         host="127.0.0.1",
         port=0,
         start_timeout_s=PATIENCE_S,
     )
+
+
+def test_servers_that_share_a_gpu_start_in_turn_and_what_is_embedded_there_waits_for_them(tmp_path: Path) -> None:
+    plans = [plan_of("actor-0", 0), plan_of("teacher-0", 1, 0), plan_of("teacher-1", 2)]
+    config = build(RunConfig, {"launch": {"restart_backoff_s": 0.01}})
+    watch = ServerWatch(plans, config, tmp_path, RestartBudget(config.launch), "its-key")
+    assert watch.start_timeout_s == 2 * PATIENCE_S
+    came_up: list[str] = []
+    limit = Limit()
+    try:
+        watch.start()
+        assert {name: slot.state for name, slot in watch.slots.items()} == {
+            "server-actor-0": "starting",
+            "server-teacher-0": "idle",
+            "server-teacher-1": "starting",
+        }
+        assert watch.loading_on(0) and watch.loading_on(1) and not watch.loading_on(3) and not watch.loading_on(None)
+        while len(came_up) < 3 and not limit.passed:
+            assert (
+                watch.loading_on(0) and watch.loading_on(1) and not watch.loading_on(3) and not watch.loading_on(None)
+            )
+            if watch.slots["server-teacher-0"].state != "idle":
+                assert watch.is_up("actor-0")
+            came_up += [each.worker for each in watch.pump(restart=True) if each.kind == "up"]
+            time.sleep(0.02)
+        assert came_up.index("actor-0") < came_up.index("teacher-0")
+        assert not watch.loading_on(0) and not watch.loading_on(1)
+        watch.replace("actor-0")
+        assert not watch.loading_on(0), "nobody waits for a server that is started again"
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Path, shared: bool) -> None:
+    """Where the members of the weight group share a GPU, it is a host of its own for NCCL."""
+    plan = plan_of("actor-0")
     config = build(RunConfig, {"launch": {"restart_backoff_s": 0.01}})
     watch = ServerWatch([plan], config, tmp_path, RestartBudget(config.launch), "its-key", shared=shared)
     news: list[ServerNews] = []

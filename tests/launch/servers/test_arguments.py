@@ -13,11 +13,11 @@ import pytest
 
 from stillhouse.engines.config import ServerConfig
 from stillhouse.engines.sglang.features import Features, ServerMismatch, check_layout
-from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, value_of
+from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, SGLangServers, value_of
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.machine.gpus import Places
-from stillhouse.launch.servers.plan import contradictions, nccl_environment, overfull_gpus, server_environment
+from stillhouse.launch.machine.machine import Interpreters, Look
+from stillhouse.launch.servers.plan import contradictions, nccl_environment, server_environment
 from tests.server_features import CAPABLE
 
 
@@ -84,27 +84,41 @@ def test_what_fits_is_left_to_sglang() -> None:
     assert value_of(["--mem-fraction=0.3"], FRACTION) == "0.3"
 
 
-def places(**servers: tuple[tuple[int, ...], ...]) -> Places:
-    return Places({"learner": 0}, servers)
+def looked(*missing: str) -> Look:
+    return Look(missing=missing)
 
 
-def test_a_gpu_that_a_server_shares_needs_a_memory_fraction() -> None:
-    mistakes = list(overfull_gpus(served(), places(actor=((0,),), teacher=((1,),))))
-    assert mistakes == [
-        "actor.server.args: server-actor-0 shares GPU 0 with the learner, and without --mem-fraction-static takes "
-        "nearly all of its memory; expected e.g. --actor.server.args=--mem-fraction-static,0.3"
-    ]
-    fraction = served(["--mem-fraction-static", "0.3"])
-    assert list(overfull_gpus(fraction, places(actor=((0,),), teacher=((1,),)))) == []
-    (mistake,) = overfull_gpus(fraction, places(actor=((1,),), teacher=((1,),)))
-    assert mistake.startswith("teacher.server.args: server-teacher-0 shares GPU 1 with server-actor-0")
-    assert list(overfull_gpus(served(), places(actor=((1, 2),), teacher=((3, 4),)))) == []
+@pytest.mark.parametrize(
+    ("missing", "args", "backend"),
+    [
+        ((), [], ()),  # SGLang chooses by the GPU
+        (("flashinfer",), [], ("--attention-backend", "triton")),
+        (("sgl_kernel/flash_ops",), [], ("--attention-backend", "flashinfer")),
+        (("flashinfer", "sgl_kernel/flash_ops"), [], ("--attention-backend", "triton")),
+        (("flashinfer",), ["--attention-backend=fa3"], ()),
+        (("flashinfer",), ["--prefill-attention-backend", "fa3"], ()),
+    ],
+)
+def test_a_server_gets_an_attention_backend_that_its_interpreter_has(
+    missing: tuple[str, ...], args: list[str], backend: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = SGLangServers()
+    cuda = ServerConfig(device="cuda", args=tuple(args))
+    assert servers.suited(cuda, looked(*missing)) == backend
+    assert servers.suited(ServerConfig(device="cpu"), looked(*missing)) == ()
+    monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "false")  # SGLang's own switch
+    assert servers.suited(ServerConfig(device="cuda"), looked()) == ("--attention-backend", "triton")
+    chosen = servers.launch(cuda, ("--attention-backend", "triton")).arguments
+    assert chosen[len(chosen) - len(args) :] == tuple(args), "the user's own come last and win"
 
 
-def test_fractions_on_one_gpu_leave_room_together() -> None:
-    both = served(["--mem-fraction-static=0.6"], teacher=["--mem-fraction-static=0.6"])
-    (mistake,) = overfull_gpus(both, places(actor=((1,),), teacher=((1,),)))
-    assert "the servers on GPU 1 take 1.2 of its memory together" in mistake
+def test_files_of_a_package_are_looked_up_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernels" / "sm90").mkdir(parents=True)
+    (tmp_path / "kernels" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "kernels" / "sm90" / "flash_ops.abi3.so").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    names = ("kernels", "kernels/flash_ops", "kernels/other_ops", "nothing/flash_ops")
+    assert Interpreters().look(Path(sys.executable), names).missing == names[2:]
 
 
 def test_nccl_finds_the_same_on_all_sides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,8 @@ import pytest
 
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.processes.slots import Worker
+from stillhouse.launch.processes.slots import RestartBudget, Worker
+from stillhouse.launch.servers.watch import ServerWatch
 from stillhouse.launch.topology import HostGroup, host_groups
 from stillhouse.launch.workers.crew import Crew
 from stillhouse.launch.workers.launch_plan import LaunchPlan
@@ -30,7 +32,8 @@ def shards_of(config: RunConfig, workers: list[Worker]) -> list[int]:
         started.append(start)
 
     plan = LaunchPlan(config=config, began_s=0.0)
-    crew = Crew(plan, "r", cast(Any, SimpleNamespace(start=begin)), cast(Any, {}), workers)
+    servers = ServerWatch((), config, Path(), RestartBudget(config.launch), "")
+    crew = Crew(plan, "r", cast(Any, SimpleNamespace(start=begin)), servers, workers)
     crew.address = ADDRESS
     for worker in workers:
         crew.start(worker)

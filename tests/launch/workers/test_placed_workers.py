@@ -20,12 +20,14 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.machine.gpus import Places
 from stillhouse.launch.processes.local import LocalProcesses
-from stillhouse.launch.processes.slots import Worker
+from stillhouse.launch.processes.slots import RestartBudget, Worker
+from stillhouse.launch.servers.watch import ServerWatch
 from stillhouse.launch.workers.crew import Crew
 from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import StartRole, WorkFolder
 from stillhouse.protocol.context import ExitCode, RoleContext, WorkerRole
 from stillhouse.teachers.worker import main as teacher_main
+from tests.launch.servers.test_another_engine import plan_of
 from tests.server_features import CAPABLE
 
 PLACED = Placement(
@@ -36,7 +38,7 @@ PLACED = Placement(
 )
 
 
-def test_a_worker_is_started_with_the_device_and_the_threads_that_it_was_given() -> None:
+def test_a_worker_is_started_with_the_device_and_the_threads_that_it_was_given(tmp_path: Path) -> None:
     started: list[StartRole] = []
 
     def begin(start: StartRole, *, preloaded: bool) -> None:
@@ -46,9 +48,15 @@ def test_a_worker_is_started_with_the_device_and_the_threads_that_it_was_given()
     workers = [Worker("learner", 0), Worker("teacher", 0), Worker("actor", 1), Worker("buffer", 0)]
     config = build(RunConfig, {"actor": {"engine": "torch"}, "teacher": {"engine": "torch"}})
     plan = LaunchPlan(config=config, began_s=0.0, placement=PLACED)
-    crew = Crew(plan, "r", cast(Any, backend), cast(Any, {}), workers)  # no worker has a server of its own
+    watch = ServerWatch([plan_of("actor-0", 0)], config, tmp_path, RestartBudget(config.launch), "")
+    watch.close()
+    crew = Crew(plan, "r", cast(Any, backend), watch, workers)
     for worker in workers:
         crew.start(worker)
+    assert workers[0].awaits_server and len(started) == 3, "a server loads on the learner's GPU"
+    watch.slots["server-actor-0"].ever_up = True
+    crew.start(workers[0])
+    started.insert(0, started.pop())
     assert [start.device for start in started] == ["cuda:0", "cuda:1", "cuda:3", ""]
     assert [start.threads for start in started] == [4, 1, 2, 1]
 

@@ -22,8 +22,8 @@ from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.weights.staged_weights import NoStreams
+from tests.allocated import allocated
 from tests.learner.settings import learner_config
-from tests.learner.step.test_peak_memory import allocated
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]

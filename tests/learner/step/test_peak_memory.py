@@ -3,13 +3,11 @@ at the peak of a step. Shapes and lengths are such that each part is large in on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from stillhouse import builtin
@@ -21,6 +19,7 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import packed
 from stillhouse.models.transfer import share_of
+from tests.allocated import allocated
 from tests.learner.conftest import build_item
 
 SHAPES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -61,6 +60,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16, norms of queries and keys": ("qwen3", {"dtype": "bfloat16"}),
     "adapters": ("llama", {"lora": {"rank": 4}}),
     "adapters, bfloat16": ("qwen3", {"lora": {"rank": 4}, "dtype": "bfloat16"}),
+    "one pack": ("qwen3", {"tasks": {"max_prompt_tokens": 4, "max_new_tokens": 4}}),
+    "one pack, bfloat16": ("llama", {"dtype": "bfloat16", "tasks": {"max_prompt_tokens": 4, "max_new_tokens": 4}}),
     "short chunks": ("qwen3", {"logprob_chunk_tokens": 128, "pack_tokens": 256}),
 }
 
@@ -71,20 +72,6 @@ def built(kind: str) -> PreTrainedModel:
     model = model_class(config_class(**shape, max_position_embeddings=1024))
     model.set_attn_implementation(packed.IMPLEMENTATION)
     return model.eval()
-
-
-def allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """Bytes that torch has allocated on the CPU after `run`, and most that it had meanwhile, both beyond what it had at
-    the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        run()
-    found: Any = seen.profiler
-    live = most = 0
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return live, most
 
 
 def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> tuple[float, float]:
@@ -102,9 +89,8 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     trainer = Trainer(model, config.learner, total_steps=9, adapters=adapters, ranks=ranks)
     n = min(256, config.learner.pack_tokens)
     per_pack = config.learner.pack_tokens // n
-    items = [
-        build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(2 * ranks.world_size * per_pack)
-    ]
+    packs = 1 if config.learner.tasks.max_new_tokens == 4 else 2 * ranks.world_size
+    items = [build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(packs * per_pack)]
     trainer.step(items)  # makes AdamW's moments
     weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
     moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values())
