@@ -11,7 +11,6 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 TEST_PROCESSES ?= 3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
-AGENTS := gymnasium,reasoning-gym,skyrl-gym,textarena,openai,math-verify,json-schema,mcp
 AGENTS_INSTALLED := $(VENV)/.agents
 TRACKERS := wandb,mlflow,notebook
 TRACKERS_INSTALLED := $(VENV)/.trackers
@@ -48,7 +47,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 agents: $(AGENTS_INSTALLED)  ## the packages whose environments have an adapter here (docs/agents), into the same virtual environment
 
 $(AGENTS_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[$(AGENTS)]'
+	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[agents]'
 	@touch $@
 
 trackers: $(TRACKERS_INSTALLED)  ## Weights & Biases, MLflow and a kernel for notebooks, into the same virtual environment

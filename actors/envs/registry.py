@@ -1,6 +1,7 @@
 """Finds environments by name: built-in ones, those of installed packages, and `module:Class`.
 
-A package adds its own in its pyproject.toml:
+A module in `actors/envs/adapters` is an environment of its name: `chess.py` has `chess`, an agent or a class. A package
+adds its own in its pyproject.toml:
 
     [project.entry-points."stillhouse.environments"]
     guess = "my_package.guess:Guess"
@@ -11,28 +12,27 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from stillhouse.actors.config import EnvConfig
-from stillhouse.actors.envs.adapters.packages import MissingPackage
+from stillhouse.actors.envs import adapters
+from stillhouse.actors.envs.adapters.shared.packages import MissingPackage
 from stillhouse.actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
 from stillhouse.actors.rewards.registry import reward_of_row
 from stillhouse.actors.row_options import declared_by, given_by_row
 from stillhouse.protocol.plugins import installed, load
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
-BUILT_IN = {
+_ADAPTERS = {
+    module.name: f"{adapters.__name__}.{module.name}:{module.name}"
+    for module in pkgutil.iter_modules(adapters.__path__)
+    if not module.ispkg
+}
+BUILT_IN = _ADAPTERS | {
     "single_turn": "stillhouse.actors.envs.single_turn:SingleTurn",
     "calculator": "stillhouse.actors.envs.calculator:Calculator",
-    "gymnasium": "stillhouse.actors.envs.adapters.gymnasium:Gymnasium",
-    "openenv": "stillhouse.actors.envs.adapters.openenv:openenv",
-    "openenv_session": "stillhouse.actors.envs.adapters.openenv_session:openenv_session",
-    "reasoning_gym": "stillhouse.actors.envs.adapters.reasoning_gym:ReasoningGym",
-    "skyrl_gym": "stillhouse.actors.envs.adapters.skyrl_gym:skyrl_gym",
-    "textarena": "stillhouse.actors.envs.adapters.textarena:textarena",
-    "mcp": "stillhouse.actors.envs.adapters.mcp:mcp",
-    "verifiers": "stillhouse.actors.envs.adapters.verifiers:verifiers",
     "sandbox": "stillhouse.actors.envs.sandbox:sandbox",
     "openai_agent": "stillhouse.actors.envs.black_box:openai_agent",
     "command": "stillhouse.actors.envs.black_box:command",

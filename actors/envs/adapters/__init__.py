@@ -1,4 +1,5 @@
-"""Environments of other packages, on our contract. Each module imports its package, and is imported only when named."""
+"""Environments of other packages, on our contract. Each module here is the environment of its name
+(`actors.envs.registry`): it imports its package, and is imported only when named. What they share is in `shared`."""
 
 from __future__ import annotations
 

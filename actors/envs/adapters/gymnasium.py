@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from stillhouse.actors.envs.adapters.chat import own_prompt, reply, whole_number
-from stillhouse.actors.envs.adapters.packages import import_package
-from stillhouse.actors.envs.adapters.spaces import Actions, describe, show
-from stillhouse.actors.envs.adapters.toy_text import GAMES, MARK, picture
+from stillhouse.actors.envs.adapters.shared.chat import own_prompt, reply, whole_number
+from stillhouse.actors.envs.adapters.shared.packages import import_package
+from stillhouse.actors.envs.adapters.shared.spaces import Actions, describe, show
+from stillhouse.actors.envs.adapters.shared.toy_text import GAMES, MARK, picture
 from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 from stillhouse.actors.rewards.answer import AnswerCheck
 from stillhouse.actors.row_options import refuse_module
@@ -110,6 +110,9 @@ class Gymnasium(Environment):
         if not isinstance(drawn, str):
             return said
         return f"{picture(drawn, mark=MARK if self._game else '')}\n{said}"
+
+
+gymnasium = Gymnasium
 
 
 def _spec(id: str) -> Any:

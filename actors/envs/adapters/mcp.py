@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
 from stillhouse.actors.envs.adapters import address
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.tool_loop import converse, read_notation
 from stillhouse.actors.rewards.answer import ANSWER_PATTERN, AnswerCheck

@@ -15,7 +15,7 @@ import aiohttp
 
 from stillhouse.actors.agent import Context, options_checked_by
 from stillhouse.actors.envs.adapters import address
-from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
+from stillhouse.actors.envs.adapters.shared.chat import own_prompt, whole_number
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.single_turn import AnswerCheck
 from stillhouse.actors.row_options import row_may_set

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
-from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.chat import own_prompt, whole_number
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
 from stillhouse.actors.rewards.answer import AnswerCheck
 
@@ -101,6 +101,9 @@ class ReasoningGym(Environment):
         except Exception:  # some checkers fail on text that is no answer
             return StepResult(done=True, reward=0.0, info={"reasoning_gym_checker_errors": 1.0})
         return StepResult(done=True, reward=reward)
+
+
+reasoning_gym = ReasoningGym
 
 
 class _Dataset:

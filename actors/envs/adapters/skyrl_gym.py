@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from stillhouse.actors.agent import Context, options_checked_by
-from stillhouse.actors.envs.adapters.chat import turns_of
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.chat import turns_of
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.episode import EnvironmentFault
 from stillhouse.actors.row_options import refuse_module, row_may_set

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, cast
 import numpy as np
 
 from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
-from stillhouse.actors.envs.adapters.chat import own_prompt, whole_number
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.chat import own_prompt, whole_number
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.single_turn import AnswerCheck
 from stillhouse.actors.row_options import row_may_set

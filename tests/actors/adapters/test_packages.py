@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.registry import BUILT_IN, UnknownEnvironment, check_options, find_environment
 
+ROOT = Path(__file__).parents[3]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 ADAPTERS = {
-    "gymnasium": ("gymnasium", "gymnasium"),
-    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-    "skyrl_gym": ("skyrl_gym", "skyrl-gym"),
-    "textarena": ("textarena", "textarena"),
-    "mcp": ("mcp", "mcp"),
+    name: name.replace("_", "-")
+    for name, path in BUILT_IN.items()
+    if ".adapters." in path and name.replace("_", "-") in EXTRAS
 }
-"""Name -> the module that is imported, and our extra for it."""
+"""Environment, which is also the module that is imported -> our extra for it. The others ask a server."""
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_missing_package_is_one_line_that_names_the_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, extra = ADAPTERS[name]
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    for part in ("spaces", *ADAPTERS):
+    extra = ADAPTERS[name]
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    for part in ("shared.spaces", *ADAPTERS):
         monkeypatch.delitem(sys.modules, f"stillhouse.actors.envs.adapters.{part}", raising=False)
     find_environment.cache_clear()
     with pytest.raises(UnknownEnvironment) as raised:
@@ -33,15 +34,13 @@ def test_a_missing_package_is_one_line_that_names_the_extra(name: str, monkeypat
     assert str(raised.value) == f"environment {name!r} needs the package {extra}: pip install -e '.[{extra}]'"
 
 
-def test_every_extra_is_in_the_pyproject_and_tried_in_an_exact_version() -> None:
-    root = Path(__file__).parents[3]
-    extras, exact = (root / "pyproject.toml").read_text(), (root / "constraints.txt").read_text()
-    for _, extra in ADAPTERS.values():
-        assert f'\n{extra} = ["{extra}>=' in extras
-        assert f"\n{extra}==" in exact
-    assert set(ADAPTERS) | {"openenv", "openenv_session", "verifiers"} == {
-        name for name, path in BUILT_IN.items() if ".adapters." in path
-    }
+def test_every_extra_is_tried_in_an_exact_version_and_installed_by_make_agents() -> None:
+    exact = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (agents,) = EXTRAS["agents"]
+    for extra in ADAPTERS.values():
+        assert EXTRAS[extra][0].startswith(f"{extra}>=") and f"\n{extra}==" in exact
+        assert extra in agents.partition("[")[2].rstrip("]").split(",")
+    assert len(ADAPTERS) >= 5
 
 
 def test_what_a_package_lacks_itself_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.actors.adapters.conftest import MADE_BY
 
 spaces: Any = pytest.importorskip("gymnasium", reason=MADE_BY).spaces
-ours: Any = importlib.import_module("stillhouse.actors.envs.adapters.spaces")
+ours: Any = importlib.import_module("stillhouse.actors.envs.adapters.shared.spaces")
 
 POINT = spaces.Tuple((spaces.Discrete(3, start=1), spaces.Text(4)))
 

@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 
-from stillhouse.actors.envs.adapters.packages import import_package
+from stillhouse.actors.envs.adapters.shared.packages import import_package
 
 _spaces = import_package("gymnasium", environment="gymnasium", package="gymnasium", extra="gymnasium").spaces
 
