@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import resource
 import threading
 import time
@@ -111,28 +110,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stillhouse.actors.env_runner, "CLOSE_TIMEOUT_S", PATIENCE_S)
 
 
-def test_each_call_comes_back_once_under_its_key(runner: EnvRunner) -> None:
-    for i in range(20):
-        Rollout(runner, f"r{i}").call(partial(answer, i))
-    assert runner.pending == 20
-    assert {key: outcome.result for key, outcome in outcomes(runner, 20).items()} == {f"r{i}": i for i in range(20)}
-    assert (runner.pending, runner.take()) == (0, [])
-
-
-def test_nothing_is_waited_for_while_nothing_is_asked(runner: EnvRunner) -> None:
-    """A take that waited here would hang the test: there is no such call."""
-    assert runner.take(timeout_s=3600.0) == []
-
-
-def test_an_exception_is_the_outcome_of_its_own_call_only(runner: EnvRunner) -> None:
-    error = KeyError("tool")
-    Rollout(runner, "bad").call(partial(fail, error))
-    Rollout(runner, "good").call(partial(answer, 7))
-    found = outcomes(runner, 2)
-    assert found["bad"] == Outcome("bad", None, error)
-    assert found["good"] == Outcome("good", 7, None)
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
 def test_what_would_end_the_event_loop_ends_its_own_call_only(runner: EnvRunner, error: BaseException) -> None:
     """A verifier that runs the student's program meets exit(); a client library may cancel itself."""
@@ -182,27 +159,10 @@ def test_calls_of_an_episode_share_one_event_loop_and_background_tasks_go_on_bet
     assert set(ticks) == {loop} and tasks[0].cancelled()
 
 
-def test_a_call_past_its_deadline_ends_as_a_timeout_and_is_cancelled(runner: EnvRunner) -> None:
-    hanging = Hanging()
-    Rollout(runner, "slow").call(hanging.call, 0.05)
-    Rollout(runner, "quick").call(partial(answer, 1))
-    found = outcomes(runner, 2)
-    assert isinstance(found["slow"].error, EnvironmentTimeout) and found["quick"].error is None
-    assert hanging.cancelled.is_set() and runner.stuck == 0
-
-
 def test_a_timeout_of_the_environments_own_is_not_taken_for_its_deadline(runner: EnvRunner) -> None:
     Rollout(runner, "r").call(partial(fail, TimeoutError("the sandbox did not answer")))
     error = outcomes(runner, 1)["r"].error
     assert type(error) is TimeoutError
-
-
-def test_a_slow_call_does_not_hold_up_the_others(runner: EnvRunner) -> None:
-    hanging = Hanging()
-    Rollout(runner, "slow").call(hanging.call)
-    Rollout(runner, "quick").call(partial(answer, 1))
-    assert set(outcomes(runner, 1)) == {"quick"}
-    assert runner.pending == 1 and not hanging.cancelled.is_set()
 
 
 def test_an_episode_that_is_finished_before_its_call_begins_ends_at_once(runner: EnvRunner) -> None:
@@ -213,34 +173,6 @@ def test_an_episode_that_is_finished_before_its_call_begins_ends_at_once(runner:
         rollout.finish()
     assert len(outcomes(runner, 50)) == 50
     until(lambda: runner.threads == 0)
-
-
-def test_an_environment_that_blocks_its_thread_holds_up_nobody(runner: EnvRunner) -> None:
-    blocking = Blocking()
-    Rollout(runner, "blocks").call(blocking.call)
-    assert blocking.running.wait(PATIENCE_S)
-    for i in range(5):
-        Rollout(runner, f"quick{i}").call(partial(answer, i))
-    assert set(outcomes(runner, 5)) == {f"quick{i}" for i in range(5)}
-    blocking.let_go.set()
-    assert outcomes(runner, 1)["blocks"].result == "too late", "in time, by its own deadline"
-
-
-@pytest.mark.usefixtures("soon")
-def test_a_thread_that_does_not_come_back_is_given_up_and_counted_and_closes_when_it_does(runner: EnvRunner) -> None:
-    blocking = Blocking()
-    rollout = Rollout(runner, "blocks")
-    rollout.call(blocking.call, 0.05)
-    error = outcomes(runner, 1)["blocks"].error
-    assert isinstance(error, EnvironmentTimeout)
-    assert re.search(r"step has blocked its thread for 0.05 s, at test_env_runner.py:\d+ in call", str(error)), error
-    assert runner.stuck == 1 and runner.counts["environment_threads_stuck_total"] == 1
-    rollout.finish()
-    assert runner.threads == 1 and not rollout.closed_in
-    blocking.let_go.set()
-    until(lambda: runner.threads == 0)
-    assert runner.stuck == 0 and len(rollout.closed_in) == 1
-    assert runner.take() == [], "what came too late is nobody's"
 
 
 @pytest.mark.usefixtures("soon")
@@ -287,15 +219,6 @@ def test_with_too_many_stuck_threads_it_says_so_and_what_to_do() -> None:
         blocking.let_go.set()
     runner.close()
     assert runner.threads == 0
-
-
-def test_threads_are_bounded(runner: EnvRunner) -> None:
-    few = EnvRunner(3)
-    rollouts = [Rollout(few, f"r{i}") for i in range(3)]
-    assert not few.has_room
-    rollouts[0].finish()
-    until(lambda: few.has_room)
-    few.close()
 
 
 def test_many_threads_may_open_their_files() -> None:
@@ -360,13 +283,6 @@ def test_close_cancels_what_runs_closes_all_and_ends_the_threads(runner: EnvRunn
     assert all(hanging.cancelled.is_set() for hanging in calls)
     assert all(len(rollout.closed_in) == 1 for rollout in rollouts)
     assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
-    runner.close()
-
-
-def test_a_call_submitted_right_before_close_is_not_left_over(runner: EnvRunner) -> None:
-    """Whether it began or not, nothing complains of a coroutine that was never awaited (warnings are errors)."""
-    for i in range(50):
-        Rollout(runner, f"r{i}").call(partial(answer, i))
     runner.close()
 
 

@@ -59,18 +59,6 @@ def test_single_turn_judges_the_last_answer(
     assert answer.token_ids.size == 0
 
 
-def test_single_turn_takes_another_pattern(make_episode: MakeEpisode, tokenizer: TextTokenizer) -> None:
-    episode = make_episode("single_turn", "Lyon", answer_pattern=r"\\boxed\{(.*?)\}")
-    (answer,) = play(episode, tokenizer.encode(r"so \boxed{Lyon}<|im_end|>"))
-    assert answer.reward == 1.0
-
-
-@pytest.mark.parametrize(("pattern", "complaint"), [("(", "not a regular"), ("#", "0 groups"), ("(a)(b)", "2 groups")])
-def test_a_pattern_without_one_group_is_refused(make_episode: MakeEpisode, pattern: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        play(make_episode("single_turn", answer_pattern=pattern))
-
-
 def test_calculator_answers_calls_until_the_student_ends(make_episode: MakeEpisode, tokenizer: TextTokenizer) -> None:
     episode = make_episode("calculator", "102")
     turns = ["<calc>12+34</calc>", "<calc>46+56</calc>", " #102<|im_end|>"]

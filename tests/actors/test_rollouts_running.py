@@ -451,25 +451,6 @@ def assert_scored_alike(hand: InHand, scorer: TorchScorer, rollout_id: str) -> t
     return segments, ids
 
 
-def test_single_turn_rollouts_of_the_student(
-    student: TorchEngine, scorer: TorchScorer, tokenizer: TextTokenizer, rendered: Prompt
-) -> None:
-    hand = InHand(student, tokenizer, ActorConfig(segment_tokens=8))
-    sums = [(3, 4), (12, 30), (45, 54), (8, 1)]
-    for number, (a, b) in enumerate(sums):
-        hand.rollouts.add(ticket(number, ground_truth=str(a + b)), rendered(f"{a}+{b}="))
-    hand.until_gone()
-    hand.environments.close()
-    assert hand.failures == {}
-    for number, (a, b) in enumerate(sums):
-        segments, ids = assert_scored_alike(hand, scorer, f"train-{number}-0-0")
-        answer = tokenizer.decode(ids[len(rendered(f"{a}+{b}=")) :])
-        assert segments[-1].finish_reason == ("stop" if ids[-1] == STOP else "length")
-        assert segments[-1].reward in (0.0, 1.0) and segments[-1].n_turns == 1
-        if segments[-1].reward:
-            assert str(a + b) in answer
-
-
 def test_calculator_rollouts_of_the_student_take_turns(
     student: TorchEngine, scorer: TorchScorer, tokenizer: TextTokenizer, rendered: Prompt
 ) -> None:

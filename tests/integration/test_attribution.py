@@ -1,6 +1,5 @@
 """What limits a real run, where it is known: a role that sleeps is named, and a second slow teacher gives what was
-predicted; where all roles sleep in turns it is the bound on staleness, and a larger one gives what was predicted; where
-teachers fill all processors it is these, and more teachers give nothing."""
+predicted; where all roles sleep in turns it is the bound on staleness, and a larger one gives what was predicted."""
 
 from __future__ import annotations
 
@@ -51,26 +50,6 @@ def test_a_slow_teacher_is_the_limit_and_another_one_gives_what_was_predicted(la
     assert measured == pytest.approx(predicted_two, rel=0.25)
 
 
-PLAIN = ("--teachers=1", "--learner.eval_every=0", "--max-staleness=1", "--steps=8")
-
-
-def test_a_slow_learner_is_the_limit(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(slow_cost.PASS_S, "1.5")
-    run = launch(*PLAIN, "--actors=1", f"--divergence={slow_cost.__name__}:k1_after_a_sleep")
-    assert run.wait() == 0, run.text()
-    row = run.steps()[-1]
-    assert row["bound/learner"] > 0.5 and row["bound/cpu"] == 0.0
-    assert run.summary()["bound"].startswith("learner-bound"), run.summary()["bound"]
-
-
-def test_an_actor_that_sleeps_is_the_limit(launch: Launch) -> None:
-    run = launch(*PLAIN, "--actors=1", f"--actor.engine={slow_actor.__name__}:PROVIDER")
-    assert run.wait() == 0, run.text()
-    row, bound = run.steps()[-1], run.summary()["bound"]
-    assert row["bound/actors"] > 0.5 and row["bound/cpu"] == 0.0
-    assert bound.startswith("actor-bound") and "more actor" in bound, bound
-
-
 def test_a_bound_that_makes_the_roles_take_turns_is_the_limit_and_a_larger_one_gives_what_was_predicted(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,34 +75,3 @@ def test_a_bound_that_makes_the_roles_take_turns_is_the_limit_and_a_larger_one_g
     print(f"predicted {predicted:.2f} times with max_staleness {advised}, measured {measured:.2f} times")
     # Batches of the two that are under way at once may come close together or far apart: 1.15 to 1.6 s per step.
     assert measured == pytest.approx(predicted, rel=0.4) and measured > 1.3
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="it would need a teacher for each of more than 8 processors")
-def test_teachers_that_fill_all_processors_are_bound_by_them_and_more_of_them_give_nothing(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many teachers as processors, each of which computes all the time. Where they slept, twice as many would be
-    twice as fast (the first test here); so they are no faster than the processor time that they take."""
-    monkeypatch.setenv(slow_teacher.ITEM_S, "0.1")
-    monkeypatch.setenv(slow_teacher.COMPUTES, "1")
-    processors = os.cpu_count() or 1
-    plain = ("--learner.eval_every=0", "--max-staleness=1", "--actor.segment_tokens=256", "--steps=14", ENGINE)
-    full = launch(f"--teachers={processors}", *plain, folder="full")
-    assert full.wait() == 0, full.text()
-    rows, said = full.steps(), full.summary()["bound"]
-    assert said.startswith(f"cpu-bound: {processors} of {processors} cores"), said
-    assert rows[-1]["bound/cpu"] > 0.3 and rows[-1]["bound/teachers"] == 0.0
-    twice = launch(f"--teachers={2 * processors}", *plain, folder="twice")
-    assert twice.wait() == 0, twice.text()
-    assert twice.summary()["bound"].startswith("cpu-bound"), twice.summary()["bound"]
-    gain = step_s(rows) / step_s(twice.steps())
-    shares = own_share(said), own_share(twice.summary()["bound"])
-    print(f"{2 * processors} teachers in place of {processors}: {gain:.2f} times with {shares} of the processors")
-    assert gain / (shares[1] / shares[0]) < 1.3
-
-
-def own_share(said: str) -> float:
-    """The run's own share of the processors, from the sentence that names them as the limit. Where other programs want
-    them too, more processes get more of it."""
-    parts = said.split("(")[1].split(")")[0].split(", ")
-    return sum(int(part.split()[-1].rstrip("%")) for part in parts if not part.startswith("other processes")) / 100

@@ -8,8 +8,6 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
 from tests.patience import PATIENCE_S
@@ -67,35 +65,3 @@ def test_trackers_that_hang_or_raise_stop_no_run_and_prometheus_sees_it(launch: 
     assert rows[-1]["health/broken_trackers:Hanging_rows_lost_total"] == 0, "its queue has room for all"
     log = (run.run_dir / "logs" / "learner-0.log").read_text()
     assert log.count("loses rows") == 1 and "no network" in log and "Hanging did not end within" in log
-
-
-def test_mlflow_and_wandb_get_what_a_run_writes_offline(
-    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for package in ("wandb", "mlflow", "sqlalchemy", "alembic"):
-        pytest.importorskip(package)
-    from mlflow.tracking import MlflowClient
-
-    from tests.learner.reports.test_tracker_packages import records
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
-    run = launch(
-        # Long enough for the first start of MLflow, which makes its tables: at its end a run waits 15 s for trackers.
-        *("--actors=1", "--steps=40", "--learner.eval_every=20", "--track=wandb,mlflow")
-    )
-    assert run.wait() == 0, run.text()
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [rows[-1][f"health/{name}_rows_lost_total"] for name in ("wandb", "mlflow")] == [0, 0]
-    losses = {row["step"]: pytest.approx(row["train/loss"]) for row in rows if row["kind"] == "step"}
-    client = MlflowClient(tracking_uri=f"sqlite:///{run.run_dir}/trackers/mlflow/mlflow.db")
-    run_id = (run.run_dir / "trackers" / "mlflow" / "id").read_text()
-    assert {one.step: one.value for one in client.get_metric_history(run_id, "train/loss")} == losses
-    tracked = client.get_run(run_id)
-    assert tracked.info.status == "FINISHED" and tracked.data.params["learner.lr"] == "0.0002"
-    (offline,) = (run.run_dir / "trackers" / "wandb" / "wandb").glob("offline-run-*")
-    history = records(offline)["history"]
-    assert {row["step"]: row["train/loss"] for row in history if "train/loss" in row} == losses
-    assert len(history) == len(rows)
-    files = [file for file in run.run_dir.rglob("*") if file.is_file()]
-    assert [file for file in files if b"0123456789abcdef0123" in file.read_bytes()] == [], "the key is in no file"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.integration.conftest import Launched
 
@@ -69,18 +66,3 @@ def test_an_environment_that_always_fails_is_seen_with_its_cause_and_ends_the_ru
     assert list(failed) == ["env_error_KeyError"] and failed["env_error_KeyError"]["n"] >= 20
     assert len(failed["env_error_KeyError"]["examples"]) == 3
     assert summary["tokens"]["dropped"].keys() <= {"env_error_KeyError", "run_ended", "actor_lost"}
-
-
-def test_an_environment_that_sometimes_blocks_harms_its_own_rollouts_only(launch: Launch, tmp_path: Path) -> None:
-    config = environments(tmp_path)
-    run = launch(f"--config={config}", *FEW, "--steps=100000", "--learner.tasks.env=sleepy")
-    run.until(lambda: "| FAILED ROLLOUTS " in run.text(), "a failed rollout")
-    before = len(run.steps())
-    run.until(lambda: len(run.steps()) >= before + 3, "three more steps")
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130, run.text()
-    summary: dict[str, Any] = run.summary()
-    assert summary["steps"] >= before + 3 and summary["workers"]["actor-0"]["restarts"] == 0
-    assert list(summary["failed_rollouts"]) == ["env_timeout"]
-    told = summary["failed_rollouts"]["env_timeout"]["newest"]
-    assert re.fullmatch(r"actor-0: step has blocked its thread for 1 s, at own_environments\.py:19 in step", told), told

@@ -129,21 +129,3 @@ def test_a_run_uses_running_servers_and_leaves_them_running(
             assert_balanced(run.summary())
             assert run.summary()["actors"] == 1 and run.summary()["servers"] == {}
         assert answers("127.0.0.1", student.port, "the-key") and answers("127.0.0.1", teacher.port, "the-key")
-
-
-def test_a_teacher_on_a_server_sends_top_k_sets(launch: Launch) -> None:
-    """The server is asked for all tokens of the small vocabulary, and each trained token has a set."""
-    run = launch(
-        "--teacher.engine=sglang",
-        "--teacher.top_k=64",
-        "--learner.objective.divergence=reverse_kl",
-        "--learner.eval_every=0",
-        "--actors=1",
-        "--teachers=1",
-        "--steps=2",
-    )
-    assert run.wait() == 0, run.text()
-    summary = run.summary()
-    assert_balanced(summary)
-    assert summary["steps"] == 2 and summary["tokens"]["masked"].get("unscorable", 0) == 0
-    assert all(0.0 < row["train/divergence"] < 5.0 and row["train/tokens_unscored"] == 0 for row in run.steps())

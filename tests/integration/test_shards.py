@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -21,23 +20,6 @@ def assert_balanced(summary: dict[str, Any]) -> None:
     assert tokens["accepted"] == gone > 0
     assert summary["ledger"]["source"] == "final"
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
-
-
-@pytest.mark.slow
-def test_each_shard_is_killed_and_the_run_goes_on_with_another_number_of_them(launch: Launch) -> None:
-    run = launch(*WORKERS, "--buffer.shards=2", "--steps=12")
-    for step, shard in ((2, 1), (5, 0), (8, 1)):
-        run.until(lambda step=step: len(run.steps()) >= step, f"step {step}")
-        run.workers("buffer")[shard].send_signal(signal.SIGKILL)
-    assert run.wait() == 0, run.text()
-    summary = run.summary()
-    assert_balanced(summary)
-    assert [summary["workers"][name]["restarts"] for name in ("buffer-0", "buffer-1")] == [1, 2]
-    assert [row["step"] for row in run.steps()] == list(range(1, 13))
-    assert summary["tokens"]["trained"] == sum(row["train/tokens"] for row in run.steps())
-    assert [point["step"] for point in summary["eval"]] == [0, 6, 12]
-    assert all(worker["tokens"] for worker in summary["workers"].values() if worker["role"] in ("actor", "teacher"))
-    assert not list(run.run_dir.glob("**/journal/data.mdb"))
 
 
 @pytest.mark.slow

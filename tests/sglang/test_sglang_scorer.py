@@ -90,13 +90,6 @@ def test_the_last_token_of_the_vocabulary_is_graded_like_any_other(
     np.testing.assert_allclose(result.logprobs, teacher_reference.of_tokens(ids, 1), atol=TOLERANCE)
 
 
-def test_nothing_asked_is_nothing_answered(scorer: SGLangScorer) -> None:
-    empty, one = scorer.score([ScoreRequest(random_ids(5), 5), ScoreRequest(random_ids(5), 4)], top_k=3)
-
-    assert empty.logprobs.shape == (0,) and empty.top_ids is not None and empty.top_ids.shape == (0, 3)
-    assert one.logprobs.shape == (1,)
-
-
 @pytest.mark.parametrize(
     ("ids", "start", "said"),
     [

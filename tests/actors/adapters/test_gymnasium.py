@@ -62,17 +62,6 @@ def test_the_shortest_way_over_the_lake_gives_the_reward(play: Play) -> None:
     assert [played.total(f"gymnasium_{name}") for name in ("steps", "reward", "terminated")] == [6.0, 1.0, 1.0]
 
 
-def test_a_hole_ends_the_game_without_a_reward(play: Play) -> None:
-    played = play("gymnasium", ["down", "2", "never said"], LAKE)
-    assert len(played.answers) == 2
-    assert (played.reward, played.total("gymnasium_terminated")) == (0.0, 1.0)
-
-
-def test_the_last_action_named_counts(play: Play) -> None:
-    played = play("gymnasium", ["Not left; that's right? No: DOWN."], LAKE)
-    assert "row 1, column 0" in played.heard[0]
-
-
 @pytest.mark.parametrize("turn", ["jump", "", "7", "-1", "1.5", "downhill"])
 def test_an_invalid_action_is_told_and_changes_nothing(play: Play, turn: str) -> None:
     played = play("gymnasium", [turn, *SHORTEST], LAKE | {"invalid_action_reward": -0.5})
@@ -196,7 +185,3 @@ def test_messages_of_a_row_stay_before_the_game(play: Play) -> None:
 def test_wrong_options_are_refused_before_anything_starts(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         check_options("gymnasium", options)
-
-
-def test_right_options_are_not() -> None:
-    check_options("gymnasium", LAKE)

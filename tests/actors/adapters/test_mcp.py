@@ -169,17 +169,6 @@ def test_a_string_stays_one_where_the_notation_has_no_quotes(
     assert ended(talked.end).reward == 1.0
 
 
-def test_a_call_in_the_reasoning_is_not_made(
-    talk: Talk, url: str, hf_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The template has opened it, so the student only closes it."""
-    shown = "{% if tools %}by <tool_call>{% endif %}" + str(hf_tokenizer.chat_template)
-    opened = "{% if add_generation_prompt %}<think>\n{% endif %}"
-    monkeypatch.setattr(hf_tokenizer, "chat_template", shown + opened)
-    talked = talk("mcp", [f"<tool_call>{CALL}</tool_call>?</think>#46"], {"url": url}, row=SUM, truth="46")
-    assert (ended(talked.end).reward, ended(talked.end).info.get("mcp_calls")) == (1.0, None)
-
-
 def test_a_search_for_a_call_ends(talk: Talk, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillhouse.actors.envs.tool_loop.SEARCH_S", 0.1)
     notation = {**CALC, "pattern": r"((?:a|a|aa)+)(?:a|aa)*$"}

@@ -114,7 +114,7 @@ def test_own_prompt_pattern_and_scale(judge: Judge, server: Server) -> None:
         ([body("x" * (5 << 20))], unscored("garbage"), 1),
         ([writes("I would rather not say")], unscored("unparsable"), 1),
         ([writes("[[11]]")], unscored("out_of_range"), 1),
-        ([lambda: 0.6, writes("[[5]]")], Verdict(0.5), 2),
+        ([lambda: 3.0, writes("[[5]]")], Verdict(0.5), 2),
         ([lambda: 60.0], unscored("timeout"), 2),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_judge_that_is_not_well(
     monkeypatch.setattr("stillhouse.actors.rewards.judge.FIRST_PAUSE_S", 0.01)
     server.says = says
     slow = (asked == 2 and "timeout" in str(verdict)) or verdict.reward == 0.5
-    limits: dict[str, Any] = {"timeout_s": 1.0, "tries": 2} if slow else {"timeout_s": PATIENCE_S}
+    limits: dict[str, Any] = {"timeout_s": 3.0, "tries": 2} if slow else {"timeout_s": PATIENCE_S}
     assert judge("judge", "x", "y", base_url=server.url, model="m", **limits) == verdict
     assert len(server.asked) == asked
 
@@ -149,7 +149,7 @@ def test_all_tries_together_take_no_longer_than_the_limit(server: Server) -> Non
         async with asyncio.timeout(PATIENCE_S):
             return await reward(Answered("x", "y"))
 
-    assert asyncio.run(bounded()) == unscored("error")
+    assert asyncio.run(bounded()) in (unscored("error"), unscored("timeout"))  # a try has 5 ms
     assert len(server.asked) < 10
 
 

@@ -20,7 +20,6 @@ import pytest
 
 from stillhouse.actors.sandbox.isolation import Isolation, Limits, prefixes
 from stillhouse.actors.sandbox.sandbox import Ran, Sandbox, SandboxFailed, make_sandbox
-from stillhouse.actors.sandbox.syscalls import seccomp_filter
 from tests.actors.sandbox.conftest import ISOLATIONS, needs_bubblewrap
 from tests.patience import Limit
 
@@ -463,9 +462,3 @@ def test_an_interpreter_whose_folder_holds_a_home_is_refused(monkeypatch: pytest
     fake.chmod(0o755)
     with pytest.raises(ValueError, match="all of that folder would be visible"):
         prefixes(str(fake))
-
-
-def test_the_filter_is_made_of_whole_instructions() -> None:
-    program = seccomp_filter()
-    if os.uname().machine in ("x86_64", "aarch64"):
-        assert program is not None and len(program) % 8 == 0

@@ -24,83 +24,11 @@ def trained(graph: TokenGraph) -> list[str]:
     ]
 
 
-def test_turns_of_one_conversation_are_one_sequence() -> None:
-    graph = TokenGraph()
-    first = answer(graph, "rules.", "ab")
-    second = answer(graph, "rules.ab+result.", "c")
-    assert (first.origin, second.origin) == (Origin.ROOT, Origin.CONTINUES)
-    assert trained(graph) == ["rules.AB+result.C"]
-    assert graph.token_ids(second).tolist() == ids("rules.ab+result.c").tolist()
-
-
-def test_a_retry_that_nobody_went_on_from_is_dropped() -> None:
-    graph = TokenGraph()
-    answer(graph, "rules.", "ab")
-    retry = answer(graph, "rules.", "xy")
-    answer(graph, "rules.ab+", "c")
-    assert retry.origin is Origin.REPEATS
-    assert trained(graph) == ["rules.AB+C"]
-    assert graph.dropped() == {retry.response: Drop.RETRIED}
-
-
-def test_of_two_equal_requests_the_newest_response_is_kept() -> None:
-    graph = TokenGraph()
-    answer(graph, "rules.", "ab")
-    answer(graph, "rules.", "xy")
-    assert trained(graph) == ["rules.XY"]
-
-
-def test_the_delivered_one_of_two_equal_requests_is_kept() -> None:
-    graph = TokenGraph()
-    answer(graph, "rules.", "ab")
-    late = answer(graph, "rules.", "xy", delivered=False)
-    assert trained(graph) == ["rules.AB"]
-    assert graph.dropped() == {late.response: Drop.UNDELIVERED}
-
-
-def test_equal_responses_to_equal_requests_are_trained_once_and_the_newest_goes_on() -> None:
-    graph = TokenGraph()
-    old = answer(graph, "rules.", "ab", delivered=False)
-    answer(graph, "rules.", "ab")
-    answer(graph, "rules.ab+", "c")
-    assert trained(graph) == ["rules.AB+C"]
-    assert graph.dropped() == {old.response: Drop.UNDELIVERED}
-
-
-def test_all_choices_of_one_call_are_trained() -> None:
-    graph = TokenGraph()
-    first = answer(graph, "rules.", "ab")
-    other = graph.begin(ids("rules."), choice_of=first)
-    write(graph, other, "xy")
-    graph.end(other)
-    answer(graph, "rules.xy+", "c")
-    assert trained(graph) == ["rules.AB", "rules.XY+C"]
-
-
 def test_a_choice_needs_the_prompt_of_its_call() -> None:
     graph = TokenGraph()
     first = answer(graph, "rules.", "ab")
     with pytest.raises(ValueError, match="another prompt"):
         graph.begin(ids("other."), choice_of=first)
-
-
-def test_a_summary_and_a_sub_agent_begin_roots() -> None:
-    graph = TokenGraph()
-    answer(graph, "rules.task.", "ab")
-    summary = answer(graph, "rules.summary.", "c")
-    helper = answer(graph, "help.", "d")
-    assert summary.origin is helper.origin is Origin.ROOT
-    assert trained(graph) == ["rules.task.AB", "rules.summary.C", "help.D"]
-
-
-def test_a_response_is_context_in_the_second_branch_behind_it() -> None:
-    graph = TokenGraph()
-    answer(graph, "rules.", "ab")
-    answer(graph, "rules.ab+one.", "c")
-    branch = answer(graph, "rules.ab+two.", "d")
-    assert branch.origin is Origin.FORKS
-    assert branch.drift == 0
-    assert trained(graph) == ["rules.AB+one.C", "rules.ab+two.D"]
 
 
 def test_a_response_that_came_back_as_other_tokens_forks_and_counts_its_drift() -> None:
@@ -112,16 +40,6 @@ def test_a_response_that_came_back_as_other_tokens_forks_and_counts_its_drift() 
     assert graph.counts.drift_tokens == 2
 
 
-def test_a_response_without_logprobs_is_context() -> None:
-    graph = TokenGraph()
-    call = graph.begin(ids("rules."))
-    graph.extend(call, ids("ab"), None, [VersionSpan(V1, 0, 2)])
-    graph.end(call)
-    assert trained(graph) == []
-    answer(graph, "rules.ab+", "c")
-    assert trained(graph) == ["rules.ab+C"]
-
-
 def test_spans_of_a_response_are_merged_and_moved_to_its_place() -> None:
     graph = TokenGraph()
     call = graph.begin(ids("rules."))
@@ -129,15 +47,6 @@ def test_spans_of_a_response_are_merged_and_moved_to_its_place() -> None:
     graph.extend(call, ids("ab"), logprobs, [VersionSpan(V1, 0, 2)])
     graph.extend(call, ids("cd"), logprobs, [VersionSpan(V1, 0, 1), VersionSpan(V2, 1, 2)])
     assert graph.sequences()[0].spans == (VersionSpan(V1, 6, 9), VersionSpan(V2, 9, 10))
-
-
-def test_interleaved_calls_keep_their_own_tokens() -> None:
-    graph = TokenGraph()
-    a, b = graph.begin(ids("one.")), graph.begin(ids("two."))
-    for letter in "xyz":
-        write(graph, a, letter)
-        write(graph, b, letter.lower())
-    assert trained(graph) == ["one.XYZ", "two.XYZ"]
 
 
 @pytest.mark.parametrize(

@@ -149,13 +149,6 @@ def assert_spans_say_who_sampled(taken: list[CutSegment], version_of: list[int |
     assert covered == version_of
 
 
-def test_the_whole_prompt_is_in_the_first_segment_however_long() -> None:
-    line = Line(50, segment_tokens=4)
-    line.write([0] * 5)
-    (first,) = line.rollout.take_segments()
-    assert (first.message.start, first.message.end) == (0, 54)
-
-
 @pytest.mark.parametrize(("prompt", "own"), [([90, 91, 92, 93], 4), ([0, 1, 2], 0), ([0, 1, 2, 9], 0), ([0, 1], 2)])
 def test_a_prompt_that_does_not_begin_with_the_tickets_says_so_once(prompt: list[int], own: int) -> None:
     line = Line(3, segment_tokens=4)
@@ -168,15 +161,6 @@ def test_a_prompt_that_does_not_begin_with_the_tickets_says_so_once(prompt: list
     assert [c.message.own_prompt_tokens for c in cuts] == [own, 0]
     got, _, mask = (np.concatenate([c.arrays[i] for c in cuts]) for i in range(3))
     assert got.tolist() == [*prompt, *range(10, 16)] and mask.tolist() == [0] * len(prompt) + [1] * 6
-
-
-def test_one_token_is_held_back_until_the_reward_is_known() -> None:
-    line = Line(3, segment_tokens=4)
-    line.write([0] * 4)
-    assert line.rollout.take_segments() == []
-    line.rollout.finish("stop", 1.0)
-    (only,) = line.rollout.take_segments()
-    assert only.message.final and only.message.reward == 1.0
 
 
 def test_requests_go_on_where_the_rollout_stands_and_draw_the_next_random_numbers() -> None:
