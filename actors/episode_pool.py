@@ -24,7 +24,7 @@ from typing import Final, Literal, TypeAlias
 
 from stillhouse.actors.episode_process import BEAT_S, STOOD_STILL
 from stillhouse.actors.episode_wire import Command, Deliver, Finish, Gauges, GaveUp, Link, Ready, Refuse, Setup, Stop
-from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, News
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeEvent, EpisodeStart
 from stillhouse.actors.failures import Failure
 from stillhouse.actors.running_episode import Ask, GiveUp, Response
 from stillhouse.protocol.printable import in_one_line
@@ -69,7 +69,7 @@ class _Process:
             argv = [sys.executable, "-m", "stillhouse.actors.episode_process", str(theirs.fileno())]
             self._popen = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._link = Link(ours)
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[EpisodeEvent] = queue.SimpleQueue()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._wake = wake
         self._threads = [
@@ -83,8 +83,8 @@ class _Process:
     def send(self, command: Command) -> None:
         self._commands.put(command)
 
-    def take(self) -> list[News]:
-        news: list[News] = []
+    def take(self) -> list[EpisodeEvent]:
+        news: list[EpisodeEvent] = []
         while not self._news.empty():
             news.append(self._news.get())
         return news
@@ -191,9 +191,9 @@ class EpisodePool:
         process.open.discard(rollout_id)
         process.send(Finish(rollout_id))
 
-    def take(self) -> list[News]:
+    def take(self) -> list[EpisodeEvent]:
         """Raises ProcessesKeepDying."""
-        news: list[News] = []
+        news: list[EpisodeEvent] = []
         for i, process in enumerate(self._processes):
             dead = process.gone  # read before `take`: what it said last is not lost
             news += process.take()
@@ -233,7 +233,7 @@ class EpisodePool:
         first = self._processes[0].ready
         self.agents = frozenset() if first is None else first.agents
 
-    def _bury(self, i: int, *, hangs: bool) -> list[News]:
+    def _bury(self, i: int, *, hangs: bool) -> list[EpisodeEvent]:
         """Replace a dead process, and say that its episodes have ended. `hangs`: it had said nothing for a while."""
         process = self._processes[i]
         code = process.wait(1.0)

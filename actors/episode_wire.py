@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from stillhouse.actors.config import EnvConfig
-from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, News
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeEvent, EpisodeStart
 from stillhouse.actors.failures import Failure
 from stillhouse.actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 
@@ -89,7 +89,7 @@ class _EndedBadly(NamedTuple):
     end: Failure
 
 
-Said: TypeAlias = Ready | Gauges | GaveUp | News
+Said: TypeAlias = Ready | Gauges | GaveUp | EpisodeEvent
 _KINDS: Final[dict[str, Any]] = {
     kind.__name__: kind
     for kind in (

@@ -55,7 +55,7 @@ class EpisodeEnded(NamedTuple):
     end: EpisodeEnd | Failure
 
 
-News: TypeAlias = Ask | GiveUp | EpisodeEnded
+EpisodeEvent: TypeAlias = Ask | GiveUp | EpisodeEnded
 
 
 class Episodes(Protocol):
@@ -92,7 +92,7 @@ class Episodes(Protocol):
         """Stop what still runs of an episode, and close it. Every started episode is finished once, ended or not."""
         ...
 
-    def take(self) -> list[News]:
+    def take(self) -> list[EpisodeEvent]:
         """What episodes asked for, and which ended, in that order; those that are finished may be among them."""
         ...
 
@@ -184,9 +184,9 @@ class EpisodeThreads:
         self._episodes.pop(rollout_id).close_sessions()
         self.runner.finish(rollout_id)
 
-    def take(self) -> list[News]:
+    def take(self) -> list[EpisodeEvent]:
         """Raises TooManyStuck."""
-        news: list[News] = []
+        news: list[EpisodeEvent] = []
         while not self._asked.empty():
             news.append(self._asked.get())
         ended = self.runner.take()

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 
 GLOO_ON_LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 """Weights come over the interface that the servers listen on. Without this, gloo would resolve the host name."""
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, _leave)
     with Servers(log_dir, environment=GLOO_ON_LOOPBACK if "GLOO_SOCKET_IFNAME" not in os.environ else None) as servers:
         print(f"warm after {servers.warm_s} s; logs in {log_dir}", flush=True)
-        started: list[Server] = []
+        started: list[SGLangServer] = []
         for index, model in enumerate(options.models):
             port = options.port + index if options.port else 0
             started.append(servers.start(f"server-{index}", model, extra, port=port))

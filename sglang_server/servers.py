@@ -52,7 +52,7 @@ class ServerError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class SGLangServer:
     """One SGLang server process, the leader of its own process group."""
 
     name: str
@@ -101,8 +101,8 @@ class Servers:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir = log_dir
         self._changed = threading.Condition()
-        self._replies: dict[str, Server | ServerError] = {}
-        """Server name -> result of the last `start`."""
+        self._replies: dict[str, SGLangServer | ServerError] = {}
+        """SGLangServer name -> result of the last `start`."""
         self._keys: dict[str, str] = {}
         self._exit_codes: dict[int, int] = {}
         self._events: deque[ServerEvent] = deque()
@@ -140,7 +140,7 @@ class Servers:
         *,
         port: int = 0,
         base_args: Sequence[str] = SERVER_ARGS,
-    ) -> Server:
+    ) -> SGLangServer:
         """Fork a server, which then loads its model (see `wait_ready`). `args` come after `base_args`, so they win. A
         name may be used again once its server is gone."""
         self.request(name, ["--model-path", str(model), *base_args, *args], port=port)
@@ -169,7 +169,7 @@ class Servers:
             self._events.clear()
         return events
 
-    def wait_ready(self, servers: Sequence[Server], timeout_s: float) -> None:
+    def wait_ready(self, servers: Sequence[SGLangServer], timeout_s: float) -> None:
         """Wait until all answer /model_info, which means that their models are loaded. Raises ServerError."""
         deadline_s = time.monotonic() + timeout_s
         for server in servers:
@@ -181,12 +181,12 @@ class Servers:
                     raise ServerError(f"server {server.name}: not ready after {timeout_s:g} s\n{_tail(server.log)}")
                 time.sleep(0.1)
 
-    def exit_code(self, server: Server) -> int | None:
+    def exit_code(self, server: SGLangServer) -> int | None:
         """The exit code; None while it runs; below 0: killed by that signal."""
         with self._changed:
             return self._exit_codes.get(server.pid)
 
-    def stop(self, server: Server, *, grace_s: float = 5.0) -> int:
+    def stop(self, server: SGLangServer, *, grace_s: float = 5.0) -> int:
         """Send SIGTERM, and after `grace_s` SIGKILL to its group. Returns its exit code."""
         self._send(do="stop", name=server.name, grace_s=grace_s)
         self._await(lambda: server.pid in self._exit_codes, grace_s + _LEAVE_TIMEOUT_S, f"{server.name} to end")
@@ -241,7 +241,7 @@ class Servers:
                 self._events.append(ServerEvent("warm"))
             case "started":
                 log, pid, port = self.log_dir / f"{name}.log", event["pid"], event["port"]
-                self._replies[name] = Server(name, pid, port, log, self._keys.get(name, ""))
+                self._replies[name] = SGLangServer(name, pid, port, log, self._keys.get(name, ""))
                 self._events.append(ServerEvent("started", name, pid, port))
             case "exited":
                 self._exit_codes[event["pid"]] = event["code"]

@@ -40,7 +40,7 @@ class Ended(BaseException):
     """The other side is gone, or says no JSON."""
 
 
-class Link:
+class PipeLink:
     """Sends and reads messages, one line of JSON each; keeps the objects that only have a number on the other side."""
 
     def __init__(self, *, judging: bool = False) -> None:
@@ -152,7 +152,7 @@ class Remote:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, link: Link, number: int, keep: bool) -> None:
+    def __init__(self, link: PipeLink, number: int, keep: bool) -> None:
         self.link, self.number, self.keep = link, number, keep
 
     def __eq__(self, other: object) -> bool:
@@ -203,7 +203,7 @@ class Object(Function):
 
 def serve() -> None:
     """Run the program that is on standard input, and then what is asked for."""
-    link = Link()
+    link = PipeLink()
     module = type(sys)("__main__")
     program = sys.stdin.read()
     sys.modules["__main__"] = module
@@ -220,7 +220,7 @@ def serve() -> None:
 
 def judge() -> None:
     """Run the statements that are on standard input. Exit code 0: they hold; 1: they do not; UNJUDGEABLE."""
-    link = Link(judging=True)
+    link = PipeLink(judging=True)
     statements = sys.stdin.read()
     try:
         tree = ast.parse(statements)

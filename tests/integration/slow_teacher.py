@@ -15,8 +15,6 @@ from stillhouse.engines.torch.provider import TorchProvider
 
 ITEM_S = "SLOW_TEACHER_ITEM_S"
 """Environment variable: seconds per item."""
-COMPUTES = "SLOW_TEACHER_COMPUTES"
-"""Environment variable: 1 = seconds of a processor in place of sleep."""
 
 
 class Sleeps:
@@ -29,18 +27,8 @@ class Sleeps:
         return getattr(self._engine, name)
 
     def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        if os.environ.get(COMPUTES) == "1":
-            _compute(self._item_s * len(requests))
-        else:
-            time.sleep(self._item_s * len(requests))
+        time.sleep(self._item_s * len(requests))
         return self._engine.score(requests, top_k=top_k)
-
-
-def _compute(seconds: float) -> None:
-    """Use a processor for this time, however long that takes beside others."""
-    until_s = time.thread_time() + seconds
-    while time.thread_time() < until_s:
-        sum(range(10_000))
 
 
 class SlowTeacher(TorchProvider):

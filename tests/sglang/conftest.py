@@ -18,7 +18,7 @@ from stillhouse.engines.sglang.features import ServerMismatch
 from stillhouse.models.description import vocabulary_size
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan
-from stillhouse.sglang_server.servers import DEFAULT_PYTHON, Server, Servers
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, Servers, SGLangServer
 from tests.patience import PATIENCE_S, Limit
 
 DATA: Final = Path(__file__).resolve().parents[2] / "builtin" / "data"
@@ -39,7 +39,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         yield servers
 
 
-def start(servers: Servers, *names: str) -> list[Server]:
+def start(servers: Servers, *names: str) -> list[SGLangServer]:
     """Servers of the student, ready."""
     started = [servers.start(name, STUDENT) for name in names]
     servers.wait_ready(started, READY_S)
@@ -47,20 +47,20 @@ def start(servers: Servers, *names: str) -> list[Server]:
 
 
 @pytest.fixture(scope="package")
-def student(servers: Servers) -> Server:
+def student(servers: Servers) -> SGLangServer:
     """The weights of its files, which no test changes."""
     return start(servers, "student")[0]
 
 
 @pytest.fixture(scope="package")
-def teacher(servers: Servers) -> Server:
+def teacher(servers: Servers) -> SGLangServer:
     server = servers.start("teacher", TEACHER)
     servers.wait_ready([server], READY_S)
     return server
 
 
 @pytest.fixture(scope="package")
-def three(servers: Servers) -> list[Server]:
+def three(servers: Servers) -> list[SGLangServer]:
     """Servers that outlive a test, with whatever weights it left there."""
     return start(servers, "push-0", "push-1", "push-2")
 
@@ -72,7 +72,7 @@ def student_weights() -> Named:
 
 
 @pytest.fixture(scope="package")
-def retracts(student: Server) -> None:
+def retracts(student: SGLangServer) -> None:
     """Skips where requests cannot stay at a server while its weights change."""
     try:
         SGLangEngine(student.url, SGLangConfig(update_mode="retract"), vocab_size=VOCAB).close()
@@ -89,7 +89,7 @@ def mode(request: pytest.FixtureRequest) -> SwapMode:
 
 
 @pytest.fixture
-def engine(student: Server) -> Iterator[SGLangEngine]:
+def engine(student: SGLangServer) -> Iterator[SGLangEngine]:
     engine = SGLangEngine(student.url, SGLangConfig(), vocab_size=VOCAB)
     yield engine
     engine.close()

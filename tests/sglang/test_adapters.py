@@ -27,7 +27,7 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
 from stillhouse.protocol.object_store import Store
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
 from stillhouse.weights.roster import Members
@@ -55,7 +55,7 @@ ATTEMPTS = 5
 _numbers = itertools.count()
 
 
-def start(servers: Servers, name: str) -> Server:
+def start(servers: Servers, name: str) -> SGLangServer:
     """With the arguments that the launcher gives it."""
     wish = AdapterWish(rank=RANK, targets=(), model_type="qwen3", asked=False, facts=())
     settings = SERVERS.with_adapters(WorkerSettings(server=ServerConfig(device="cpu")), wish)
@@ -66,7 +66,7 @@ def start(servers: Servers, name: str) -> Server:
 
 
 @pytest.fixture(scope="package")
-def server(servers: Servers) -> Server:
+def server(servers: Servers) -> SGLangServer:
     return start(servers, "adapters")
 
 
@@ -80,7 +80,7 @@ class MisledAdapters(ServerAdapters):
 
 
 class Actor:
-    def __init__(self, server: Server, run_id: str, mode: SwapMode, copies: Path) -> None:
+    def __init__(self, server: SGLangServer, run_id: str, mode: SwapMode, copies: Path) -> None:
         self.incarnation = f"incarnation-{next(_numbers)}"
         config = msgspec.structs.replace(SGLANG, update_mode=mode, stream_tokens=2, control_timeout_s=10.0)
         self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
@@ -121,7 +121,7 @@ class Run:
         assert self.actor is not None
         return self.actor.engine
 
-    def join(self, server: Server, mode: SwapMode = "abort") -> Actor:
+    def join(self, server: SGLangServer, mode: SwapMode = "abort") -> Actor:
         if self.actor is not None:
             self.actor.close()
         self.actor = Actor(server, self.id, mode, self.copies)
@@ -188,12 +188,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     run.close()
 
 
-def names_on(server: Server) -> set[str]:
+def names_on(server: SGLangServer) -> set[str]:
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=PATIENCE_S) as reply:
         return {model["id"] for model in json.loads(reply.read())["data"]}
 
 
-def label_of(server: Server) -> str:
+def label_of(server: SGLangServer) -> str:
     with urllib.request.urlopen(f"{server.url}/model_info", timeout=PATIENCE_S) as reply:
         return json.loads(reply.read())["weight_version"]
 
@@ -209,7 +209,7 @@ def begin(engine: SGLangEngine, names: list[str], n: int, answers: dict[str, Ans
 
 @pytest.mark.parametrize("run", ["folder", "store", "wire"], indirect=True)
 def test_a_version_that_comes_while_requests_run_cuts_them_and_every_token_has_its_own(
-    run: Run, server: Server
+    run: Run, server: SGLangServer
 ) -> None:
     run.join(server)
     run.deliver(V1)
@@ -230,7 +230,7 @@ def test_a_version_that_comes_while_requests_run_cuts_them_and_every_token_has_i
 
 
 def test_versions_go_on_while_old_requests_keep_theirs_and_only_unused_ones_are_unloaded(
-    run: Run, server: Server
+    run: Run, server: SGLangServer
 ) -> None:
     """Each request is under one version. Three versions come meanwhile, and nobody waits for the first one."""
     actor = run.join(server, "keep")
@@ -294,7 +294,7 @@ def test_a_file_that_is_not_the_learners_is_found_before_any_request_uses_it(
 
 
 def test_a_restarted_actor_finds_the_version_on_its_server_and_unloads_what_its_former_self_left(
-    run: Run, server: Server
+    run: Run, server: SGLangServer
 ) -> None:
     run.join(server)
     run.deliver(V1)

@@ -8,7 +8,7 @@ import msgspec
 import psutil
 import pytest
 
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.tools.doctor.command import Report, main
 from stillhouse.tools.doctor.finding import Finding
 from tests.sglang.conftest import READY_S, TEACHER, start
@@ -26,7 +26,9 @@ def of(found: list[Finding], check: str, subject: str) -> Finding:
     return next(one for one in found if one.check == check and one.subject == subject)
 
 
-def test_running_servers_pass_and_have_their_weights_back(servers: Servers, teacher: Server, tmp_path: Path) -> None:
+def test_running_servers_pass_and_have_their_weights_back(
+    servers: Servers, teacher: SGLangServer, tmp_path: Path
+) -> None:
     (student,) = start(servers, "examined")  # not the one of other tests: its weights have the doctor's label then
     urls = (f"--actor.urls={student.url}", f"--teacher.urls={teacher.url}")
     found = examined(tmp_path, *urls, f"--only={SERVED}")

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.models.loading import load_causal_lm
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from tests.sglang.conftest import READY_S, STUDENT
 from tests.sglang.test_weight_push import (
     V1,
@@ -58,7 +58,7 @@ def mixture_weights(mixture: Path) -> Named:
 
 
 @pytest.fixture(scope="package")
-def two(servers: Servers, mixture: Path) -> list[Server]:
+def two(servers: Servers, mixture: Path) -> list[SGLangServer]:
     started = [servers.start(name, mixture) for name in ("mixture-0", "mixture-1")]
     servers.wait_ready(started, READY_S)
     return started
@@ -71,7 +71,9 @@ def run(tmp_path: Path, mixture: Path, mixture_weights: Named) -> Iterator[Run]:
     run.close()
 
 
-def test_servers_answer_under_each_version_that_was_published_as_transformers_does(run: Run, two: list[Server]) -> None:
+def test_servers_answer_under_each_version_that_was_published_as_transformers_does(
+    run: Run, two: list[SGLangServer]
+) -> None:
     """Every expert has changed. The second server comes later."""
     publisher = run.start(two[:1])
     for version in (V1, V2):
@@ -91,7 +93,7 @@ def test_servers_answer_under_each_version_that_was_published_as_transformers_do
 
 @pytest.mark.parametrize("forgets", [r"layers\.1\.mlp\.experts\.7\.up_proj", r"layers\.0\.mlp\.experts\.0\.down_proj"])
 def test_one_expert_that_a_server_passes_over_is_found_by_the_checksums_of_the_first_version(
-    run: Run, two: list[Server], forgets: str
+    run: Run, two: list[SGLangServer], forgets: str
 ) -> None:
     if not checksums_work(two[0]):
         pytest.skip("this SGLang has checksums with CUDA only")

@@ -19,7 +19,7 @@ from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.features import ServerMismatch
 from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
-from stillhouse.sglang_server.servers import SERVER_ARGS, Server, Servers
+from stillhouse.sglang_server.servers import SERVER_ARGS, Servers, SGLangServer
 from tests.engines.sglang.test_features import TRIED
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
@@ -165,7 +165,7 @@ def test_an_aborted_request_ends_soon_and_the_others_go_on(engine: SGLangEngine)
     assert sum(span.end - span.start for span in answers["long"].spans) == len(answers["long"].ids)
 
 
-def test_a_request_that_waits_for_its_turn_can_be_aborted(student: Server) -> None:
+def test_a_request_that_waits_for_its_turn_can_be_aborted(student: SGLangServer) -> None:
     engine = SGLangEngine(student.url, SGLangConfig(max_concurrent=1), vocab_size=VOCAB)
     answers = {"first": Answer(), "second": Answer()}
     engine.submit(request("first", PROMPT, 60))
@@ -298,7 +298,7 @@ def test_nothing_of_it_imports_torch() -> None:
 
 
 def test_a_server_that_does_not_say_which_weights_sampled_a_token_is_refused_where_requests_stay(
-    student: Server, engine: SGLangEngine
+    student: SGLangServer, engine: SGLangEngine
 ) -> None:
     retract = SGLangConfig(update_mode="retract")
     version = engine.features.version

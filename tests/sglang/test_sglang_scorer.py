@@ -14,12 +14,12 @@ from stillhouse.engines.base import ScoreRequest
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.scorer import SGLangScorer
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
 
 
 @pytest.fixture
-def scorer(teacher: Server) -> Iterator[SGLangScorer]:
+def scorer(teacher: SGLangServer) -> Iterator[SGLangScorer]:
     scorer = SGLangScorer(teacher.url, SGLangConfig(), vocab_size=VOCAB)
     yield scorer
     scorer.close()

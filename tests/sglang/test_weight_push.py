@@ -26,7 +26,7 @@ from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.weights.buckets import WholeTensors
 from stillhouse.weights.checkpoint_names import checkpoint_pieces
 from stillhouse.weights.config import WeightsConfig, sent_dtype
@@ -118,7 +118,7 @@ class Actor:
     """What an actor has of the weight path: an engine, and a receiver beside it."""
 
     def __init__(
-        self, name: str, server: Server, run_id: str, mode: SwapMode = "abort", *, path: Path = STUDENT
+        self, name: str, server: SGLangServer, run_id: str, mode: SwapMode = "abort", *, path: Path = STUDENT
     ) -> None:
         config = msgspec.structs.replace(SGLANG, update_mode=mode)
         self.name = name
@@ -152,7 +152,7 @@ class Run:
         self.published: list[WeightVersion] = []
         self.publisher: Publisher
 
-    def start(self, servers: Sequence[Server], *, check_by: CheckBy = "reload", **changes: Any) -> Publisher:
+    def start(self, servers: Sequence[SGLangServer], *, check_by: CheckBy = "reload", **changes: Any) -> Publisher:
         """A publisher, and an actor for each server."""
         sent = sent_dtype(changes.get("dtype", CONFIG.dtype), "keep")
         self.publisher = Publisher(
@@ -167,7 +167,7 @@ class Run:
             self.join(servers)
         return self.publisher
 
-    def join(self, servers: Sequence[Server], mode: SwapMode = "abort") -> None:
+    def join(self, servers: Sequence[SGLangServer], mode: SwapMode = "abort") -> None:
         """Returns when they are in the group."""
         for server in servers:
             name = f"actor-{len(self.actors)}"
@@ -234,7 +234,7 @@ def worst_difference(engine: SGLangEngine, version: WeightVersion, reference: Re
     return worst
 
 
-def checksums_work(server: Server) -> bool:
+def checksums_work(server: SGLangServer) -> bool:
     """That of 0.5.17 needs CUDA."""
     try:
         post(server, "/weights_checker", {"action": "checksum"})
@@ -245,7 +245,7 @@ def checksums_work(server: Server) -> bool:
 
 
 @pytest.fixture
-def can_check(three: list[Server]) -> bool:
+def can_check(three: list[SGLangServer]) -> bool:
     return checksums_work(three[0])
 
 
@@ -257,7 +257,7 @@ def checked(can_check: bool) -> None:
 
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_each_server_answers_under_the_version_that_was_published(
-    run: Run, three: list[Server], n_servers: int, can_check: bool, caplog: pytest.LogCaptureFixture
+    run: Run, three: list[SGLangServer], n_servers: int, can_check: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = run.start(three[:n_servers])
     for version in (V1, V2):
@@ -276,7 +276,7 @@ def test_each_server_answers_under_the_version_that_was_published(
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"], indirect=True)
 def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_sampled_it(
-    mode: SwapMode, run: Run, three: list[Server]
+    mode: SwapMode, run: Run, three: list[SGLangServer]
 ) -> None:
     run.start([])
     run.join(three[:1], mode)
@@ -315,7 +315,7 @@ def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_s
 
 
 def test_a_server_killed_inside_a_broadcast_is_left_out_and_the_others_get_the_version_without_it(
-    run: Run, servers: Servers, three: list[Server]
+    run: Run, servers: Servers, three: list[SGLangServer]
 ) -> None:
     (victim,) = start(servers, "push-killed")
     publisher = run.start([three[0], victim, three[1]])
@@ -335,7 +335,7 @@ def test_a_server_killed_inside_a_broadcast_is_left_out_and_the_others_get_the_v
 
 
 def test_a_server_that_hangs_is_lost_and_who_hung_behind_it_comes_back_when_it_is_gone(
-    run: Run, servers: Servers, three: list[Server]
+    run: Run, servers: Servers, three: list[SGLangServer]
 ) -> None:
     """The bytes for the third server go through the first: it hangs, too, as long as that lives."""
     (victim,) = start(servers, "push-stopped")
@@ -379,7 +379,7 @@ def failure_of(receiver: WeightReceiver) -> BaseException | None:
 
 
 def test_an_actor_takes_its_server_out_of_the_group_that_a_former_actor_left_it_in(
-    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch
+    run: Run, three: list[SGLangServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.start(three[:2])
     former = run.actors.pop("actor-0")
@@ -394,7 +394,7 @@ def test_an_actor_takes_its_server_out_of_the_group_that_a_former_actor_left_it_
     run.delivered(V1)
 
 
-def test_a_late_server_takes_the_newest_version_by_broadcast_and_proves_it(run: Run, three: list[Server]) -> None:
+def test_a_late_server_takes_the_newest_version_by_broadcast_and_proves_it(run: Run, three: list[SGLangServer]) -> None:
     publisher = run.start(three[:1])
     run.publish(V1)
     assert publisher.wait_idle(WAIT_S)
@@ -406,7 +406,7 @@ def test_a_late_server_takes_the_newest_version_by_broadcast_and_proves_it(run: 
     run.delivered(V2)
 
 
-def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: list[Server]) -> None:
+def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: list[SGLangServer]) -> None:
     publisher = run.start(three[:2])
     run.publish(V1)
     assert publisher.wait_idle(WAIT_S)
@@ -437,7 +437,7 @@ def test_after_half_an_update_a_server_waits_for_a_whole_one(run: Run, three: li
 def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
     mode: SwapMode,
     run: Run,
-    three: list[Server],
+    three: list[SGLangServer],
     forgets: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -472,7 +472,7 @@ def test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions(
 @pytest.mark.usefixtures("checked")
 @pytest.mark.parametrize("other_file", [False, True])
 def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
-    run: Run, three: list[Server], other_file: bool, monkeypatch: pytest.MonkeyPatch
+    run: Run, three: list[SGLangServer], other_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = stillhouse.weights.snapshot.write_content
 
@@ -491,7 +491,7 @@ def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
         assert run.actors["actor-0"].stats["weight_checks_total"] == 1
 
 
-def test_weights_are_sent_in_another_dtype(run: Run, three: list[Server]) -> None:
+def test_weights_are_sent_in_another_dtype(run: Run, three: list[SGLangServer]) -> None:
     publisher = run.start(three[:1], dtype="bfloat16")
     run.publish(V1)
     assert publisher.wait_idle(WAIT_S)

@@ -20,7 +20,7 @@ from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.stream import Labels, StreamError
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TOLERANCE, VOCAB, Answer, Reference, collect, request, take
 
@@ -43,7 +43,7 @@ def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_student(servers: Servers) -> Iterator[Server]:
+def own_student(servers: Servers) -> Iterator[SGLangServer]:
     server = servers.start("swapped", STUDENT)
     servers.wait_ready([server], READY_S)
     yield server
@@ -56,7 +56,7 @@ def prompt_of(i: int) -> list[int]:
 
 
 def update_from_disk(
-    server: Server, path: Path, version: WeightVersion, *, flush_cache: bool = True, labels: Labels = LABELS
+    server: SGLangServer, path: Path, version: WeightVersion, *, flush_cache: bool = True, labels: Labels = LABELS
 ) -> None:
     body = {
         "model_path": str(path),
@@ -68,7 +68,7 @@ def update_from_disk(
     assert reply["success"], reply
 
 
-def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def post(server: SGLangServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
     asked = urllib.request.Request(
         f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -76,7 +76,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return json.loads(reply.read())
 
 
-def swap_in_the_middle(server: Server, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], int]:
+def swap_in_the_middle(server: SGLangServer, path: Path, mode: SwapMode) -> tuple[SGLangEngine, dict[str, Answer], int]:
     """Eight requests that all have a few tokens when new weights come, and four that begin after them. Also: how
     many of the eight had not ended when the weights came."""
     engine = SGLangEngine(
@@ -111,7 +111,7 @@ def differences(answer: Answer, prompt: list[int], old: Reference, new: Referenc
 
 @pytest.mark.parametrize("mode", ["abort", "retract"], indirect=True)
 def test_every_token_was_sampled_under_the_weights_it_says(
-    own_student: Server, other_weights: Path, student_reference: Reference, mode: SwapMode
+    own_student: SGLangServer, other_weights: Path, student_reference: Reference, mode: SwapMode
 ) -> None:
     engine, answers, n_open = swap_in_the_middle(own_student, other_weights, mode)
     new_reference = Reference(other_weights)
@@ -134,7 +134,7 @@ def test_every_token_was_sampled_under_the_weights_it_says(
 
 
 def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
-    own_student: Server, other_weights: Path, student_reference: Reference
+    own_student: SGLangServer, other_weights: Path, student_reference: Reference
 ) -> None:
     """Behind the swap the KV cache is still the old one's, so log-probs are those of no full recompute."""
     engine, answers, n_open = swap_in_the_middle(own_student, other_weights, "in_place")
@@ -155,7 +155,7 @@ def test_in_place_each_answer_goes_from_the_old_weights_to_the_new_ones(
 
 
 def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
-    own_student: Server, other_weights: Path
+    own_student: SGLangServer, other_weights: Path
 ) -> None:
     engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB)
     answers = {"a": Answer()}
@@ -171,7 +171,9 @@ def test_requests_submitted_during_a_pause_are_sampled_under_the_new_weights(
     assert np.isfinite(answers["a"].logprobs).all()
 
 
-def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_in_time(own_student: Server) -> None:
+def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_in_time(
+    own_student: SGLangServer,
+) -> None:
     config = SGLangConfig(pause_timeout_s=1.0)
     engine = SGLangEngine(own_student.url, config, vocab_size=VOCAB)
     answers = {"a": Answer()}
@@ -188,7 +190,7 @@ def test_a_resume_without_the_new_weights_is_refused_and_waiting_requests_fail_i
 
 @pytest.mark.usefixtures("retracts")
 def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_weights_have_come(
-    own_student: Server, other_weights: Path
+    own_student: SGLangServer, other_weights: Path
 ) -> None:
     """Nobody knows how much of the update has arrived, and the server is still paused."""
     paused = SGLangConfig(update_mode="retract")
@@ -214,7 +216,7 @@ def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_wei
     engine.close()
 
 
-def test_weights_of_another_run_are_not_taken_for_ours(own_student: Server, other_weights: Path) -> None:
+def test_weights_of_another_run_are_not_taken_for_ours(own_student: SGLangServer, other_weights: Path) -> None:
     update_from_disk(own_student, other_weights, NEW, labels=Labels("run-1"))
     engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-2")
     assert not engine.weights_known
@@ -222,7 +224,9 @@ def test_weights_of_another_run_are_not_taken_for_ours(own_student: Server, othe
 
 
 @pytest.mark.parametrize("label", ["default", "run-2/0.5"])
-def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, other_weights: Path, label: str) -> None:
+def test_a_server_that_another_one_has_replaced_is_lost(
+    own_student: SGLangServer, other_weights: Path, label: str
+) -> None:
     """Started again by somebody, or taken by another run: seen at the next health check."""
     update_from_disk(own_student, other_weights, NEW, labels=Labels("run-1"))
     config = SGLangConfig(health_every_s=0.05)
@@ -239,7 +243,7 @@ def test_a_server_that_another_one_has_replaced_is_lost(own_student: Server, oth
 
 @pytest.mark.parametrize("mode", ["abort", "in_place"], indirect=True)
 def test_tokens_behind_a_swap_are_handed_on_while_their_request_still_runs(
-    own_student: Server, other_weights: Path, mode: SwapMode
+    own_student: SGLangServer, other_weights: Path, mode: SwapMode
 ) -> None:
     engine = SGLangEngine(own_student.url, SGLangConfig(update_mode=mode, stream_tokens=2), vocab_size=VOCAB)
     name = "long"

@@ -11,7 +11,7 @@ import pytest
 
 import stillhouse.weights.transports.wire
 import stillhouse.weights.wire
-from stillhouse.sglang_server.servers import Server
+from stillhouse.sglang_server.servers import SGLangServer
 from stillhouse.weights.wire import WINDOW
 from tests.sglang.conftest import Named
 from tests.sglang.test_weight_push import V1, V2, WAIT_S, Run, wait_until
@@ -36,7 +36,7 @@ def run(tmp_path: Path, student_weights: Named, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("n_servers", [1, 3])
 def test_each_server_answers_under_the_version_that_its_actor_fetched(
-    run: Run, three: list[Server], n_servers: int
+    run: Run, three: list[SGLangServer], n_servers: int
 ) -> None:
     publisher = run.start(three[:n_servers], check_by="canary", transport="wire")
     for version in (V1, V2):
@@ -52,7 +52,7 @@ def test_each_server_answers_under_the_version_that_its_actor_fetched(
 
 
 def test_a_file_that_its_server_cannot_see_is_refused_by_name_and_the_next_one_arrives(
-    run: Run, three: list[Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Run, three: list[SGLangServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a server on another machine than its actor would see of it: nothing."""
     publisher = run.start(three[:1], check_by="canary", transport="wire")

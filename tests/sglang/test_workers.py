@@ -19,7 +19,7 @@ import tests.wire
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.context import ExitCode
-from stillhouse.sglang_server.servers import Server, Servers
+from stillhouse.sglang_server.servers import Servers, SGLangServer
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S, STUDENT, TEACHER, TOLERANCE, Reference
 from tests.wire import RUN, ScriptedBuffer
@@ -56,7 +56,7 @@ sys.exit(code)
 
 
 @contextmanager
-def worker(role: str, peer: ScriptedBuffer, server: Server, run_dir: Path) -> Generator[subprocess.Popen[bytes]]:
+def worker(role: str, peer: ScriptedBuffer, server: SGLangServer, run_dir: Path) -> Generator[subprocess.Popen[bytes]]:
     """A process that runs the role's main; ended here if it has not ended by itself."""
     code = WORKER.format(
         role=role,
@@ -84,7 +84,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Generator[ScriptedBuffer]:
 
 
 @pytest.fixture
-def doomed(servers: Servers) -> Generator[Server]:
+def doomed(servers: Servers) -> Generator[SGLangServer]:
     server = servers.start("doomed-worker", STUDENT)
     servers.wait_ready([server], READY_S)
     yield server
@@ -98,7 +98,7 @@ def ticket(i: int, n: int) -> m.Ticket:
 
 
 def test_an_actor_writes_on_a_server_and_never_loads_torch(
-    peer: ScriptedBuffer, student: Server, tmp_path: Path, student_reference: Reference
+    peer: ScriptedBuffer, student: SGLangServer, tmp_path: Path, student_reference: Reference
 ) -> None:
     prompt = np.array([65, 66, 67], np.int32)
     with worker("actor", peer, student, tmp_path) as process:
@@ -117,7 +117,7 @@ def test_an_actor_writes_on_a_server_and_never_loads_torch(
     assert said["url"] == student.url and said["facts"]["tp"] == 1 and said["facts"]["device"] == "cpu"
 
 
-def test_an_actor_whose_server_dies_says_so(peer: ScriptedBuffer, doomed: Server, tmp_path: Path) -> None:
+def test_an_actor_whose_server_dies_says_so(peer: ScriptedBuffer, doomed: SGLangServer, tmp_path: Path) -> None:
     prompt = np.array([65, 66, 67], np.int32)
     with worker("actor", peer, doomed, tmp_path) as process:
         peer.expect(m.TicketCredit)
@@ -128,7 +128,7 @@ def test_an_actor_whose_server_dies_says_so(peer: ScriptedBuffer, doomed: Server
 
 
 def test_a_teacher_grades_on_a_server_and_never_loads_torch(
-    peer: ScriptedBuffer, teacher: Server, tmp_path: Path, teacher_reference: Reference
+    peer: ScriptedBuffer, teacher: SGLangServer, tmp_path: Path, teacher_reference: Reference
 ) -> None:
     ids = np.random.default_rng(5).integers(0, 256, 60).astype(np.int32)
     items = tuple(m.ScoreItem(i, f"train-{i}-0-0", 5 * i, 60) for i in range(4))
@@ -146,7 +146,7 @@ def test_a_teacher_grades_on_a_server_and_never_loads_torch(
 
 
 def test_a_teacher_whose_server_dies_says_so_and_fails_no_lease(
-    peer: ScriptedBuffer, doomed: Server, tmp_path: Path
+    peer: ScriptedBuffer, doomed: SGLangServer, tmp_path: Path
 ) -> None:
     with worker("teacher", peer, doomed, tmp_path) as process:
         peer.expect(m.ScoreCredit)
