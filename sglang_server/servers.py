@@ -102,7 +102,7 @@ class Servers:
         self.log_dir = log_dir
         self._changed = threading.Condition()
         self._replies: dict[str, SGLangServer | ServerError] = {}
-        """SGLangServer name -> result of the last `start`."""
+        """Server name -> result of the last `start`."""
         self._keys: dict[str, str] = {}
         self._exit_codes: dict[int, int] = {}
         self._events: deque[ServerEvent] = deque()
