@@ -235,7 +235,6 @@ class EnvThread:
         call.settle(result, error)
 
     async def _tidy(self) -> None:
-        """Cancel the tasks that the environment left behind."""
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in left:
             task.cancel()

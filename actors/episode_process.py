@@ -103,7 +103,6 @@ class EpisodeHost:
         self._started.add(start.rollout_id)
 
     def _receive(self) -> None:
-        """On its own thread."""
         with suppress(EOFError, OSError):
             while not isinstance(command := cast("Command", self._link.receive()), Stop):
                 self._commands.put(command)

@@ -248,7 +248,6 @@ class RunningRollouts:
         self.counts["agent_dropped_responses_total"] += sum(counts.dropped_responses.values())
 
     def _book_time(self, seconds: str, calls: str, since_s: float) -> None:
-        """Add the time of one answer, queueing included, to these two totals."""
         self.counts[seconds] += time.monotonic() - since_s
         self.counts[calls] += 1
 
@@ -263,7 +262,6 @@ class RunningRollouts:
         return key
 
     def _give_up_call(self, run: Run, number: int) -> None:
-        """The agent stopped waiting for a response."""
         request_id = run.rollout.request_id(number)
         if run.requests.pop(request_id, None) is not None:
             del self._by_request[request_id]

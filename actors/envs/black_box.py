@@ -48,7 +48,6 @@ async def openai_agent(ctx: Context, task: EnvTask, *, agent: str) -> None:
 
 
 def _function(path: str) -> Callable[..., Any]:
-    """Raises ValueError."""
     try:
         function = load(path)
     except (ImportError, AttributeError, ValueError) as error:

@@ -218,7 +218,6 @@ def _number(value: object) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """A short text for a value, for messages."""
     if value is None:
         return "None"
     kind = type(value).__name__

@@ -103,7 +103,6 @@ def lacking_options(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _accepting(name: str, options: Mapping[str, Any]) -> EnvironmentFactory:
-    """The class behind `name`, checked to be made with these options."""
     factory = _knowing(name, options)
     try:
         inspect.signature(factory).bind(*_given(factory), **options)

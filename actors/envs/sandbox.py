@@ -152,7 +152,6 @@ class _Tools:
         return f"error: {what}"
 
     def _shown(self, ran: Ran) -> str:
-        """The output, and how the call ended if not well."""
         lines = [ran.stdout.removesuffix("\n")] if ran.stdout else []
         if ran.ended != "exit":
             lines.append(f"[stopped: {_STOPPED[ran.ended].format(limits=self._box.limits)}]")

@@ -65,7 +65,6 @@ def json_schema_reward(schema: Mapping[str, Any] | bool, limit_s: float = 5.0) -
 
 
 def _needs(module: str, *, package: str, extra: str) -> None:
-    """Raises ValueError where the package is not installed."""
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"it needs the package {package}: pip install -e '.[{extra}]'")
 

@@ -103,7 +103,6 @@ class _Endpoint(NamedTuple):
 
 
 def _content(read: bytes) -> str:
-    """The text of the first choice. Raises _Failed."""
     try:
         text = json.loads(read)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -174,7 +173,6 @@ def _url(base_url: str) -> str:
 
 
 def _headers(key_env: str) -> dict[str, str]:
-    """Raises ValueError when the variable is not there. Its value is in no message."""
     if not key_env:
         return {}
     key = os.environ.get(key_env, "")

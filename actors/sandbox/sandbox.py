@@ -196,7 +196,6 @@ class Sandbox:
             )
 
     async def _greeted(self, process: asyncio.subprocess.Process) -> None:
-        """Wait for the supervisor's first line."""
         assert process.stdout and process.stderr
         try:
             line = await asyncio.wait_for(process.stdout.readline(), START_S)

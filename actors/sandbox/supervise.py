@@ -280,7 +280,6 @@ class Supervisor:
         return False
 
     def _processes(self) -> list[int]:
-        """Those of the call."""
         if self._config["alone"]:
             return [pid for pid in all_processes() if pid != 1]
         return descendants()

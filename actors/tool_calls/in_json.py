@@ -146,7 +146,6 @@ def _deepseek_call(text: str, at: int) -> tuple[ToolCall | None, int]:
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """None for what is no JSON."""
     try:
         return value_at(text, at)
     except ValueError:

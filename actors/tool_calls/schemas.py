@@ -90,7 +90,6 @@ def write_by_schema(value: Any) -> str:
 
 
 def _in_json(value: Any) -> str:
-    """Without tags."""
     return json.dumps(value).replace("<", "\\u003c")
 
 
@@ -116,7 +115,6 @@ _NAMES: Final = {str: "string", bool: "boolean", int: "integer", float: "number"
 
 
 def _types(schema: Any, depth: int) -> tuple[str, ...]:
-    """The types that a schema allows, in its order."""
     match schema:
         case {"type": str(kind)}:
             return (kind,)

@@ -339,7 +339,6 @@ class TokenGraph:
 
 
 def _path(node: Node, end: int) -> Iterator[Step]:
-    """From this node up to the root."""
     step: Step | None = Step(node, end)
     while step is not None:
         yield step
@@ -375,7 +374,6 @@ def _append(to: array[int] | array[float], values: npt.NDArray[np.generic], dtyp
 
 
 def _common_prefix(ids: array[int], prompt_ids: Int32s) -> int:
-    """Leading tokens that both have."""
     n = min(len(ids), prompt_ids.size)
     differs = np.frombuffer(ids, np.int32, n) != prompt_ids[:n]
     return int(differs.argmax()) if differs.any() else n

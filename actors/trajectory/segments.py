@@ -190,7 +190,6 @@ def _n_leading_context(parts: list[Part]) -> int:
 
 
 def _split(parts: list[Part], n: int) -> tuple[list[Part], list[Part]]:
-    """The first `n` tokens, and the others."""
     now: list[Part] = []
     for i, part in enumerate(parts):
         if n < part.end - part.start:

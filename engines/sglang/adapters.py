@@ -154,6 +154,5 @@ class ServerAdapters(ServerWeights):
             log.warning("adapter %s was not unloaded: %s", name, error)
 
     def _on_server(self) -> dict[str, str]:
-        """Name -> folder of every adapter that the server has loaded."""
         text = self._server.run(self._server.get("/v1/models"), timeout_s=self._engine.config.control_timeout_s)
         return {model.id: model.root for model in msgspec.json.decode(text, type=ListedModels).data}

@@ -197,7 +197,6 @@ class ServerWeights:
     def _receive(
         self, buckets: Sequence[Bucket], label: dict[str, str], deadline_s: float, interrupted: Interrupted
     ) -> None:
-        """Receive a broadcast. `label`: of the weights after the last bucket."""
         self._open_session()
         self._known = False
         for index, bucket in enumerate(buckets):

@@ -164,7 +164,6 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """The text of a result; other content is named."""
     parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
     text = "\n".join(parts) or json.dumps(result.structured_content)
     return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}\n[{len(text) - MAX_RESULT} more characters]"

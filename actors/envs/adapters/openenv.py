@@ -157,7 +157,6 @@ async def _ask(socket: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping
 
 
 def _filled(action: Mapping[str, Any], said: str) -> dict[str, Any]:
-    """The action, with the student's text at its places."""
 
     def fill(value: Any) -> Any:
         match value:

@@ -59,7 +59,6 @@ async def openenv_session(
 
 
 def _maker(factory: str) -> Callable[..., Any]:
-    """Raises ValueError."""
     try:
         found = load(factory)
     except (ImportError, AttributeError, ValueError) as error:

@@ -97,7 +97,6 @@ async def skyrl_gym(
 
 
 async def _talk(line: Context, environment: Any) -> None:
-    """Turns of the student and answers of the environment, until it is done."""
     while True:
         turn = await line.generate()
         output: Mapping[str, Any] = environment.step(turn.text)
@@ -129,7 +128,6 @@ def _extras(task: EnvTask) -> dict[str, Any]:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those of an environment's metrics that are finite numbers."""
     found = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
     return {name: value for name, value in found.items() if math.isfinite(value)}
 

@@ -47,7 +47,6 @@ class VerifiersError(Exception):
 def _check(
     *, server: str, tokenizer: str, renderer: Mapping[str, Any] | None = None, max_tokens: int | None = None
 ) -> None:
-    """Raises ValueError."""
     if not ADDRESS.fullmatch(server):
         raise ValueError(f"server: got {server!r}, expected its ZeroMQ address, such as tcp://127.0.0.1:8766")
     if max_tokens is not None and max_tokens < 1:
