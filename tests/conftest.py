@@ -20,6 +20,10 @@ from tests.release import SHORT
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Several tests share the machine's cores: threads of one product that wait for each other then cost a factor of 2 to 7
+# (docs/results/README.md). Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 HERE: Final = Path(__file__).parent
 # Processes that tests start find engines, environments and transports of tests/ by name.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
