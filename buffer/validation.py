@@ -16,13 +16,11 @@ from stillhouse.buffer.ledger import RejectReason
 from stillhouse.buffer.rollouts import Rollout, Segment
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.versions import VersionTable
-from stillhouse.protocol import hidden_codec
 from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import MAX_ROW_BYTES, Task
 from stillhouse.protocol.messages import Segment as SegmentMessage
-from stillhouse.protocol.top_ids import HEADER_BYTES as TOP_IDS_HEADER_BYTES
-from stillhouse.protocol.top_ids import check_top_ids
-from stillhouse.protocol.topk_layout import HEADER_BYTES, check_payload
+from stillhouse.protocol.payloads.registry import kind_of_bytes
+from stillhouse.protocol.payloads.student_sets import HEADER_BYTES, check_top_ids
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may exceed 0 by this much (rounding of a near-certain token). A larger number is not a log-prob."""
@@ -79,7 +77,7 @@ class SegmentChecker:
             return RejectReason.TOP_IDS_MISSING
         for payload in payloads:
             n = int(sampled[-1]) + 1 - int(sampled[0])
-            if len(payload) > TOP_IDS_HEADER_BYTES + n * self._config.max_top_k_bytes:
+            if len(payload) > HEADER_BYTES + n * self._config.max_top_k_bytes:
                 return RejectReason.TOP_IDS_SIZE
             try:
                 fits = check_top_ids(payload.tobytes()) == n
@@ -159,14 +157,13 @@ def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> Reject
 
 
 def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectReason | None:
-    """Check a payload for the segment's top-k range, of at most `max_bytes` per token: top-k sets or hidden states. Its
-    contents are left to the learner, which reads them."""
-    n = segment.top_end - segment.top_start
-    header = hidden_codec.HEADER_BYTES if hidden_codec.is_hidden(payload) else HEADER_BYTES
-    if len(payload) > header + n * max_bytes:
+    """Check a payload for the segment's top-k range, of at most `max_bytes` per token. Its contents are left to the
+    learner, which reads them."""
+    n, kind = segment.top_end - segment.top_start, kind_of_bytes(payload)
+    if len(payload) > kind.header_bytes + n * max_bytes:
         return RejectReason.TOP_K_SIZE
     try:
-        fits = (hidden_codec.check_hidden if hidden_codec.is_hidden(payload) else check_payload)(payload) == n
+        fits = kind.n_tokens(payload) == n
     except MalformedMessage:
         fits = False
     return None if fits else RejectReason.TOP_K_MALFORMED

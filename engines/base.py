@@ -12,19 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from stillhouse.protocol.hidden_codec import Bits
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
+from stillhouse.protocol.payloads.kind import Float32s, Int32s, ScoreOptions, ScoreResult
 
 if TYPE_CHECKING:
     import torch
 
-Int32s: TypeAlias = npt.NDArray[np.int32]
-Float32s: TypeAlias = npt.NDArray[np.float32]
+LOGPROBS_ONLY: Final = ScoreOptions()
 UpdateMode: TypeAlias = Literal["in_place", "retract"]
 """Treatment of running requests at a weight swap: `in_place` keeps the KV cache, `retract` recomputes it."""
 
@@ -74,30 +73,6 @@ class ScoreRequest:
     """True if the engine need not expect another request of this rollout."""
     top_ids: Int32s | None = None
     """[end - start, k] Tokens whose log-probs at these positions are asked for, in place of the likeliest ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreResult:
-    """n = end - start of the request."""
-
-    logprobs: Float32s
-    """[n]"""
-    top_ids: Int32s | None = None
-    """[n, k] the k likeliest tokens at each position, likeliest first; or those of the request."""
-    top_logprobs: Float32s | None = None
-    """[n, k]"""
-    hidden: Bits | None = None
-    """[n, H] last hidden state at each position, the input of the output head: bits of bfloat16
-    (protocol.hidden_codec)."""
-
-    @staticmethod
-    def empty(top_k: int, hidden_size: int | None = None) -> ScoreResult:
-        """The result of a request for no tokens, n = 0."""
-        none = np.zeros(0, np.float32)
-        hidden = None if hidden_size is None else np.zeros((0, hidden_size), np.uint16)
-        if not top_k:
-            return ScoreResult(none, hidden=hidden)
-        return ScoreResult(none, np.zeros((0, top_k), np.int32), np.zeros((0, top_k), np.float32), hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +160,8 @@ class ScoringEngine(Protocol):
     @property
     def max_context(self) -> int: ...
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        """Score a batch at temperature 1. Either no request has `top_ids`, or all have and `top_k` is 0. Raises
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
+        """Score a batch at temperature 1. Either no request has `top_ids`, or all have and `options.top_k` is 0. Raises
         ValueError for ids outside the vocabulary or start < 1."""
         ...
 
@@ -200,25 +175,6 @@ class TakesSnapshots(Protocol):
     def load_snapshot(self, ref: WeightsRef) -> None:
         """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
         architecture; the weights are then unchanged."""
-        ...
-
-
-@runtime_checkable
-class GivesHiddenStates(Protocol):
-    """A ScoringEngine that also gives the states from which its model's output head computes the logits."""
-
-    @property
-    def hidden_size(self) -> int:
-        """H."""
-        ...
-
-    @property
-    def head_identity(self) -> int:
-        """`models.logprobs.LmHead.identity` of its output head; 0: not known."""
-        ...
-
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0, hidden: bool = False) -> list[ScoreResult]:
-        """As in ScoringEngine; with `hidden`, results have the states too."""
         ...
 
 

@@ -20,6 +20,7 @@ from stillhouse.engines.base import GenerationEngine, ScoringEngine
 from stillhouse.engines.config import ScorerSettings, ServerConfig, WorkerSettings
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.payloads.kind import Need
 from stillhouse.protocol.settings import Settings
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.roster import Members
@@ -325,6 +326,9 @@ class EngineProvider:
     """True when the worker itself holds the model, loaded by torch and transformers: the launcher then gives it a
     device and forks it from a process that has imported both."""
 
+    meets: tuple[Need, ...] = ()
+    """What teacher payloads may need (protocol.payloads.student_sets, protocol.payloads.hidden) that it can do."""
+
     options: Mapping[EngineRole, type[Settings]] = {}
     """The section of keys that the engine reads, by role: `actor.NAME.KEY`, `teacher.NAME.KEY`. A worker gets it by
     `ctx.config.actor.section(NAME, KIND)`. Only for engines with an entry point, whose NAME is known beforehand."""
@@ -373,14 +377,9 @@ class EngineProvider:
         needs."""
         return False
 
-    def knows_top_ids(self, role: EngineRole) -> bool:
-        """True when it reports the likeliest tokens of a student (protocol.messages.Sampling.top_ids), or scores given
-        ones (engines.base.ScoreRequest.top_ids)."""
-        return False
-
-    def why_no_hidden_states(self) -> str:
-        """Empty when its scorer can send hidden states (engines.base.GivesHiddenStates), otherwise the reason."""
-        return "its scorer has log-probs only"
+    def lacks(self, need: Need) -> str:
+        """Why it does not meet a need of a teacher payload (protocol.payloads); empty: it does."""
+        return "" if need in self.meets else f"{self.title or self.name} cannot"
 
     def memory(
         self, role: EngineRole, settings: WorkerSettings, shape: ModelShape, device: Literal["cpu", "cuda"]

@@ -47,7 +47,7 @@ class Scores(NamedTuple):
     logprobs: np.ndarray[Any, Any]
     """[n], 0 where not scored"""
     payloads: tuple[bytes, ...] = ()
-    """Top-k sets of each answer."""
+    """Of each answer (protocol.payloads)."""
 
 
 def write_given(file: str, rows: str, config: RunConfig) -> int:
@@ -60,7 +60,10 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     path = record_path(Path(file).expanduser())
     if path.exists() and path.stat().st_size:
         raise ConfigError(f"{path} is there already; expected the name of a new file")
-    scored = config.teacher.top_k > 0
+    sends = config.teacher.sends
+    scored = sends.distributions
+    if sends.top_ids is not None:
+        raise ConfigError("teacher.top_k_of: got student, but --from samples nothing; expected teacher")
     if config.learner.tasks.privileged:
         raise ConfigError(
             "learner.tasks.privileged: got a text that only teachers read, but --from scores responses after the "
@@ -192,27 +195,26 @@ def _rollout(rollout_id: str, tag: str, line: Line, scores: Scores) -> Rollout:
 
 
 def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[Scores]]:
-    if not config.teacher.top_k:
+    if not config.teacher.sends.distributions:
         return lambda lines: [Scores(np.zeros(len(line.token_ids), np.float32)) for line in lines]
     from stillhouse.engines.base import ScoreRequest
     from stillhouse.engines.torch.scorer import TorchScorer
     from stillhouse.protocol.handshake import vocab_tokens
-    from stillhouse.teachers.top_k import TopKSets
 
     scorer = TorchScorer.load(config.models.teacher, config.teacher)
-    sets = TopKSets.of(config.teacher, vocab_tokens(tokenizer.get_vocab()), scorer.vocab_size)
+    encoder = config.teacher.sends.encoder(scorer, vocab_tokens(tokenizer.get_vocab()))
+    assert encoder is not None
 
     def score(lines: Sequence[Line]) -> list[Scores]:
         requests = [ScoreRequest(line.token_ids[:end], start) for line in lines for start, end in line.answers]
-        results = iter(scorer.score(requests, top_k=sets.asked))
+        results = iter(scorer.score(requests, encoder.options))
         scored: list[Scores] = []
         for line in lines:
             logprobs = np.zeros(len(line.token_ids), np.float32)
             payloads = list[bytes]()
             for (start, end), result in zip(line.answers, results, strict=False):
                 logprobs[start:end] = result.logprobs
-                assert result.top_ids is not None and result.top_logprobs is not None
-                payloads.append(sets.payload(result.top_ids, result.top_logprobs))
+                payloads.append(encoder.encode(result, slice(None), None))
             scored.append(Scores(logprobs, tuple(payloads)))
         return scored
 

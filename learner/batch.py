@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stillhouse.learner.payloads import Rows, TopRows, join_rows
+from stillhouse.learner.payloads import NO_ROWS, join_rows
 from stillhouse.models.divided import Group, Part, Places
 from stillhouse.models.packed_layout import balanced_packs
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.payloads.kind import Rows
 
 FRAMES_PER_ITEM = 4
 """Frames of an item; one with top-k pieces has one more."""
@@ -199,7 +200,7 @@ class PackedBatch:
             item_N=zero_1,
             token_N=zero_1,
             before_N=zero_1 - 1,
-            top=(TopRows.joined([]),) * teachers,
+            top=(NO_ROWS,) * teachers,
         )
 
     @property

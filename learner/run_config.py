@@ -9,6 +9,7 @@ from stillhouse.engines.config import WorkerSettings
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.protocol.messages import TopIdsWanted
+from stillhouse.protocol.payloads.registry import needs_head
 from stillhouse.weights.config import WeightsConfig
 
 
@@ -74,7 +75,7 @@ class LearnerRunConfig(Protocol):
 
 
 def pools_with_heads(config: LearnerRunConfig, objective: ObjectiveConfig) -> list[str]:
-    """Teacher pools whose hidden states an objective reads: the learner needs the output heads of their models."""
+    """Teacher pools of whose models the learner needs the output heads, because an objective reads their payloads."""
     payloads = {name: pool.payload or config.teacher.payload for name, pool in config.pools.items()}
     payloads = payloads or {config.teacher.pool: config.teacher.payload}
-    return [name for name, sent in payloads.items() if sent == "hidden" and objective.needs_top_k_for(name)]
+    return [name for name, sent in payloads.items() if needs_head(sent) and objective.needs_top_k_for(name)]

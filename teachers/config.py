@@ -11,8 +11,9 @@ from stillhouse.engines.config import ScorerSettings, ServerConfig
 from stillhouse.engines.registry import EngineOptions, check_engine
 from stillhouse.engines.sglang.config import ServerLinkConfig
 from stillhouse.models.description import LoadDtype
+from stillhouse.protocol.payloads.kind import PayloadKind
+from stillhouse.protocol.payloads.registry import PayloadName, kind_of
 from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
-from stillhouse.protocol.topk_codec import REST_BITS, SMALL_VOCABULARY
 from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
 FLUSH_TIMEOUT_S: Final = 5.0
@@ -23,7 +24,6 @@ TopK: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS_KEPT)]
 TopMass: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tail: TypeAlias = Literal["auto", "pooled", "each"]
 TopKOf: TypeAlias = Literal["teacher", "student"]
-Payload: TypeAlias = Literal["top_k", "hidden"]
 OtherEngines: TypeAlias = Annotated[dict[str, Settings], EngineOptions("teacher")]
 
 
@@ -36,7 +36,7 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """The teacher's connection to its SGLang server."""
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must score them."""
-    payload: Payload = "top_k"
+    payload: PayloadName = "top_k"
     """What the teacher sends beside the log-probs of sampled tokens, for divergences between distributions. top_k: its
     likeliest tokens, as the next keys say. hidden: its last hidden state in bfloat16, 2 bytes times the hidden size per
     token; the learner applies the teacher's output head to it, so the divergence is over the whole vocabulary. Needs
@@ -65,28 +65,13 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if not self.pool:
             raise ValueError("pool: got an empty name, expected one, e.g. default")
-        if self.payload == "hidden" and self.top_k:
-            raise ValueError(
-                f"top_k: got {self.top_k} with payload = hidden, expected 0: hidden states take the place of top-k sets"
-            )
+        kind_of(self)  # its own checks
         check_engine("teacher", self.engine, self.urls)
-        if self.top_k_of == "student" and not self.top_k:
-            raise ValueError("top_k_of is student with top_k = 0, expected a top_k above 0, e.g. 64: there are no sets")
-        if self.top_k_of == "student" and self.tail == "each":
-            raise ValueError(
-                "tail is each with top_k_of = student, expected pooled or auto: if every token is sent, it does not "
-                "matter whose set it is"
-            )
 
     @property
-    def sends_distributions(self) -> bool:
-        """Whether the learner can compare whole distributions."""
-        return self.payload == "hidden" or self.top_k > 0
-
-    def rest_bits(self, vocab_tokens: int) -> int:
-        """Bits for each token outside the set; 0 where they are pooled."""
-        small = vocab_tokens <= SMALL_VOCABULARY and self.top_k_of == "teacher"
-        return REST_BITS if self.tail == "each" or (self.tail == "auto" and small) else 0
+    def sends(self) -> PayloadKind:
+        """What the teacher sends beside the log-probs of sampled tokens."""
+        return kind_of(self)
 
     @property
     def credit_tokens(self) -> int:
@@ -125,7 +110,7 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.prefix_cache_mb."""
     drain_s: NonNegativeFloat | None = None
     """Overrides teacher.drain_s."""
-    payload: Payload | None = None
+    payload: PayloadName | None = None
     """Overrides teacher.payload."""
     top_k: TopK | None = None
     """Overrides teacher.top_k."""

@@ -12,7 +12,7 @@ import numpy as np
 from stillhouse.engines.base import Float32s, Int32s, ScoreRequest
 from stillhouse.protocol.codec import Array
 from stillhouse.protocol.messages import ScoreItem
-from stillhouse.protocol.top_ids import TopIds
+from stillhouse.protocol.payloads.kind import TopIds
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Scored:
 
     logprobs: Float32s
     payload: bytes | None
-    """None: the run asks for no top-k sets."""
+    """None: the run asks for none."""
 
     @property
     def frames(self) -> list[Array]:

@@ -20,17 +20,17 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 import numpy as np
 
 from stillhouse.engines.base import (
+    LOGPROBS_ONLY,
     EngineLost,
     EngineMismatch,
     ReportsFigures,
-    ScoreRequest,
+    ScoreOptions,
     ScoreResult,
     ScoringEngine,
     TakesSnapshots,
@@ -54,16 +54,12 @@ from stillhouse.protocol.messages import (
 )
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from stillhouse.teachers.held import Held, Scored
-from stillhouse.teachers.hidden import HiddenStates, giving_hidden_states
 from stillhouse.teachers.leaving import on_sigterm
 from stillhouse.teachers.self_check import self_check
-from stillhouse.teachers.top_k import TopKSets
 from stillhouse.tracing import events
 from stillhouse.weights.sink import SnapshotRefused
 
 log = logging.getLogger(__name__)
-
-Ask: TypeAlias = Callable[[Sequence[ScoreRequest]], list[ScoreResult]]
 
 GATHER_S: Final = 0.005
 """Longest time a single item waits for others to share its batch."""
@@ -87,17 +83,15 @@ class TeacherWorker:
         gauges: Mapping[str, float] | None = None,
     ) -> None:
         """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
-        for the heartbeat."""
+        for the heartbeat. Raises EngineMismatch for an engine that cannot give what the run's payloads need."""
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
         self._config = config
-        self._hidden: HiddenStates | None = None
-        if config.payload == "hidden":
-            self._hidden = HiddenStates(giving_hidden_states(engine))
-        self._sets: TopKSets | None = None
-        if config.top_k:
-            self._sets = TopKSets.of(config, vocab_tokens or engine.vocab_size, engine.vocab_size)
+        try:
+            self._encoder = config.sends.encoder(engine, vocab_tokens or engine.vocab_size)
+        except ValueError as error:
+            raise EngineMismatch(str(error)) from error
         self._held: deque[Held] = deque()
         self._held_tokens = 0
         self._new_weights: WeightsRef | None = None
@@ -249,7 +243,7 @@ class TeacherWorker:
         good = [(held, outcome) for held, outcome in scored if isinstance(outcome, Scored)]
         if good:
             self._client.send(
-                Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=bool(self._sets or self._hidden)),
+                Scores(leases=tuple(held.item.lease_id for held, _ in good), top_k=self._encoder is not None),
                 [frame for _, one in good for frame in one.frames],
             )
         for held, outcome in scored:
@@ -271,9 +265,9 @@ class TeacherWorker:
 
     def _fits(self, held: Held) -> bool:
         """True if the engine can score the item; otherwise fail its lease with the reason."""
-        if self._sets is not None and self._sets.of_student and held.wants_sets:
+        if self._encoder is not None and held.wants_sets:
             try:
-                held.given = self._sets.of_tokens(held.top_ids, held.item.top_end - held.item.top_start)
+                held.given = self._encoder.given(held.top_ids, held.item.top_end - held.item.top_start)
             except (EncodeError, MalformedMessage) as error:
                 self._fail(held, f"top_ids: {error}")
                 return False
@@ -289,28 +283,24 @@ class TeacherWorker:
     def _score(self, batch: list[Held]) -> list[tuple[Held, Scored | str]]:
         """Scores of each item, or the reason for their absence. Items without trainable tokens (evaluation, tool
         output) are scored separately when the others need payloads, which are expensive on a server."""
-        plain = partial(self._engine.score, top_k=0)
+        if self._encoder is None:
+            return self._score_alike(batch, LOGPROBS_ONLY)
         wanted = [held for held in batch if held.wants_sets]
         others = [held for held in batch if not held.wants_sets]
-        if self._hidden is not None:
-            return self._score_alike(wanted, self._hidden.score) + self._score_alike(others, plain)
-        if self._sets is None:
-            return self._score_alike(batch, plain)
-        asked = partial(self._engine.score, top_k=self._sets.asked)
-        return self._score_alike(wanted, asked) + self._score_alike(others, plain)
+        return self._score_alike(wanted, self._encoder.options) + self._score_alike(others, LOGPROBS_ONLY)
 
-    def _score_alike(self, batch: list[Held], ask: Ask) -> list[tuple[Held, Scored | str]]:
+    def _score_alike(self, batch: list[Held], options: ScoreOptions) -> list[tuple[Held, Scored | str]]:
         """Score items in one way. After an error the items are scored one by one, so that a bad one does not fail
         the others."""
         if not batch:
             return []
         try:
-            results = ask([held.request for held in batch])
+            results = self._engine.score([held.request for held in batch], options)
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
             log.exception("scoring %d items together failed; scoring them one by one", len(batch))
-            return [pair for held in batch for pair in self._score_alike([held], ask)]
+            return [pair for held in batch for pair in self._score_alike([held], options)]
         return [(held, self._scored(held, result)) for held, result in zip(batch, results, strict=True)]
 
     def _scored(self, held: Held, result: ScoreResult) -> Scored | str:
@@ -320,22 +310,11 @@ class TeacherWorker:
         if not np.isfinite(logprobs).all():
             return "non_finite_logprob"
         try:
-            return Scored(logprobs, self._payload(held, result))
+            if self._encoder is None:
+                return Scored(logprobs, None)
+            return Scored(logprobs, self._encoder.encode(result, held.sets_at, held.given))
         except EncodeError as error:
-            return f"{'top_k' if self._hidden is None else 'hidden'}: {error}"
-
-    def _payload(self, held: Held, result: ScoreResult) -> bytes | None:
-        """Raises EncodeError."""
-        if self._hidden is not None:
-            return self._hidden.sent(result, held.sets_at)
-        if self._sets is None:
-            return None
-        if result.top_ids is None or result.top_logprobs is None:
-            return self._sets.nothing()
-        logprobs_TK = result.top_logprobs[held.sets_at]
-        if held.given is not None:
-            return self._sets.payload_given(held.given, logprobs_TK)
-        return self._sets.payload(result.top_ids[held.sets_at], logprobs_TK)
+            return f"{self._config.payload}: {error}"
 
     def _fail(self, held: Held, reason: str) -> None:
         log.error("lease %d (rollout %s): %s", held.item.lease_id, held.item.rollout_id, reason)

@@ -16,7 +16,7 @@ from stillhouse.actors.trajectory.graph import Call, Node, TokenGraph
 from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
 from stillhouse.engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
 from stillhouse.protocol.messages import Segment, Ticket, TurnReward
-from stillhouse.protocol.top_ids import encode_top_ids
+from stillhouse.protocol.payloads.student_sets import encode_top_ids
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 

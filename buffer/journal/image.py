@@ -55,10 +55,8 @@ from stillhouse.protocol.session import BookImage, SessionBook
 
 _NO_STATE: Final = ("loop.py", "server.py")
 """Files of this package that neither the core's state nor its reaction to a turn depends on."""
-_PROTOCOL: Final = (
-    *("bit_words", "branches", "codec", "flow", "handshake", "hidden_codec", "session", "top_ids", "topk_layout"),
-)
-"""Modules of `protocol` that they do depend on, besides `protocol.messages`."""
+_PROTOCOL: Final = (*("bit_words", "branches", "codec", "flow", "handshake", "session", "topk_layout"),)
+"""Modules of `protocol` that they do depend on, besides the packages `messages` and `payloads`."""
 
 _STATE: Final = (
     arrivals, batch_size, breaker, candidates, config, core, departure, evals, groups, history, holdings, items,
@@ -119,7 +117,8 @@ def release_hash() -> str:
     package = Path(__file__).parents[1]
     protocol = package.parent / "protocol"
     state = [file for file in sorted(package.rglob("*.py")) if file.name not in _NO_STATE]
-    wire = [*sorted((protocol / "messages").glob("*.py")), *(protocol / f"{name}.py" for name in _PROTOCOL)]
+    packages = [file for name in ("messages", "payloads") for file in sorted((protocol / name).glob("*.py"))]
+    wire = [*packages, *(protocol / f"{name}.py" for name in _PROTOCOL)]
     digest = hashlib.sha256()
     for file in (*state, *wire):
         digest.update(file.read_bytes())

@@ -26,6 +26,9 @@ from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
 from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
+from stillhouse.protocol.payloads.kind import Need
+from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig, checkpoint_dtype, server_dtype
 from stillhouse.weights.roster import CheckBy, Members
 
@@ -39,6 +42,7 @@ class SGLangProvider(EngineProvider):
     name = "sglang"
     title = "SGLang servers"
     servers = SERVERS
+    meets = (REPORTS_LIKELIEST, SCORES_GIVEN)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (
@@ -48,11 +52,10 @@ class SGLangProvider(EngineProvider):
         )
         return (*engine, "stillhouse.models.tokenizer_file")
 
-    def knows_top_ids(self, role: EngineRole) -> bool:
-        return True
-
-    def why_no_hidden_states(self) -> str:
-        return "servers return hidden states as decimal numbers in JSON, 10 times the bytes (docs/teachers.md)"
+    def lacks(self, need: Need) -> str:
+        if need == HIDDEN_STATES:
+            return "servers return hidden states as decimal numbers in JSON, 10 times the bytes (docs/teachers.md)"
+        return super().lacks(need)
 
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and

@@ -21,11 +21,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
-from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
+from stillhouse.engines.base import LOGPROBS_ONLY, Int32s, ScoreRequest, ScoreResult, check_scoring
 from stillhouse.engines.sglang.config import ServerLinkConfig
 from stillhouse.engines.sglang.features import Features, detect_features
 from stillhouse.engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
 from stillhouse.engines.sglang.stream import StreamError
+from stillhouse.protocol.payloads.kind import ScoreOptions
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +92,14 @@ class SGLangScorer:
             "prompt_tokens_cached_total": float(self._cached_tokens),
         }
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         """See the interface; results in the order of the requests. Also raises ValueError for more than max_context
         tokens and top_k outside [0, vocab_size], ServerUnavailable when one request got no answer in time (the others
         are cancelled, because repeating them is cheap), ServerLost when none did, RuntimeError after close()."""
         if self._closed:
             raise RuntimeError("the scorer is closed")
         self.server.raise_if_lost()
+        top_k = options.top_k
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self.max_context)
         one_s = self._config.start_timeout_s + self._config.stall_timeout_s
         rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)

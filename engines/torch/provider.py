@@ -22,6 +22,8 @@ from stillhouse.engines.provider import (
 from stillhouse.models.description import BYTES, resolve_dtype
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
+from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.roster import Members
 
@@ -33,6 +35,7 @@ class TorchProvider(EngineProvider):
     name = "torch"
     title = "embedded"
     loads_model = True
+    meets = (REPORTS_LIKELIEST, SCORES_GIVEN, HIDDEN_STATES)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (
@@ -87,12 +90,6 @@ class TorchProvider(EngineProvider):
 
     def reads_snapshots(self) -> bool:
         return True
-
-    def knows_top_ids(self, role: EngineRole) -> bool:
-        return True
-
-    def why_no_hidden_states(self) -> str:
-        return ""
 
     def memory(
         self, role: EngineRole, settings: WorkerSettings, shape: ModelShape, device: Literal["cpu", "cuda"]

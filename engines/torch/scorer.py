@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, check_scoring
+from stillhouse.engines.base import LOGPROBS_ONLY, Int32s, ScoreRequest, ScoreResult, check_scoring
 from stillhouse.engines.config import GPU_PREFIX_CACHE_BYTES, ScorerSettings, chunk_rows
 from stillhouse.engines.torch.prefix_cache import PrefixCache
 from stillhouse.models.description import resolve_dtype
@@ -36,8 +36,9 @@ from stillhouse.models.packed_layout import first_fit_decreasing
 from stillhouse.models.past import Around, Cells, Past
 from stillhouse.models.rotary import switching_rope
 from stillhouse.models.transfer import upload
-from stillhouse.protocol.hidden_codec import Bits
 from stillhouse.protocol.messages import WeightsRef
+from stillhouse.protocol.payloads.hidden import Bits
+from stillhouse.protocol.payloads.kind import ScoreOptions
 from stillhouse.weights.sink import SnapshotRefused
 from stillhouse.weights.snapshot import read_snapshot
 
@@ -87,12 +88,12 @@ class TorchScorer:
 
     @property
     def hidden_size(self) -> int:
-        """See engines.base.GivesHiddenStates."""
+        """See protocol.payloads.hidden.GivesHiddenStates."""
         return self._head.weight_VH.shape[1]
 
     @property
     def head_identity(self) -> int:
-        """See engines.base.GivesHiddenStates."""
+        """See protocol.payloads.hidden.GivesHiddenStates."""
         return self._head.identity
 
     @property
@@ -102,21 +103,22 @@ class TorchScorer:
         return {"computed_tokens_total": float(self._computed_tokens), **kept}
 
     @torch.inference_mode()
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0, hidden: bool = False) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         """Score a batch at temperature 1. Results are in the order of the requests, regardless of packing.
 
         A request with start == len(token_ids) gets empty arrays. Raises ValueError for ids outside the vocabulary,
         start outside [1, len], more than max_context tokens, top_k outside [0, vocab_size].
         """
         # The last token is never an input, so a request may be one token longer than the context window.
+        top_k = options.top_k
         check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self._max_context + 1)
-        size = self.hidden_size if hidden else None
+        size = self.hidden_size if options.hidden else None
         results = [ScoreResult.empty(top_k if one.top_ids is None else one.top_ids.shape[1], size) for one in requests]
         runs = fold(requests, together=self._folds)
         try:
             self._look_up(runs)
             for pack in first_fit_decreasing([run.n_inputs for run in runs], self._max_batch_tokens):
-                for i, result in self._score_pack([runs[p] for p in pack], requests, top_k, hidden):
+                for i, result in self._score_pack([runs[p] for p in pack], requests, options):
                     results[i] = result
         except BaseException:
             self._forget()  # cells may lack values; and where memory was short, room is worth more than prefixes
@@ -174,7 +176,7 @@ class TorchScorer:
                 run.cells, run.keep_last = added
 
     def _score_pack(
-        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], top_k: int, hidden: bool
+        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], options: ScoreOptions
     ) -> list[tuple[int, ScoreResult]]:
         """Score one pack in one forward pass: (index of the request, result) of each of its members."""
         model = self._model
@@ -199,10 +201,10 @@ class TorchScorer:
             predictors_AH,
             upload(targets_A.astype(np.int64), device),
             chunk_tokens=self._chunk_tokens,
-            top_k=top_k,
+            top_k=options.top_k,
             given_TK=None if given_AK is None else upload(given_AK, device),
         )
-        states_AH = _bits(predictors_AH) if hidden else None
+        states_AH = _bits(predictors_AH) if options.hidden else None
         results = _split(scores, states_AH, [requests[one.request] for _, _, one in members])
         return [(one.request, result) for (_, _, one), result in zip(members, results, strict=True)]
 

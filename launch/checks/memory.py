@@ -55,7 +55,7 @@ from stillhouse.engines.provider import ModelShape
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.checks.placement import Placement
 from stillhouse.launch.checks.server_memory import GIB, PROCESS_GIB, size_servers
-from stillhouse.launch.config.hidden_states import state_bytes
+from stillhouse.launch.config.payloads import sizes_of
 from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
@@ -264,10 +264,10 @@ def _one_pack(config: RunConfig) -> bool:
 
 
 def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
-    """Output heads of the models whose teachers send hidden states. Their vocabulary is the student's."""
-    pools = [pool for pool in teacher_pools(config) if pool.config.teacher.payload == "hidden"]
-    by_model = {pool.config.models.teacher: state_bytes(pool) or 0 for pool in pools}
-    return sum(each / 2 * shape.vocabulary * width for each in by_model.values())
+    """Output heads of the models whose teachers' payloads need them. Their vocabulary is the student's."""
+    pools = [pool for pool in teacher_pools(config) if pool.config.teacher.sends.needs_head]
+    by_model = {pool.config.models.teacher: sizes_of(pool, None).hidden or 0 for pool in pools}
+    return float(sum(hidden * shape.vocabulary * width for hidden in by_model.values()))
 
 
 def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0) -> Need:

@@ -15,8 +15,8 @@ from stillhouse import builtin
 from stillhouse.actors.envs.registry import UnknownEnvironment, check_options
 from stillhouse.engines.registry import BUILT_IN, find_engine
 from stillhouse.launch.config.group_filters import group_filters, undistilled_groups
-from stillhouse.launch.config.hidden_states import hidden_states
-from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, largest_set, rollouts_that_no_message_holds
+from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
+from stillhouse.launch.config.payloads import engines_for_payloads, payload_mistakes, payload_warnings
 from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.launch.config.shards import shards
@@ -24,7 +24,6 @@ from stillhouse.learner.objectives.config import compares_distributions
 from stillhouse.models.description import known_vocabulary_size
 from stillhouse.protocol.addresses import is_local
 from stillhouse.protocol.plugins import load
-from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 from stillhouse.weights.config import find_transport
 
 BUILTIN_RATE_LIMIT: Final = 6e-4
@@ -54,12 +53,11 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_average_as_teacher(config, student),
             *_groups_that_never_fit(config),
             *shards(config),
-            *_top_k_sets(config, student),
-            *_sets_of_the_student(config),
+            *payload_mistakes(config, student),
+            *engines_for_payloads(config),
             *_transport(config),
             *_delta_of_servers(config),
             *_ranks_in_plain_text(config),
-            *hidden_states(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
@@ -72,8 +70,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *undistilled_groups(config),
             *_little_room(config, student),
             *_little_room_for_teachers(config),
-            *_sets_in_vain(config, student),
-            *_sets_of_the_other(config),
+            *payload_warnings(config, student),
             *open_ports(config),
             *batches_that_will_be_cut(config, rows, window),
         ],
@@ -123,7 +120,7 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
             f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's "
             f"pools: {', '.join(routes) or '(none)'}"
         )
-    mistakes += _sets_of_the_student(config)
+    mistakes += engines_for_payloads(config)
     if config.actors:
         mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
     return mistakes
@@ -218,38 +215,6 @@ def _adapters(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _top_k_sets(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Check that every pool sends what its divergence needs."""
-    rows, objective = known_vocabulary_size(student), config.learner.objective
-    for pool in teacher_pools(config):
-        teacher = pool.config.teacher
-        if (needed_for := objective.needs_top_k_for(pool.name)) and not teacher.sends_distributions:
-            yield (
-                f"learner.objective.{needed_for} needs {pool.key}.top_k: got 0, expected one above 0, "
-                f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
-                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
-            )
-        if teacher.top_k and rows is not None and teacher.tail == "each" and rows > MAX_TOKENS_KEPT:
-            yield (
-                f"{pool.key}.tail: got 'each' with {rows} rows in the embedding, expected at most {MAX_TOKENS_KEPT}; "
-                "use 'pooled'"
-            )
-
-
-def _sets_of_the_student(config: RunConfig) -> Iterator[str]:
-    """Check that the engines report and score the student's likeliest tokens if teachers are to score those."""
-    if config.top_ids is None:
-        return
-    for group in worker_groups(config):
-        if not group.engine.knows_top_ids(group.role):
-            able = " or ".join(repr(name) for name in BUILT_IN if find_engine(name).knows_top_ids(group.role))
-            what = "reports the student's likeliest tokens" if group.role == "actor" else "scores given tokens"
-            yield (
-                f"{group.key}.engine: got {group.settings.engine!r} with teacher.top_k_of = student, expected {able}, "
-                f"which {what}; or teacher.top_k_of = teacher"
-            )
-
-
 def _transport(config: RunConfig) -> Iterator[str]:
     """Check that there is one of this name. It is not imported, because it loads torch."""
     try:
@@ -268,47 +233,11 @@ def _delta_of_servers(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _sets_of_the_other(config: RunConfig) -> Iterator[str]:
-    """Warn of a divergence that weighs tokens by the teacher's probabilities, with the student's sets."""
-    objective = config.learner.objective
-    names = dict.fromkeys(objective.divergence_of(pool).name for pool in config.learner.tasks.routes)
-    for name in (name for name in names if config.top_ids is not None and name in ("forward_kl", "mixed", "jsd")):
-        yield (
-            f"teacher.top_k_of: student with learner.objective.divergence = {name!r}, which weighs tokens by the "
-            "teacher's probabilities: likely ones that the student does not know of are pooled in the tail; teacher "
-            "shows them"
-        )
-
-
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:
     """Longest sequence in tokens that an actor writes; None if unknown."""
     if (limit := engine_of(config, "actor").context_limit(config.actor)) is not None:
         return limit.tokens
     return context_window(student) if student is not None else None
-
-
-def _sets_in_vain(config: RunConfig, student: Path | None) -> Iterator[str]:
-    """Warn of top-k sets that neither this run nor a recording uses, and of sets that the buffer refuses."""
-    limit, rows = config.buffer.max_top_k_bytes, known_vocabulary_size(student)
-    objective = config.learner.objective
-    for pool in teacher_pools(config):
-        teacher, used = pool.config.teacher, objective.needs_top_k_for(pool.name) or config.learner.record
-        key = objective.divergence_key(pool.name)
-        only = f"learner.objective.{key} = {objective.divergence_of(pool.name).name!r} uses only the sampled token"
-        if not objective.coef_of(pool.name):
-            only = "learner.objective has the coefficient 0 for this pool, whose figures need only the sampled token"
-        if teacher.top_k and not used:
-            yield (
-                f"{pool.key}.top_k: got {teacher.top_k}, but {only}; the sets will be made, sent and discarded (0 "
-                "avoids that)"
-            )
-        if teacher.payload == "hidden" and not used:
-            yield f"{pool.key}.payload: got hidden, but {only}; the hidden states will be sent and discarded"
-        if teacher.top_k and rows is not None and (most := largest_set(teacher, rows)) > limit:
-            yield (
-                f"{pool.key}.top_k: {teacher.top_k} tokens take up to {most} bytes per token, buffer.max_top_k_bytes "
-                f"is {limit}; segments whose sets take more on average will be refused, and masked as unscorable"
-            )
 
 
 def _ranks_in_plain_text(config: RunConfig) -> Iterator[str]:

@@ -6,17 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stillhouse.buffer.batch_size import BATCH_BYTES, SCORE_BYTES, TOKEN_BYTES
-from stillhouse.launch.config.hidden_states import state_bytes
+from stillhouse.launch.config.payloads import payload_bytes
 from stillhouse.launch.config.pools import teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.protocol.codec import MAX_FRAME_BYTES
-from stillhouse.protocol.topk_layout import most_bytes
-from stillhouse.teachers.config import TeacherConfig
-
-
-def largest_set(teacher: TeacherConfig, rows: int) -> int:
-    """Largest top-k set in bytes per position. `rows`: rows of the embedding."""
-    return most_bytes(rows, teacher.top_k, rest_bits=teacher.rest_bits(rows))
 
 
 def rollouts_that_no_message_holds(config: RunConfig, rows: int | None, window: int | None) -> Iterator[str]:
@@ -81,7 +74,4 @@ def _single_turn(config: RunConfig) -> bool:
 
 def _set_bytes(config: RunConfig, rows: int | None) -> int:
     """Largest payloads of all pools together, in bytes per token."""
-    pools = teacher_pools(config)
-    sizes = [largest_set(p.config.teacher, rows) for p in pools if p.config.teacher.top_k and rows is not None]
-    sizes += [state_bytes(pool) or 0 for pool in pools if pool.config.teacher.payload == "hidden"]
-    return sum(min(size, config.buffer.max_top_k_bytes) for size in sizes)
+    return sum(min(payload_bytes(p, rows) or 0, config.buffer.max_top_k_bytes) for p in teacher_pools(config))

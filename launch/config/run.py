@@ -123,8 +123,7 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     @property
     def top_ids(self) -> TopIdsWanted | None:
         """The sets of the student's likeliest tokens that the teachers score; None: they score their own."""
-        teacher = self.teacher
-        return TopIdsWanted(teacher.top_k, teacher.top_mass) if teacher.top_k_of == "student" else None
+        return self.teacher.sends.top_ids
 
     def __post_init__(self) -> None:
         super().__post_init__()

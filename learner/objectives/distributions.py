@@ -31,9 +31,10 @@ from torch import Tensor
 
 from stillhouse.learner.objectives.options import Distributions, Jsd, Mixed, MultiSample
 from stillhouse.learner.objectives.sampled import CostFn
-from stillhouse.learner.payloads import HiddenRows, TopRows
 from stillhouse.models.logprobs import LmHead
 from stillhouse.models.transfer import upload
+from stillhouse.protocol.payloads.hidden import HiddenRows
+from stillhouse.protocol.payloads.top_k import TopRows
 from stillhouse.protocol.topk_codec import LOG_TAIL_FLOOR
 
 PADDING = -1e4

@@ -24,9 +24,12 @@ from stillhouse.learner.objectives.divergences import Compared, Divergences
 from stillhouse.learner.objectives.importance import context_weights
 from stillhouse.learner.objectives.losses import TokenInputs
 from stillhouse.learner.objectives.options import Distributions, MultiSample
-from stillhouse.learner.payloads import PayloadError, TopRows, read_payloads
+from stillhouse.learner.payloads import read_payloads
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.transfer import upload
+from stillhouse.protocol.payloads.hidden import HiddenRows
+from stillhouse.protocol.payloads.kind import PayloadError
+from stillhouse.protocol.payloads.top_k import TopRows
 
 
 class Ahead(NamedTuple):
@@ -223,11 +226,15 @@ class Between:
         self, microbatch: Microbatch, m: int, places_R: npt.NDArray[np.int64], device: torch.device
     ) -> TopKTeacher | WholeTeacher:
         rows = microbatch.top[m]
-        if isinstance(rows, TopRows):
-            return TopKTeacher.of(rows, self.vocab_tokens, device)
-        sampled_R = upload(microbatch.target_N[places_R], device)
-        sent_R = upload(microbatch.teacher_MN[m, places_R], device)
-        return WholeTeacher(rows, self.head_of(rows.teacher), self.vocab_tokens, sampled_T=sampled_R, sent_T=sent_R)
+        match rows:
+            case TopRows():
+                return TopKTeacher.of(rows, self.vocab_tokens, device)
+            case HiddenRows():
+                head, sampled_R = self.head_of(rows.teacher), upload(microbatch.target_N[places_R], device)
+                sent_R = upload(microbatch.teacher_MN[m, places_R], device)
+                return WholeTeacher(rows, head, self.vocab_tokens, sampled_T=sampled_R, sent_T=sent_R)
+            case _:
+                raise TypeError(f"no divergence compares {type(rows).__name__}")
 
     def _logits(self, z_CV: Tensor, place: slice, rows_R: Tensor) -> Tensor:
         """A copy of the logits at some positions, without padding."""

@@ -106,8 +106,7 @@ class BatchWanted(msgspec.Struct, frozen=True, tag=True):
 
 
 class TopKPiece(msgspec.Struct, frozen=True, array_like=True):
-    """One teacher's payload (`protocol.topk_codec` or `protocol.hidden_codec`) for the tokens [start, end) of a
-    rollout."""
+    """One teacher's payload (`protocol.payloads`) for the tokens [start, end) of a rollout."""
 
     teacher: int
     """Index into the item's `teachers`."""

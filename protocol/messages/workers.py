@@ -57,8 +57,9 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
 
     Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
     n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt. With `top_ids` a fourth: the sets
-    that `Sampling.top_ids` asks for, from the first sampled token to the last, as a payload of `protocol.top_ids`,
-    uint8 [m]. The set of a token between them that was not sampled is the token itself.
+    that `Sampling.top_ids` asks for, from the first sampled token to the last, as a payload of
+    `protocol.payloads.student_sets`, uint8 [m]. The set of a token between them that was not sampled is
+    the token itself.
 
     A rollout with branches (a sub-agent, a retry, a changed history) is still one row of tokens: each is sent once, and
     a segment that continues another place than the end of the row says so in `follows`."""
@@ -195,7 +196,7 @@ class ScoreItem(msgspec.Struct, frozen=True):
 
 class ScoreWork(msgspec.Struct, frozen=True, tag=True):
     """buffer -> teacher. Frames per item, in order: int32 [context_tokens]; with the item's `top_ids`, the payload of
-    `protocol.top_ids` that the actor sent, uint8 [m]."""
+    `protocol.payloads.student_sets` that the actor sent, uint8 [m]."""
 
     items: tuple[ScoreItem, ...]
 
@@ -203,9 +204,8 @@ class ScoreWork(msgspec.Struct, frozen=True, tag=True):
 class Scores(msgspec.Struct, frozen=True, tag=True):
     """teacher -> buffer, acknowledged. Frames: one float32 [end - start] per lease, in order: log-probs of the given
     tokens (any finite number where the token was not sampled; 0 before `first`). With `top_k` there are two frames per
-    lease: the second holds the teacher's log-probs of its own likeliest tokens at [top_start, top_end), or of the
-    item's `top_ids`, as a payload of `protocol.topk_codec`, uint8 [n]; or the hidden states there, as one of
-    `protocol.hidden_codec`."""
+    lease: the second holds what else the teacher sends at [top_start, top_end), as one of `protocol.payloads`,
+    uint8 [n]."""
 
     leases: tuple[int, ...]
     top_k: bool = False

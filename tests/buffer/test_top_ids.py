@@ -9,7 +9,7 @@ import pytest
 
 from stillhouse.buffer.core import Core
 from stillhouse.protocol import messages as m
-from stillhouse.protocol.top_ids import encode_top_ids
+from stillhouse.protocol.payloads.student_sets import encode_top_ids
 from tests.buffer.driver import Driver
 from tests.buffer.shadow import restored
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from stillhouse.engines.base import ScoreRequest, ScoreResult, ScoringEngine
+from stillhouse.engines.base import LOGPROBS_ONLY, ScoreOptions, ScoreRequest, ScoreResult, ScoringEngine
 from stillhouse.engines.provider import ScorerSource
 from stillhouse.engines.torch.provider import TorchProvider
 
@@ -26,9 +26,9 @@ class Sleeps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         time.sleep(self._item_s * len(requests))
-        return self._engine.score(requests, top_k=top_k)
+        return self._engine.score(requests, options)
 
 
 class SlowTeacher(TorchProvider):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from stillhouse.protocol.errors import EncodeError, MalformedMessage
-from stillhouse.protocol.hidden_codec import (
-    check_hidden,
+from stillhouse.protocol.payloads.hidden import (
+    HiddenStates,
     decode_hidden,
     encode_hidden,
     head_of_states,
-    is_hidden,
-    most_bytes,
 )
+from stillhouse.protocol.payloads.registry import kind_of_bytes
+from stillhouse.protocol.payloads.top_k import TopKSets
 from stillhouse.protocol.topk_codec import encode_top_k
 
 FINITE = np.array([[0x3F80, 0xBF80, 0x0000, 0x8001, 0x7F7F], [1, 2, 3, 0x4049, 0xFF7F]], np.uint16)
@@ -23,8 +23,9 @@ FINITE = np.array([[0x3F80, 0xBF80, 0x0000, 0x8001, 0x7F7F], [1, 2, 3, 0x4049, 0
 
 def test_bits_come_back_as_they_were() -> None:
     payload = encode_hidden(FINITE)
-    assert is_hidden(payload) and check_hidden(payload) == 2 and np.array_equal(decode_hidden(payload), FINITE)
-    assert len(payload) == len(encode_hidden(FINITE[:0])) + 2 * most_bytes(5)
+    assert kind_of_bytes(payload) is HiddenStates and HiddenStates.n_tokens(payload) == 2
+    assert np.array_equal(decode_hidden(payload), FINITE)
+    assert len(payload) == len(encode_hidden(FINITE[:0])) + 2 * 2 * 5
     assert decode_hidden(encode_hidden(FINITE[:0])).shape == (0, 5)
 
 
@@ -42,7 +43,7 @@ def test_infinity_and_nan_are_neither_sent_nor_read(bits: int) -> None:
         encode_hidden(states)
     payload = bytearray(encode_hidden(FINITE))
     payload[-4:-2] = struct.pack("<H", bits)
-    assert check_hidden(bytes(payload)) == 2
+    assert HiddenStates.n_tokens(bytes(payload)) == 2
     with pytest.raises(MalformedMessage, match="token 1"):
         decode_hidden(bytes(payload))
 
@@ -57,7 +58,7 @@ def test_the_head_of_the_states_is_named_and_older_payloads_name_none() -> None:
     payload = encode_hidden(FINITE, 2**64 - 2)
     older = struct.pack("<2sBxII", b"HS", 1, 2, 5) + payload[20:]
     assert [head_of_states(one) for one in (payload, encode_hidden(FINITE), older)] == [2**64 - 2, 0, 0]
-    assert np.array_equal(decode_hidden(older), FINITE) and check_hidden(older) == 2
+    assert np.array_equal(decode_hidden(older), FINITE) and HiddenStates.n_tokens(older) == 2
 
 
 def test_every_payload_that_is_cut_or_lies_is_refused() -> None:
@@ -66,11 +67,15 @@ def test_every_payload_that_is_cut_or_lies_is_refused() -> None:
     wrong += [payload[:i] + bytes([payload[i] ^ 1]) + payload[i + 1 :] for i in (0, 1, 2, 4, 7, 8, 11)]
     for one in wrong:
         with pytest.raises(MalformedMessage):
-            check_hidden(one)
+            HiddenStates.n_tokens(one)
         with pytest.raises(MalformedMessage):
             decode_hidden(one)
 
 
 def test_top_k_sets_are_told_apart() -> None:
     ids = np.zeros((1, 1), np.int32)
-    assert not is_hidden(encode_top_k(ids, np.full((1, 1), -1.0, np.float32), vocab_size=9)) and not is_hidden(b"")
+    assert (
+        kind_of_bytes(encode_top_k(ids, np.full((1, 1), -1.0, np.float32), vocab_size=9))
+        is kind_of_bytes(b"")
+        is TopKSets
+    )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stillhouse.protocol.codec import decode, encode
 from stillhouse.protocol.errors import EncodeError, MalformedMessage
 from stillhouse.protocol.messages import ScoreItem, ScoreWork, Segment
-from stillhouse.protocol.top_ids import HEADER_BYTES, check_top_ids, decode_top_ids, encode_top_ids
+from stillhouse.protocol.payloads.student_sets import HEADER_BYTES, check_top_ids, decode_top_ids, encode_top_ids
 from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 from tests.protocol.slow_planes import slow_pack
 

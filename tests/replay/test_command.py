@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from stillhouse import builtin
-from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.base import ScoreOptions, ScoreRequest
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.launch.checks.model_files import read_vocabulary
 from stillhouse.launch.checks.preflight import check, check_recorded
@@ -29,8 +29,8 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.handshake import vocab_fingerprint
-from stillhouse.protocol.hidden_codec import encode_hidden
 from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.recording.format import Rollout, Writer
 from stillhouse.replay import command as replay
 from stillhouse.teachers.config import TeacherConfig
@@ -159,7 +159,7 @@ def with_hidden_states(path: Path, teacher: Path) -> Path:
     made: list[Rollout] = []
     for i in range(4):
         item, (ids, *others, _) = rollout(f"r{i}", 8)[:2]
-        (scores,) = scorer.score([ScoreRequest(ids, 2)], hidden=True)
+        (scores,) = scorer.score([ScoreRequest(ids, 2)], ScoreOptions(hidden=True))
         assert scores.hidden is not None
         payload = np.frombuffer(encode_hidden(scores.hidden, scorer.head_identity), np.uint8)
         item = msgspec.structs.replace(item, top_k=(TopKPiece(0, 2, 10, len(payload)),))

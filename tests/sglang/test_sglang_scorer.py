@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.base import ScoreOptions, ScoreRequest
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.scorer import SGLangScorer
@@ -43,7 +43,7 @@ def test_grades_are_those_of_transformers_in_the_order_asked(
 
 def test_the_likeliest_tokens_are_those_of_transformers(scorer: SGLangScorer, teacher_reference: Reference) -> None:
     ids = random_ids(40)
-    (result,) = scorer.score([ScoreRequest(ids, 9)], top_k=5)
+    (result,) = scorer.score([ScoreRequest(ids, 9)], ScoreOptions(top_k=5))
     expected = teacher_reference.logprobs(ids.tolist(), 9).topk(5)
 
     assert result.top_ids is not None and result.top_logprobs is not None

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from stillhouse.builtin import TEACHER_DIR
-from stillhouse.engines.base import EngineMismatch, ScoreRequest
+from stillhouse.engines.base import LOGPROBS_ONLY, EngineMismatch, ScoreOptions, ScoreRequest
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.head_file import load_head
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
-from stillhouse.protocol.hidden_codec import decode_hidden, head_of_states
+from stillhouse.protocol.payloads.hidden import decode_hidden, head_of_states
 from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.worker import TeacherWorker
 from tests.teachers.test_worker import TEACHER, Fake, end, teacher
@@ -52,7 +52,7 @@ def test_a_teacher_sends_the_states_of_the_range_beside_the_log_probs() -> None:
         states_TH = decode_hidden(payload.tobytes())
         assert head_of_states(payload.tobytes()) in (head.identity, 0 if item.top_end == item.top_start else 1)
         assert states_TH.shape == (item.top_end - item.top_start, plain.hidden_size)
-        exact = plain.score([ScoreRequest(token_ids, item.first + item.shift)], top_k=plain.vocab_size)[0]
+        exact = plain.score([ScoreRequest(token_ids, item.first + item.shift)], ScoreOptions(top_k=plain.vocab_size))[0]
         assert exact.top_ids is not None and exact.top_logprobs is not None
         np.testing.assert_allclose(logprobs[item.first - item.start :], exact.logprobs, atol=1e-4)
         states = torch.from_numpy(states_TH.view(np.int16).copy()).view(torch.bfloat16).float()
@@ -67,8 +67,8 @@ def test_a_teacher_sends_the_states_of_the_range_beside_the_log_probs() -> None:
 
 def test_states_that_are_not_finite_fail_their_item_with_a_reason() -> None:
     class Overflowing(TorchScorer):
-        def score(self, requests, *, top_k=0, hidden=False):  # type: ignore[no-untyped-def]  # pyright: ignore
-            results = super().score(requests, top_k=top_k, hidden=hidden)
+        def score(self, requests, options=LOGPROBS_ONLY):  # type: ignore[no-untyped-def]  # pyright: ignore
+            results = super().score(requests, options)
             for result in results:
                 if result.hidden is not None:
                     result.hidden[:] = 0x7F80

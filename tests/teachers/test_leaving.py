@@ -16,7 +16,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from stillhouse.engines.base import ScoreRequest, ScoreResult
+from stillhouse.engines.base import LOGPROBS_ONLY, ScoreOptions, ScoreRequest, ScoreResult
 from stillhouse.engines.provider import ScorerSource
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.context import ExitCode, RoleContext
@@ -43,7 +43,7 @@ class Slow:
         self._begun = begun
         self._pause_s = pause_s
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         if len(requests[0].token_ids) == WORK_TOKENS:
             self._begun.touch()
             time.sleep(self._pause_s)

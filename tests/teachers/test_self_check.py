@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stillhouse.builtin import TEACHER_DIR
-from stillhouse.engines.base import ScoreRequest, ScoreResult
+from stillhouse.engines.base import LOGPROBS_ONLY, ScoreOptions, ScoreRequest, ScoreResult
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.self_check import LENGTHS, self_check
@@ -23,7 +23,7 @@ class Moody:
         self._mood = mood
         self.lengths: list[list[int]] = []
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         if np.isnan(self._mood):
             raise RuntimeError("no kernel for this")
         self.lengths.append([len(request.token_ids) for request in requests])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,19 +11,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillhouse.builtin import STUDENT_DIR
-from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.base import LOGPROBS_ONLY, ScoreOptions, ScoreRequest, ScoreResult
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.errors import EncodeError
-from stillhouse.protocol.top_ids import encode_top_ids
+from stillhouse.protocol.payloads.student_sets import encode_top_ids
+from stillhouse.protocol.payloads.top_k import TopKEncoder
 from stillhouse.protocol.topk_codec import REST_BITS, decode_top_k
 from stillhouse.teachers.config import TeacherConfig
-from stillhouse.teachers.top_k import TopKSets
 from tests.teachers.test_worker import TEACHER, end, teacher
 from tests.wire import ScriptedBuffer
 
 VOCAB = 312
 """Tokens of the built-in tokenizer; its models have 320 rows."""
+
+
+def sets_encoder(config: TeacherConfig, vocab: int, rows: int) -> TopKEncoder:
+    encoder = config.sends.encoder(SimpleNamespace(vocab_size=rows), vocab)
+    assert isinstance(encoder, TopKEncoder)
+    return encoder
 
 
 @pytest.mark.parametrize(
@@ -36,19 +43,19 @@ VOCAB = 312
     ],
 )
 def test_what_is_asked_of_the_engine(fields: dict[str, object], vocab: int, expected: tuple[int, int, int]) -> None:
-    sets = TopKSets.of(TeacherConfig(**fields), vocab, vocab + 16)  # pyright: ignore[reportArgumentType]
-    assert (sets.asked, sets.max_k, sets.rest_bits) == expected
+    encoder = sets_encoder(TeacherConfig(**fields), vocab, vocab + 16)  # pyright: ignore[reportArgumentType]
+    assert (encoder.options.top_k, encoder.max_k, encoder.rest_bits) == expected
 
 
 def test_padding_of_the_embedding_is_never_sent() -> None:
     """Ids 9 and 10 are no tokens; the others keep their order, and all rows as many columns."""
-    sets = TopKSets.of(TeacherConfig(top_k=2, tail="pooled", top_mass=1.0), 9, 11)
+    encoder = sets_encoder(TeacherConfig(top_k=2, tail="pooled", top_mass=1.0), 9, 11)
     ids = np.array([[9, 3, 10, 4], [1, 2, 3, 10]], np.int32)
     logprobs = np.log(np.array([[0.3, 0.25, 0.2, 0.1], [0.4, 0.3, 0.1, 0.05]], np.float32))
-    top = decode_top_k(sets.payload(ids, logprobs))
+    top = decode_top_k(encoder.encode(ScoreResult(np.zeros(2, np.float32), ids, logprobs), slice(None), None))
     assert top.padded()[0].tolist() == [[3, 4], [1, 2]]
     with pytest.raises(EncodeError, match="past the vocabulary of 9 tokens"):
-        sets.payload(ids[:1, :1], logprobs[:1, :1])
+        encoder.encode(ScoreResult(np.zeros(1, np.float32), ids[:1, :1], logprobs[:1, :1]), slice(None), None)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 20}, {"top_k": 8, "tail": "pooled"}])
@@ -65,7 +72,7 @@ def test_a_teacher_sends_the_likeliest_tokens_of_the_range_beside_the_log_probs(
         end(peer, ended)
     message, (logprobs, payload, other_logprobs, nothing) = got
     assert message == m.Scores((1, 2), True)
-    exact = scorer.score([ScoreRequest(ids[0], 1)], top_k=320)[0]
+    exact = scorer.score([ScoreRequest(ids[0], 1)], ScoreOptions(top_k=320))[0]
     assert exact.top_ids is not None and exact.top_logprobs is not None
     np.testing.assert_allclose(logprobs[1:], exact.logprobs, atol=1e-4)
     assert len(other_logprobs) == 5 and len(decode_top_k(nothing.tobytes()).counts_T) == 0
@@ -84,8 +91,8 @@ def test_a_teacher_sends_the_likeliest_tokens_of_the_range_beside_the_log_probs(
 
 def test_numbers_that_cannot_be_sent_fail_their_item_with_a_reason() -> None:
     class Unsorted(TorchScorer):
-        def score(self, requests, *, top_k=0):  # type: ignore[no-untyped-def]  # pyright: ignore
-            results = super().score(requests, top_k=top_k)
+        def score(self, requests, options=LOGPROBS_ONLY):  # type: ignore[no-untyped-def]  # pyright: ignore
+            results = super().score(requests, options)
             for result in results:
                 if result.top_logprobs is not None:
                     result.top_logprobs[:] = result.top_logprobs[:, ::-1]

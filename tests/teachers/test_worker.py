@@ -16,7 +16,7 @@ import torch
 import stillhouse.teachers.worker
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.builtin import STUDENT_DIR
-from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult, ScoringEngine
+from stillhouse.engines.base import LOGPROBS_ONLY, Int32s, ScoreOptions, ScoreRequest, ScoreResult, ScoringEngine
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol import messages as m
@@ -51,7 +51,7 @@ class Fake:
     def max_context(self) -> int:
         return CONTEXT
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
         self.scoring.set()
         assert self.gate.wait(PATIENCE_S)
         self.calls.append([len(request.token_ids) for request in requests])
@@ -306,9 +306,9 @@ def test_the_engine_is_told_the_rollout_and_its_last_segment_and_its_figures_rea
         def figures(self) -> dict[str, float]:
             return {"computed_tokens_total": 2.0 * len(self.seen)}
 
-        def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
+        def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
             self.seen.extend((request.rollout_id, request.last) for request in requests)
-            return super().score(requests, top_k=top_k)
+            return super().score(requests, options)
 
     engine = Keeps()
     with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):

@@ -132,7 +132,7 @@ def needed(config: RunConfig) -> Need:
 def held_bytes(config: RunConfig) -> float:
     """Bytes of the most that the buffer may hold: as many batches as `max_staleness` lets be out, all of the greatest
     length."""
-    sends = any(pool.config.teacher.sends_distributions for pool in teacher_pools(config))
+    sends = any(pool.config.teacher.sends.distributions for pool in teacher_pools(config))
     sets = config.buffer.max_top_k_bytes if sends else 0
     rollouts = (config.buffer.max_staleness + 1) * config.buffer.batch_rollouts
     return float(rollouts * config.learner.tasks.max_new_tokens * (HELD_TOKEN_BYTES + sets))

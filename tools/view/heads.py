@@ -13,7 +13,7 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import BUILTIN
 from stillhouse.launch.config.tree import get
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.hidden_codec import decode_hidden, head_of_states
+from stillhouse.protocol.payloads.hidden import decode_hidden, head_of_states
 
 if TYPE_CHECKING:
     from stillhouse.models.logprobs import LmHead

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.hidden_codec import is_hidden
+from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.topk_codec import TopK, decode_top_k
 from stillhouse.tools.view.heads import Heads
 from stillhouse.tools.view.rollouts import Read, payload_rows
@@ -58,7 +58,7 @@ def _alternatives(
         if (found := payload_rows(part, teacher, at)) is None:
             continue
         payload, n_tokens, row = found
-        if is_hidden(payload):
+        if kind_of_bytes(payload).needs_head:
             all_V = heads.logprobs(one.item.teachers[teacher], payload, row) if heads is not None else None
             if all_V is not None:
                 return _likeliest(np.arange(len(all_V)), all_V)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stillhouse.actors.trajectory.rollout import CutSegment, Rollout
 from stillhouse.engines.base import GenerationDelta
 from stillhouse.protocol.messages import Ticket, TopIdsWanted, VersionSpan, WeightVersion
-from stillhouse.protocol.top_ids import decode_top_ids
+from stillhouse.protocol.payloads.student_sets import decode_top_ids
 from tests.actors.trajectory.test_rollout import ticket
 
 V0 = WeightVersion(0, 0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.engines.base import Int32s, ScoreRequest
+from stillhouse.engines.base import Int32s, ScoreOptions, ScoreRequest
 from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.prefix_cache import PrefixCache
 from stillhouse.engines.torch.scorer import TorchScorer, fold, make_prefix_cache
@@ -78,7 +78,7 @@ def anew(plain: PreTrainedModel, request: ScoreRequest) -> tuple[np.ndarray, np.
 
 
 def check(scorer: TorchScorer, plain: PreTrainedModel, requests: Sequence[ScoreRequest], top_k: int = 0) -> None:
-    results = scorer.score(requests, top_k=top_k)
+    results = scorer.score(requests, ScoreOptions(top_k))
     assert len(results) == len(requests)
     for request, result in zip(requests, results, strict=True):
         given_n, rows_nV = anew(plain, request)

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from stillhouse.engines.base import ScoreRequest, ScoringEngine
+from stillhouse.engines.base import ScoreOptions, ScoreRequest, ScoringEngine
 from stillhouse.engines.config import ScorerSettings, chunk_rows
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.loading import ModelError
@@ -101,7 +101,7 @@ def test_growing_rollouts_under_longrope_are_each_scored_as_alone(tmp_path: Path
 
 def test_top_k_ids_and_logprobs_come_likeliest_first(scorer: TorchScorer, plain: PreTrainedModel) -> None:
     requests = [_request(12, 5, seed=1), _request(7, 1, seed=2)]
-    for request, result in zip(requests, scorer.score(requests, top_k=6), strict=True):
+    for request, result in zip(requests, scorer.score(requests, ScoreOptions(top_k=6)), strict=True):
         _, rows = _expected(plain, request)
         assert result.top_ids is not None and result.top_logprobs is not None
         assert result.top_ids.dtype == np.int32 and result.top_ids.shape == (len(rows), 6)
@@ -120,7 +120,7 @@ def test_first_graded_token_is_given_what_stands_before_it_and_not_itself(scorer
 
 
 def test_empty_response_is_graded_as_nothing_and_not_as_everything(scorer: TorchScorer) -> None:
-    results = scorer.score([_request(9, 9), _request(9, 3)], top_k=2)
+    results = scorer.score([_request(9, 9), _request(9, 3)], ScoreOptions(top_k=2))
     assert [len(result.logprobs) for result in results] == [0, 6]
     assert results[0].top_ids is not None and results[0].top_ids.shape == (0, 2)
     assert scorer.score([]) == []

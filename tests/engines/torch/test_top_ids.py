@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from stillhouse.engines.base import GenerationRequest, Int32s, ScoreRequest
+from stillhouse.engines.base import GenerationRequest, Int32s, ScoreOptions, ScoreRequest
 from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.engines.torch.scorer import TorchScorer
@@ -185,7 +185,7 @@ def test_a_call_has_given_tokens_for_all_requests_or_none(folder: Path) -> None:
     given = ScoreRequest(ids, 3, top_ids=np.zeros((3, 2), np.int32))
     for requests, top_k in (([given, ScoreRequest(ids, 3)], 0), ([given], 2)):
         with pytest.raises(ValueError, match="expected all, and 0"):
-            scorer.score(requests, top_k=top_k)
+            scorer.score(requests, ScoreOptions(top_k))
     with pytest.raises(ValueError, match="one row each"):
         scorer.score([replace(given, top_ids=np.zeros((2, 2), np.int32))])
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -300,8 +300,8 @@ def test_hidden_states_that_no_learner_could_use_are_refused() -> None:
     jsd: dict[str, Any] = {"objective": {"divergence": "jsd"}}
     (told,) = mistakes(learner=jsd, teacher={"payload": "hidden", "engine": "sglang"})
     assert told.startswith(
-        "teacher.engine: got 'sglang' with teacher.payload = hidden, expected 'torch': servers return hidden states as "
-        "decimal numbers in JSON"
+        "teacher.engine: got 'sglang' with teacher.payload = hidden, expected 'torch', which gives its last "
+        "hidden states: servers return hidden states as decimal numbers in JSON"
     )
     (told,) = mistakes(learner=jsd, teacher={"payload": "hidden"}, buffer={"max_top_k_bytes": 319})
     assert told.startswith(
@@ -323,7 +323,7 @@ def test_sets_that_nobody_looks_at_are_warned_of() -> None:
 def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
     learner: dict[str, Any] = {"objective": {"divergence": "jsd"}}
     (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
-    assert "256 tokens take up to 719 bytes per token, buffer.max_top_k_bytes is 100" in told
+    assert "teacher.top_k: 256 takes up to 719 bytes per token, buffer.max_top_k_bytes is 100" in told
     tight = {"batch_rollouts": 20_000}
     assert [told.split(":")[0] for told in warnings(learner=learner, teacher={"top_k": 256}, buffer=tight)] == [
         "buffer.batch_rollouts"
@@ -369,7 +369,7 @@ def test_the_students_sets_need_engines_that_report_and_score_them() -> None:
     (told,) = mistakes_with_engine(plain)
     assert told == (
         "teacher.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch' or 'sglang', which scores "
-        "given tokens; or teacher.top_k_of = teacher"
+        "given tokens: unaware cannot; or teacher.top_k_of = teacher"
     )
     plain = {"learner": learner, "teacher": STUDENTS, "actor": {"engine": "unaware"}}
     (told,) = mistakes_with_engine(plain)

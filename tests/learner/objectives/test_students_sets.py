@@ -15,7 +15,7 @@ from stillhouse.learner.batch import TopRows
 from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
 from stillhouse.learner.objectives.options import Distributions
 from stillhouse.protocol.messages import TopIdsWanted
-from stillhouse.protocol.top_ids import decode_top_ids, encode_top_ids
+from stillhouse.protocol.payloads.student_sets import decode_top_ids, encode_top_ids
 from stillhouse.protocol.topk_codec import decode_top_k, encode_given
 
 V, N = 300, 6

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from stillhouse.learner.batch import Microbatch
 from stillhouse.learner.objectives.losses import TokenInputs
-from stillhouse.learner.payloads import TopRows
 from stillhouse.learner.step.step_loss import make_step_loss
 from stillhouse.models.logprobs import LmHead
+from stillhouse.protocol.payloads.top_k import TopRows
 from tests.learner.settings import objective_config
 
 T, H, V, DIVISOR = 5, 4, 9, 7

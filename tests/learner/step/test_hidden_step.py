@@ -23,8 +23,8 @@ from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.teacher_heads import HeadOf
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.logprobs import LmHead
-from stillhouse.protocol.hidden_codec import encode_hidden
 from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.payloads.hidden import encode_hidden
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.learner.step.test_top_k_step import edges_of, with_sets

@@ -20,8 +20,8 @@ from stillhouse.learner.batch import TrainItem, UnreadableScores, train_items
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.step.train_step import Trainer
-from stillhouse.protocol.hidden_codec import encode_hidden
 from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.protocol.topk_codec import encode_top_k
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients

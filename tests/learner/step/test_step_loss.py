@@ -19,9 +19,9 @@ from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.distributions import log_tail
 from stillhouse.learner.objectives.losses import TokenInputs
 from stillhouse.learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE
-from stillhouse.learner.payloads import TopRows
 from stillhouse.learner.step.step_loss import make_step_loss
 from stillhouse.models.logprobs import LmHead
+from stillhouse.protocol.payloads.top_k import TopRows
 
 T, H, V, K = 5, 4, 9, 3
 OPTIONS: dict[str, dict[str, Any]] = {"mixed": {"weight": 0.3}, "jsd": {"beta": 0.2}}

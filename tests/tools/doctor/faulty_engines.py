@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from stillhouse.engines.base import Float32s, GenerationDelta, ScoreRequest, ScoreResult
+from stillhouse.engines.base import LOGPROBS_ONLY, Float32s, GenerationDelta, ScoreOptions, ScoreRequest, ScoreResult
 from stillhouse.engines.provider import EngineRole, ScorerSource, Student, StudentSource
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.engines.torch.provider import TorchProvider
@@ -36,8 +36,8 @@ class FaultyScorer:
         self.rng = np.random.default_rng(index)
         self.vocab_size, self.max_context = scorer.vocab_size, scorer.max_context
 
-    def score(self, requests: Sequence[ScoreRequest], *, top_k: int = 0) -> list[ScoreResult]:
-        results = self._scorer.score(requests, top_k=top_k)
+    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
+        results = self._scorer.score(requests, options)
         return [
             replace(result, logprobs=self._alter(self, request, result.logprobs))
             for request, result in zip(requests, results, strict=True)

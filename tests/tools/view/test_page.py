@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from stillhouse.builtin import TEACHER_DIR
-from stillhouse.protocol.hidden_codec import encode_hidden
 from stillhouse.protocol.messages import Branch
+from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.tools.view.command import main
 from stillhouse.tools.view.heads import Heads
 from stillhouse.tools.view.rollouts import Found, choose

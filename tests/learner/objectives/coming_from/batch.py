@@ -22,10 +22,10 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.learner.batch import TrainItem, pack
 from stillhouse.learner.objectives.batch_terms import batch_terms
 from stillhouse.learner.objectives.distributions import log_tail
-from stillhouse.learner.payloads import TopRows
 from stillhouse.learner.step.forward import BatchPart
 from stillhouse.learner.step.step_loss import make_step_loss
 from stillhouse.models.logprobs import LmHead
+from stillhouse.protocol.payloads.top_k import TopRows
 from tests.learner.conftest import build_item
 
 Given: TypeAlias = dict[str, Any]

@@ -1,0 +1,92 @@
+"""Checks of what teachers send (protocol.payloads) against the engines, the models, the objective and the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stillhouse import builtin
+from stillhouse.engines.registry import BUILT_IN, find_engine
+from stillhouse.launch.config.pools import TeacherPool, teacher_pools, worker_groups
+from stillhouse.launch.config.run import BUILTIN, RunConfig
+from stillhouse.models.description import known_hidden_size, known_vocabulary_size
+from stillhouse.protocol.payloads.kind import ModelSizes
+
+
+def sizes_of(pool: TeacherPool, rows: int | None) -> ModelSizes:
+    """`rows`: rows of the student's embedding."""
+    named = pool.config.models.teacher
+    folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
+    return ModelSizes(rows, known_hidden_size(folder))
+
+
+def payload_bytes(pool: TeacherPool, rows: int | None) -> int | None:
+    """The most that a token's payload takes; None: not known."""
+    return pool.config.teacher.sends.most_bytes(sizes_of(pool, rows))
+
+
+def engines_for_payloads(config: RunConfig) -> Iterator[str]:
+    """Return mistakes: engines that cannot do what the teachers' payloads need."""
+    pools = teacher_pools(config)
+    for group in worker_groups(config):
+        for pool in pools if group.role == "actor" else [pool for pool in pools if pool.key == group.key]:
+            kind = pool.config.teacher.sends
+            for need in (need for need in kind.needs if need.role == group.role):
+                if why := group.engine.lacks(need):
+                    able = " or ".join(repr(name) for name in BUILT_IN if not find_engine(name).lacks(need))
+                    key, value = kind.setting(pool.key)
+                    yield (
+                        f"{group.key}.engine: got {group.settings.engine!r} with {key} = {value}, expected {able}, "
+                        f"which {need.does}: {why}; or {kind.instead(pool.key)}"
+                    )
+
+
+def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Return mistakes of the pools: what their divergence needs and they do not send, and what cannot be sent."""
+    rows, objective, ema = known_vocabulary_size(student), config.learner.objective, config.learner.ema
+    for pool in teacher_pools(config):
+        kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
+        key, value = kind.setting(pool.key)
+        if (needed_for := objective.needs_top_k_for(pool.name)) and not kind.distributions:
+            yield (
+                f"learner.objective.{needed_for} needs {key}: got {value}, expected one above 0, "
+                f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
+                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
+            )
+        yield from kind.mistakes(pool.key, sizes_of(pool, rows))
+        if kind.needs_head and ema.decay and ema.pool == pool.name:
+            yield (
+                f"{key}: got {value} with learner.ema.decay = {ema.decay}, expected top_k: the learner reads a "
+                "teacher's output head once, and that of an average changes"
+            )
+        each = payload_bytes(pool, rows)
+        if kind.exact and each is not None and each > limit:
+            yield (
+                f"buffer.max_top_k_bytes: got {limit}, expected at least {each}, the bytes per token of {kind.what} of "
+                f"{pool.model_key} ({key} = {value})"
+            )
+
+
+def payload_warnings(config: RunConfig, student: Path | None) -> Iterator[str]:
+    """Warn of payloads that neither this run nor a recording uses, that the buffer may refuse, or that serve their
+    divergence badly."""
+    rows, objective, limit = known_vocabulary_size(student), config.learner.objective, config.buffer.max_top_k_bytes
+    doubts = dict[str, None]()
+    for pool in teacher_pools(config):
+        kind, divergence = pool.config.teacher.sends, objective.divergence_of(pool.name).name
+        key, value = kind.setting(pool.key)
+        if kind.distributions and not (objective.needs_top_k_for(pool.name) or config.learner.record):
+            by = objective.divergence_key(pool.name)
+            only = f"learner.objective.{by} = {divergence!r} uses only the sampled token"
+            if not objective.coef_of(pool.name):
+                only = "learner.objective has the coefficient 0 for this pool, whose figures need only sampled tokens"
+            yield f"{key}: got {value}, but {only}; {kind.what} will be made, sent and discarded"
+        each = payload_bytes(pool, rows)
+        if not kind.exact and each is not None and each > limit:
+            yield (
+                f"{key}: {value} takes up to {each} bytes per token, buffer.max_top_k_bytes is {limit}; segments whose "
+                "payload takes more on average will be refused, and masked as unscorable"
+            )
+        if why := kind.doubts(divergence):
+            doubts[f"{key}: {value} with learner.objective.divergence = {divergence!r}, {why}"] = None
+    yield from doubts
