@@ -20,7 +20,7 @@ from stillhouse.engines.base import GenerationEngine, ScoringEngine
 from stillhouse.engines.config import ScorerSettings, ServerConfig, WorkerSettings
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.context import RoleContext
-from stillhouse.protocol.payloads.kind import Need
+from stillhouse.protocol.payloads.kind import EngineNeed
 from stillhouse.protocol.settings import Settings
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.roster import Members
@@ -160,7 +160,7 @@ class Device(NamedTuple):
     device: str
 
 
-class AdapterWish(NamedTuple):
+class AdapterFacts(NamedTuple):
     """The facts by which a provider decides whether the actors' servers can be sent adapters alone."""
 
     rank: int
@@ -174,7 +174,7 @@ class AdapterWish(NamedTuple):
     """What is known of servers that already run."""
 
 
-class Wish(NamedTuple):
+class AutoFacts(NamedTuple):
     """The facts by which a provider decides whether `engine = auto` should take it."""
 
     server: ServerConfig
@@ -326,7 +326,7 @@ class EngineProvider:
     """True when the worker itself holds the model, loaded by torch and transformers: the launcher then gives it a
     device and forks it from a process that has imported both."""
 
-    meets: tuple[Need, ...] = ()
+    meets: tuple[EngineNeed, ...] = ()
     """What teacher payloads may need (protocol.payloads.student_sets, protocol.payloads.hidden) that it can do."""
 
     options: Mapping[EngineRole, type[Settings]] = {}
@@ -351,7 +351,7 @@ class EngineProvider:
         """The kind of weight-group member that an actor with this engine is. `student`: the model's path."""
         return Members()
 
-    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+    def with_adapters(self, actor: WorkerSettings, query: AdapterFacts) -> ServerConfig | str:
         """`actor.server`, so that its servers load adapters, or the reason why they must be sent merged weights.
         `server.device` is cpu or cuda."""
         return f"{self.title} take whole weights"
@@ -360,7 +360,7 @@ class EngineProvider:
         """The setting that means something only where servers load adapters; empty: there is none."""
         return ""
 
-    def fits(self, wish: Wish) -> tuple[bool, str]:
+    def fits(self, query: AutoFacts) -> tuple[bool, str]:
         """(`engine = auto` takes it, reason). Only built-in engines are asked."""
         return False, f"{self.name} is only used when it is named"
 
@@ -377,7 +377,7 @@ class EngineProvider:
         needs."""
         return False
 
-    def lacks(self, need: Need) -> str:
+    def lacks(self, need: EngineNeed) -> str:
         """Why it does not meet a need of a teacher payload (protocol.payloads); empty: it does."""
         return "" if need in self.meets else f"{self.title or self.name} cannot"
 

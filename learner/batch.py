@@ -29,11 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.learner.payloads import NO_ROWS, join_rows
-from stillhouse.models.divided import Group, Part, Places
+from stillhouse.models.divided import RankGroup, RankPart, RankPlaces
 from stillhouse.models.packed_layout import balanced_packs
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import BatchItem
-from stillhouse.protocol.payloads.kind import Rows
+from stillhouse.protocol.payloads.kind import PayloadRows
 
 FRAMES_PER_ITEM = 4
 """Frames of an item; one with top-k pieces has one more."""
@@ -84,7 +84,7 @@ class TrainItem:
     teacher_ML: npt.NDArray[np.float32]
     payloads: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
     """Payloads of `item.top_k`, concatenated."""
-    top: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
+    top: Mapping[str, PayloadRows] = field(default_factory=dict[str, PayloadRows])
     """Teacher -> payload rows of the trained tokens, once decoded; empty if the objective does not use them."""
 
     @property
@@ -146,7 +146,7 @@ class Microbatch:
     """Index of the token among the trained tokens of the batch, in the order of the items."""
     before_N: npt.NDArray[np.int64]
     """Which token of the microbatch (of the whole, if it is divided) is the last before it on its path; -1: none."""
-    top: tuple[Rows, ...]
+    top: tuple[PayloadRows, ...]
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
     shared: Shared | None = None
     """If this is a rank's part of a microbatch that is divided over ranks. Then T and N are those of the part."""
@@ -161,8 +161,8 @@ class Shared(NamedTuple):
     """A microbatch and a rank's part of it (models.divided)."""
 
     whole: Microbatch
-    part: Part
-    trained: Places
+    part: RankPart
+    trained: RankPlaces
     """Which trained tokens of the whole each rank has: those whose predictor is among its tokens."""
     own_N: npt.NDArray[np.int64]
     """Those of this rank."""
@@ -267,7 +267,7 @@ def pack_share(
     items: Sequence[TrainItem],
     divided: Sequence[Sequence[Sequence[int]]],
     rank: int,
-    group: Group | None = None,
+    group: RankGroup | None = None,
 ) -> PackedBatch:
     """The microbatches of one rank, or its part of each, if a group of ranks divides them. `divided`: from `divide`."""
     teachers = tuple(sorted({name for train_item in items for name in train_item.item.teachers}))
@@ -321,12 +321,12 @@ def _microbatch(
 
 def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
     """A rank's part of a microbatch: some tokens, and the trained tokens that they predict."""
-    own = Part.of(whole.lengths, size, rank)
+    own = RankPart.of(whole.lengths, size, rank)
     owner_T = np.empty(len(whole.ids_T), np.int64)
     for each, tokens_P in enumerate(own.places.of_ranks):
         owner_T[tokens_P] = each
     owner_N = owner_T[whole.predictor_N]
-    trained = Places(tuple(np.flatnonzero(owner_N == each) for each in range(size)))
+    trained = RankPlaces(tuple(np.flatnonzero(owner_N == each) for each in range(size)))
     own_N = trained.of_ranks[rank]
     chosen_N = own_N if len(own_N) else np.zeros(1, np.int64)  # for show: see `Microbatch.counts`
     is_own_N = np.isin(np.arange(len(owner_N)), chosen_N)

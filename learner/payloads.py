@@ -10,14 +10,14 @@ import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import BatchItem
-from stillhouse.protocol.payloads.kind import PayloadError, Piece, Rows
+from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.payloads.top_k import TopRows
 
-NO_ROWS: Final[Rows] = TopRows.joined([])
+NO_ROWS: Final[PayloadRows] = TopRows.joined([])
 
 
-def join_rows(parts: Sequence[Rows]) -> Rows:
+def join_rows(parts: Sequence[PayloadRows]) -> PayloadRows:
     """Concatenated rows of one teacher. Raises PayloadError where it sent payloads of two kinds."""
     if not parts:
         return NO_ROWS
@@ -34,12 +34,12 @@ def read_payloads(
     vocab_tokens: int,
     *,
     teachers: Collection[str] | None = None,
-) -> dict[str, Rows]:
+) -> dict[str, PayloadRows]:
     """Teacher -> rows for the tokens at the ascending offsets `trained`. `teachers`: those whose
     payloads are read; default: all of the item. Raises PayloadError if one is missing, or does not fit its tokens or
     the vocabulary."""
     read = [name for name in item.teachers if teachers is None or name in teachers]
-    pieces: dict[str, list[Piece]] = {name: [] for name in read}
+    pieces: dict[str, list[PayloadPart]] = {name: [] for name in read}
     offsets: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in read}
     at = 0
     for piece in item.top_k:
@@ -49,7 +49,7 @@ def read_payloads(
             raise PayloadError(f"a payload of teacher {piece.teacher}; it has {len(item.teachers)}")
         if (name := item.teachers[piece.teacher]) in pieces:
             inside = trained[(trained >= piece.start) & (trained < piece.end)]
-            pieces[name].append(Piece(body, piece.end - piece.start, inside - piece.start))
+            pieces[name].append(PayloadPart(body, piece.end - piece.start, inside - piece.start))
             offsets[name].append(inside)
     found = {name: _rows(name, own, vocab_tokens) for name, own in pieces.items()}
     for name, own in offsets.items():
@@ -66,7 +66,7 @@ def read_payloads(
     return found
 
 
-def _rows(name: str, pieces: Sequence[Piece], vocab_tokens: int) -> Rows:
+def _rows(name: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> PayloadRows:
     if not pieces:
         return NO_ROWS
     kinds = {kind_of_bytes(one.body) for one in pieces}

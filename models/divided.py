@@ -33,7 +33,7 @@ from stillhouse.models.attention import attend_last, computed_in
 from stillhouse.models.transfer import upload
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Processes that share the tokens of a row."""
 
     handle: dist.ProcessGroup
@@ -41,7 +41,7 @@ class Group(NamedTuple):
     size: int
 
 
-class Chunk(NamedTuple):
+class SequenceChunk(NamedTuple):
     """Tokens [start, end) of a sequence."""
 
     sequence: int
@@ -49,20 +49,20 @@ class Chunk(NamedTuple):
     end: int
 
 
-def chunks_of(lengths: Sequence[int], size: int) -> list[list[Chunk]]:
+def chunks_of(lengths: Sequence[int], size: int) -> list[list[SequenceChunk]]:
     """The chunks of each process, in the order of the row; empty ones are left out. Which process has the first and
     the last chunk changes from sequence to sequence, so that none has more of many short ones."""
-    found: list[list[Chunk]] = [[] for _ in range(size)]
+    found: list[list[SequenceChunk]] = [[] for _ in range(size)]
     for i, length in enumerate(lengths):
         for k in range(2 * size):
-            chunk = Chunk(i, k * length // (2 * size), (k + 1) * length // (2 * size))
+            chunk = SequenceChunk(i, k * length // (2 * size), (k + 1) * length // (2 * size))
             if chunk.start < chunk.end:
                 found[(min(k, 2 * size - 1 - k) + i) % size].append(chunk)
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RankPlaces:
     """Which entries of a vector each process has."""
 
     of_ranks: tuple[npt.NDArray[np.int64], ...]
@@ -80,7 +80,7 @@ class Places:
         at[np.concatenate(self.of_ranks)] = np.concatenate(starts)
         return torch.from_numpy(at)
 
-    def gather(self, own: Tensor, group: Group) -> Tensor:
+    def gather(self, own: Tensor, group: RankGroup) -> Tensor:
         """All entries, from each process's own; any further ones of `own` are not read. No gradient."""
         filled = own.new_zeros((self.longest, *own.shape[1:]))
         n = len(self.of_ranks[group.rank])
@@ -89,7 +89,7 @@ class Places:
         dist.all_gather_single(gathered, filled, group=group.handle)
         return gathered.index_select(0, upload(self._at, own.device))
 
-    def scatter_sum(self, whole: Tensor, group: Group) -> Tensor:
+    def scatter_sum(self, whole: Tensor, group: RankGroup) -> Tensor:
         """The sum over the processes at this process's entries."""
         spread = whole.new_zeros((group.size * self.longest, *whole.shape[1:]))
         spread.index_copy_(0, upload(self._at, whole.device), whole)
@@ -99,17 +99,17 @@ class Places:
 
 
 class _Gathered(torch.autograd.Function):
-    """`Places.gather` with its gradient. Sums are in float32 at least."""
+    """`RankPlaces.gather` with its gradient. Sums are in float32 at least."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, places: Places, group: Group) -> Tensor:  # pyright: ignore
+    def forward(ctx: Any, own: Tensor, places: RankPlaces, group: RankGroup) -> Tensor:  # pyright: ignore
         ctx.places, ctx.group, ctx.n_own = places, group, len(own)
         return places.gather(own, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        places, group = cast(Places, ctx.places), cast(Group, ctx.group)
+        places, group = cast(RankPlaces, ctx.places), cast(RankGroup, ctx.group)
         own = places.scatter_sum(grad.to(torch.promote_types(grad.dtype, torch.float32)), group).to(grad.dtype)
         if len(own) < ctx.n_own:
             own = torch.cat([own, own.new_zeros((ctx.n_own - len(own), *own.shape[1:]))])
@@ -117,23 +117,23 @@ class _Gathered(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class RankPart:
     """What one process has of a row."""
 
     lengths: tuple[int, ...]
     """Lengths of the whole sequences."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SequenceChunk, ...]
     """This process's chunks. A process without any, in a very short row, runs the row's first token, which then counts
     for another."""
-    places: Places
+    places: RankPlaces
     """Where its tokens are in the row."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], size: int, rank: int) -> Part:
+    def of(cls, lengths: Sequence[int], size: int, rank: int) -> RankPart:
         chunks = chunks_of(lengths, size)
         firsts = [0, *accumulate(lengths)]
-        places = Places(tuple(_tokens(own, firsts) for own in chunks))
-        return cls(tuple(lengths), tuple(chunks[rank]) or (Chunk(0, 0, 1),), places)
+        places = RankPlaces(tuple(_tokens(own, firsts) for own in chunks))
+        return cls(tuple(lengths), tuple(chunks[rank]) or (SequenceChunk(0, 0, 1),), places)
 
     @cached_property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -141,7 +141,7 @@ class Part:
         return _tokens(self.chunks, [0, *accumulate(self.lengths)])
 
 
-def _tokens(chunks: Sequence[Chunk], firsts: Sequence[int]) -> npt.NDArray[np.int64]:
+def _tokens(chunks: Sequence[SequenceChunk], firsts: Sequence[int]) -> npt.NDArray[np.int64]:
     ranges = [np.arange(firsts[i] + start, firsts[i] + end) for i, start, end in chunks]
     return np.concatenate([np.zeros(0, np.int64), *ranges])
 
@@ -150,8 +150,8 @@ def _tokens(chunks: Sequence[Chunk], firsts: Sequence[int]) -> npt.NDArray[np.in
 class DividedLayout:
     """A part and the processes that have the others; read by every layer (models.packed)."""
 
-    part: Part
-    group: Group
+    part: RankPart
+    group: RankGroup
 
     @property
     def longest(self) -> int:

@@ -31,8 +31,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from stillhouse.models.attention import attend
 from stillhouse.models.divided import DividedLayout, attend_divided
 from stillhouse.models.logprobs import lm_head
-from stillhouse.models.packed_layout import Bucket, Gather, Layout, layout_order, make_layout, permutation
-from stillhouse.models.past import Around, Cells, Past, Piece
+from stillhouse.models.packed_layout import Bucket, Gather, RowLayout, layout_order, make_layout, permutation
+from stillhouse.models.past import CacheUse, Cells, CellSpan, Past
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from stillhouse.models.rotary import depends_on_neighbours, moving_rope, turn_each_alone
 from stillhouse.models.transfer import upload
@@ -47,12 +47,12 @@ class PackingError(ValueError):
 
 
 def packed_hidden(
-    model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int], around: Sequence[Around | None] = ()
+    model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int], uses: Sequence[CacheUse | None] = ()
 ) -> Tensor:
     """Hidden states before the LM head, [T, H], differentiable; row t belongs to ids_T[t].
 
     `model` must be loaded with attention="packed"; ids_T is int64 on its device; `lengths`: tokens of each sequence, in
-    order, each at least 1; `around`: what each sequence continues and what is kept of it (nothing, if left out).
+    order, each at least 1; `uses`: what each sequence continues and what is kept of it (nothing, if left out).
     Raises ValueError for lengths that do not add up to T or exceed the context.
     """
     sizes = [int(length) for length in lengths]
@@ -61,12 +61,12 @@ def packed_hidden(
             f"ids have shape {tuple(ids_T.shape)}, lengths sum to {sum(sizes)} over {len(sizes)} sequences, the "
             f"shortest {min(sizes, default=0)}; expected ids [T] with T = sum(lengths) and every length at least 1"
         )
-    pasts = [0 if one is None or one.past is None else one.past.n_tokens for one in around] or [0] * len(sizes)
+    pasts = [0 if one is None or one.past is None else one.past.n_tokens for one in uses] or [0] * len(sizes)
     longest = max(past + size for past, size in zip(pasts, sizes, strict=True))
     if longest > (limit := context_window(model.config)):
         raise ValueError(f"a sequence of {longest} tokens; the context window of this model is {limit}")
-    order = layout_order(sizes, around)
-    sorted_around = [around[i] for i in order] if around else ()
+    order = layout_order(sizes, uses)
+    sorted_around = [uses[i] for i in order] if uses else ()
     layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around)
     if order == list(range(len(sizes))):
         return _forward(model, ids_T, layout.positions_T, layout)
@@ -178,8 +178,8 @@ def probe_past(model: PreTrainedModel) -> int:
     cells = Cells()
     with full_float32():
         whole_TH = packed_hidden(model, ids_T, [n_tokens])
-        first_TH = packed_hidden(model, ids_T[:n_first], [n_first], [Around(cells=cells, keep_last=n_first)])
-        rest = Around(Past((Piece(cells, n_first),)))
+        first_TH = packed_hidden(model, ids_T[:n_first], [n_first], [CacheUse(cells=cells, keep_last=n_first)])
+        rest = CacheUse(Past((CellSpan(cells, n_first),)))
         rest_TH = packed_hidden(model, ids_T[n_first:], [n_tokens - n_first], [rest])
     difference = float((torch.cat([first_TH, rest_TH]) - whole_TH).abs().max())
     allowed = relative_tolerance(model.dtype, tf32=tf32_forced(model.device.type))
@@ -207,7 +207,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    packed_layout: Layout | DividedLayout | None = None,
+    packed_layout: RowLayout | DividedLayout | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """The attention function transformers calls in each layer. query [1, N, T, D], key and value [1, G, T, D];
@@ -335,7 +335,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
 # ------------------------------------------------------------------------------------------------- plumbing
 
 
-def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: Layout | DividedLayout) -> Tensor:
+def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: RowLayout | DividedLayout) -> Tensor:
     turn_each_alone(model)
     output = model.base_model(
         input_ids=ids_T[None],

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from stillhouse.models.past import Around, Cells, Past
+from stillhouse.models.past import CacheUse, Cells, Past
 from stillhouse.models.transfer import upload
 
 _BUCKET_SLACK = 0.8
@@ -44,7 +44,7 @@ class Bucket:
         return 0 if self.past is None else self.past.n_tokens
 
 
-class Kept(NamedTuple):
+class KeptTokens(NamedTuple):
     """Tokens [start, end) of the row whose keys and values are to be kept."""
 
     start: int
@@ -53,13 +53,13 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """Division of one row of T tokens into sequences; made once per forward, read by every layer."""
 
     lengths: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     positions_T: Tensor
-    kept: tuple[Kept, ...] = ()
+    kept: tuple[KeptTokens, ...] = ()
 
     @property
     def with_cells(self) -> bool:
@@ -72,7 +72,7 @@ class Layout:
         return max(bucket.n_past + bucket.longest for bucket in self.buckets)
 
     def __repr__(self) -> str:
-        return f"Layout({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {len(self.buckets)} buckets)"
+        return f"RowLayout({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {len(self.buckets)} buckets)"
 
 
 def shortest_beside(longest: int) -> int:
@@ -80,10 +80,10 @@ def shortest_beside(longest: int) -> int:
     return min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
 
 
-def make_layout(lengths: Sequence[int], device: torch.device, around: Sequence[Around | None] = ()) -> Layout:
-    """Buckets over sequences in the order of `layout_order`. `around`: one entry per sequence, or none at all."""
-    around = around or [None] * len(lengths)
-    pasts = [None if one is None else one.past for one in around]
+def make_layout(lengths: Sequence[int], device: torch.device, uses: Sequence[CacheUse | None] = ()) -> RowLayout:
+    """Buckets over sequences in the order of `layout_order`. `uses`: one entry per sequence, or none at all."""
+    uses = uses or [None] * len(lengths)
+    pasts = [None if one is None else one.past for one in uses]
     alone = sum(past is None for past in pasts)
     buckets: list[Bucket] = []
     first, start = 0, 0
@@ -102,16 +102,16 @@ def make_layout(lengths: Sequence[int], device: torch.device, around: Sequence[A
     positions = torch.cat([torch.arange(first, first + n) for first, n in zip(offsets, lengths, strict=True)])
     ends = list(accumulate(lengths))
     kept = [
-        Kept(end - one.keep_last, end, one.cells)
-        for end, one in zip(ends, around, strict=True)
+        KeptTokens(end - one.keep_last, end, one.cells)
+        for end, one in zip(ends, uses, strict=True)
         if one is not None and one.cells is not None
     ]
-    return Layout(tuple(lengths), tuple(buckets), upload(positions, device), tuple(kept))
+    return RowLayout(tuple(lengths), tuple(buckets), upload(positions, device), tuple(kept))
 
 
-def layout_order(lengths: Sequence[int], around: Sequence[Around | None] = ()) -> list[int]:
+def layout_order(lengths: Sequence[int], uses: Sequence[CacheUse | None] = ()) -> list[int]:
     """Indices of the sequences in the order that `make_layout` takes: from long to short, those with a past last."""
-    has_past = [one is not None and one.past is not None for one in around] or [False] * len(lengths)
+    has_past = [one is not None and one.past is not None for one in uses] or [False] * len(lengths)
     return sorted(range(len(lengths)), key=lambda i: (has_past[i], -lengths[i]))
 
 

@@ -32,7 +32,7 @@ class Cells:
         return sum(key.nbytes + value.nbytes for key, value in self.layers.values())
 
 
-class Piece(NamedTuple):
+class CellSpan(NamedTuple):
     """The first `n_tokens` of some cells."""
 
     cells: Cells
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 class Past:
     """All tokens before a sequence, in order; the first has position 0."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CellSpan, ...]
 
     @property
     def n_tokens(self) -> int:
@@ -57,7 +57,7 @@ class Past:
         return torch.cat([*keys, key_GLD], dim=1), torch.cat([*values, value_GLD], dim=1)
 
 
-class Around(NamedTuple):
+class CacheUse(NamedTuple):
     """What a sequence of a packed forward continues, and what is kept of it."""
 
     past: Past | None = None

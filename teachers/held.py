@@ -16,7 +16,7 @@ from stillhouse.protocol.payloads.kind import TopIds
 
 
 @dataclass(slots=True)
-class Held:
+class HeldItem:
     """A leased item and its frames."""
 
     item: ScoreItem

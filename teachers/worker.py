@@ -53,7 +53,7 @@ from stillhouse.protocol.messages import (
     WeightVersion,
 )
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
-from stillhouse.teachers.held import Held, Scored
+from stillhouse.teachers.held import HeldItem, Scored
 from stillhouse.teachers.leaving import on_sigterm
 from stillhouse.teachers.self_check import self_check
 from stillhouse.tracing import events
@@ -92,7 +92,7 @@ class TeacherWorker:
             self._encoder = config.sends.encoder(engine, vocab_tokens or engine.vocab_size)
         except ValueError as error:
             raise EngineMismatch(str(error)) from error
-        self._held: deque[Held] = deque()
+        self._held: deque[HeldItem] = deque()
         self._held_tokens = 0
         self._new_weights: WeightsRef | None = None
         """The newest weights announced and not loaded yet."""
@@ -172,7 +172,7 @@ class TeacherWorker:
                     frames = iter(received.arrays)
                     for item in message.items:
                         token_ids, top_ids = next(frames), next(frames).tobytes() if item.top_ids else b""
-                        self._held.append(Held(item, token_ids, time.monotonic(), top_ids))
+                        self._held.append(HeldItem(item, token_ids, time.monotonic(), top_ids))
                         self._held_tokens += self._new_tokens(item)
                         self._received_tokens += item.new_tokens
                     self._received_total += len(message.items)
@@ -223,7 +223,7 @@ class TeacherWorker:
             elif status == "expired":
                 self._totals["expired_items_total"] += 1
 
-    def _next_batch(self) -> list[Held]:
+    def _next_batch(self) -> list[HeldItem]:
         """The oldest items, up to the token budget; a larger item forms its own batch."""
         batch = [self._held.popleft()]
         tokens = self._new_tokens(batch[0].item)
@@ -237,7 +237,7 @@ class TeacherWorker:
         """Tokens that the engine is expected to compute."""
         return item.context_tokens if self._config.prefix_cache_mb == 0 else item.new_tokens
 
-    def _score_batch(self, batch: list[Held]) -> None:
+    def _score_batch(self, batch: list[HeldItem]) -> None:
         began_s, began_ns = time.monotonic(), events.now_ns()
         scored = self._score([held for held in batch if self._fits(held)])
         good = [(held, outcome) for held, outcome in scored if isinstance(outcome, Scored)]
@@ -263,7 +263,7 @@ class TeacherWorker:
             tokens = sum(end - start for _, start, end in items)
             events.done("scoring", "score", began_ns, items=items, tokens=tokens, failed=len(batch) - len(good))
 
-    def _fits(self, held: Held) -> bool:
+    def _fits(self, held: HeldItem) -> bool:
         """True if the engine can score the item; otherwise fail its lease with the reason."""
         if self._encoder is not None and held.wants_sets:
             try:
@@ -280,7 +280,7 @@ class TeacherWorker:
             return True
         return False
 
-    def _score(self, batch: list[Held]) -> list[tuple[Held, Scored | str]]:
+    def _score(self, batch: list[HeldItem]) -> list[tuple[HeldItem, Scored | str]]:
         """Scores of each item, or the reason for their absence. Items without trainable tokens (evaluation, tool
         output) are scored separately when the others need payloads, which are expensive on a server."""
         if self._encoder is None:
@@ -289,7 +289,7 @@ class TeacherWorker:
         others = [held for held in batch if not held.wants_sets]
         return self._score_alike(wanted, self._encoder.options) + self._score_alike(others, LOGPROBS_ONLY)
 
-    def _score_alike(self, batch: list[Held], options: ScoreOptions) -> list[tuple[Held, Scored | str]]:
+    def _score_alike(self, batch: list[HeldItem], options: ScoreOptions) -> list[tuple[HeldItem, Scored | str]]:
         """Score items in one way. After an error the items are scored one by one, so that a bad one does not fail
         the others."""
         if not batch:
@@ -303,7 +303,7 @@ class TeacherWorker:
             return [pair for held in batch for pair in self._score_alike([held], options)]
         return [(held, self._scored(held, result)) for held, result in zip(batch, results, strict=True)]
 
-    def _scored(self, held: Held, result: ScoreResult) -> Scored | str:
+    def _scored(self, held: HeldItem, result: ScoreResult) -> Scored | str:
         logprobs, item = result.logprobs, held.item
         if item.first > item.start:
             logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
@@ -316,7 +316,7 @@ class TeacherWorker:
         except EncodeError as error:
             return f"{self._config.payload}: {error}"
 
-    def _fail(self, held: Held, reason: str) -> None:
+    def _fail(self, held: HeldItem, reason: str) -> None:
         log.error("lease %d (rollout %s): %s", held.item.lease_id, held.item.rollout_id, reason)
         self._totals["failed_items_total"] += 1
         self._client.send(ScoreFailed(leases=(held.item.lease_id,), reason=reason))

@@ -14,7 +14,7 @@ from stillhouse.engines.config import ServerConfig
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
 from stillhouse.engines.sglang.http import RequestRefused, ServerLink
-from stillhouse.engines.sglang.stream import Chunk, StreamError, decode_chunk
+from stillhouse.engines.sglang.stream import StreamChunk, StreamError, decode_chunk
 from stillhouse.weights.checks import Precision
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
@@ -277,13 +277,13 @@ async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, bool,
     return incremental, may_set, entries[0][0]
 
 
-async def _greedy_stream(link: ServerLink, interval: int) -> list[Chunk]:
+async def _greedy_stream(link: ServerLink, interval: int) -> list[StreamChunk]:
     body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
     async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
         return [decode_chunk(text) async for text in texts]
 
 
-def chunks_are_increments(chunks: Sequence[Chunk]) -> bool | None:
+def chunks_are_increments(chunks: Sequence[StreamChunk]) -> bool | None:
     """None when the chunks do not show it. The first chunk with tokens never does, because a busy server puts several
     steps into one chunk."""
     telling = [chunk for chunk in chunks if chunk.output_ids][1:]

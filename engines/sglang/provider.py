@@ -11,13 +11,13 @@ import msgspec
 from stillhouse.engines.config import ServerConfig, WorkerSettings
 from stillhouse.engines.provider import (
     API_KEY_VARIABLE,
-    AdapterWish,
+    AdapterFacts,
+    AutoFacts,
     EngineProvider,
     EngineRole,
     ScorerSource,
     Student,
     StudentSource,
-    Wish,
     WithStudent,
     WithTeacher,
     record_server,
@@ -27,7 +27,7 @@ from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
-from stillhouse.protocol.payloads.kind import Need
+from stillhouse.protocol.payloads.kind import EngineNeed
 from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig, checkpoint_dtype, server_dtype
 from stillhouse.weights.roster import CheckBy, Members
@@ -52,7 +52,7 @@ class SGLangProvider(EngineProvider):
         )
         return (*engine, "stillhouse.models.tokenizer_file")
 
-    def lacks(self, need: Need) -> str:
+    def lacks(self, need: EngineNeed) -> str:
         if need == HIDDEN_STATES:
             return "servers return hidden states as decimal numbers in JSON, 10 times the bytes (docs/teachers.md)"
         return super().lacks(need)
@@ -142,22 +142,22 @@ class SGLangProvider(EngineProvider):
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))
         return Members(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
 
-    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+    def with_adapters(self, actor: WorkerSettings, query: AdapterFacts) -> ServerConfig | str:
         mode = actor.section(self.name, SGLangConfig).update_mode
         if mode in ("in_place", "retract"):
             return f"update_mode is {mode}, and a server cannot change the adapter of a request: use abort or keep"
-        return SERVERS.with_adapters(actor, wish)
+        return SERVERS.with_adapters(actor, query)
 
     def needs_adapters(self, actor: WorkerSettings) -> str:
         keeps = actor.section(self.name, SGLangConfig).update_mode == "keep"
         return "actor.sglang.update_mode: got keep" if keeps else ""
 
-    def fits(self, wish: Wish) -> tuple[bool, str]:
-        if wish.urls:
+    def fits(self, query: AutoFacts) -> tuple[bool, str]:
+        if query.urls:
             return True, "urls are given"
-        if wish.in_process:
-            return False, wish.in_process
-        return SERVERS.fits(wish)
+        if query.in_process:
+            return False, query.in_process
+        return SERVERS.fits(query)
 
 
 def _trusting(settings: WorkerSettings, own: LinkT) -> LinkT:

@@ -17,7 +17,8 @@ import msgspec
 
 from stillhouse.engines.config import ServerConfig, WorkerSettings
 from stillhouse.engines.provider import (
-    AdapterWish,
+    AdapterFacts,
+    AutoFacts,
     EngineRole,
     GpuRoom,
     Interpreter,
@@ -27,7 +28,6 @@ from stillhouse.engines.provider import (
     ServerCommand,
     ServerEngine,
     ServerFacts,
-    Wish,
 )
 from stillhouse.sglang_server import servers as sglang_servers
 from stillhouse.sglang_server.servers import DEFAULT_PYTHON, KEY_ARGUMENT, SERVER_ARGS
@@ -132,15 +132,15 @@ class SGLangServers(ServerEngine):
             return None
         return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"
 
-    def fits(self, wish: Wish) -> tuple[bool, str]:
+    def fits(self, query: AutoFacts) -> tuple[bool, str]:
         """The answer for `engine = auto` when the launcher would have to start servers."""
-        if wish.server.device == "cpu":
+        if query.server.device == "cpu":
             return False, "device is cpu"
-        if not wish.gpus:
+        if not query.gpus:
             return False, "no GPU"
-        on_gpu = msgspec.structs.replace(wish.server, device="cuda")
+        on_gpu = msgspec.structs.replace(query.server, device="cuda")
         python = self.choose_python(on_gpu)
-        if lacking := self.lacks("", on_gpu, python, wish.look(python)):
+        if lacking := self.lacks("", on_gpu, python, query.look(python)):
             found = lacking.partition(": ")[2].partition(",")[0].partition(";")[0]
             return False, f"GPUs, but {found}"
         return True, f"GPUs, and SGLang in {python}"
@@ -199,28 +199,28 @@ class SGLangServers(ServerEngine):
                 "that quantizes again, for fp8 and dense Qwen models), or no quantization"
             )
 
-    def with_adapters(self, actor: WorkerSettings, wish: AdapterWish) -> ServerConfig | str:
+    def with_adapters(self, actor: WorkerSettings, query: AdapterFacts) -> ServerConfig | str:
         """engines.provider.EngineProvider.with_adapters. The arguments that a server needs are added to its own."""
         server = actor.server
-        ranks = [one.adapter_rank for one in wish.facts]
+        ranks = [one.adapter_rank for one in query.facts]
         if not actor.urls and has(server.args, LORA):
             text = value_of(server.args, LORA_RANK) or ""
             ranks = [int(text) if text.isdigit() else 0]
         if ranks:
-            if min(ranks) >= wish.rank:
+            if min(ranks) >= query.rank:
                 return server
-            return f"a server loads adapters of rank {min(ranks)} at most, and learner.lora.rank is {wish.rank}"
+            return f"a server loads adapters of rank {min(ranks)} at most, and learner.lora.rank is {query.rank}"
         if actor.urls:
             return "the running servers were not asked whether they load adapters"
-        if server.device != "cpu" and not wish.asked:
+        if server.device != "cpu" and not query.asked:
             return "never tried on GPUs; weights.adapters = on does it"
-        others = [target for target in wish.targets if target not in ADAPTABLE]
-        if others or (not wish.targets and wish.model_type not in ALL_ADAPTABLE):
-            of = f"layers {', '.join(others)}" if others else f"all layers of {wish.model_type}"
+        others = [target for target in query.targets if target not in ADAPTABLE]
+        if others or (not query.targets and query.model_type not in ALL_ADAPTABLE):
+            of = f"layers {', '.join(others)}" if others else f"all layers of {query.model_type}"
             return f"servers may not know adapters of {of}; expected learner.lora.targets of {', '.join(ADAPTABLE)}"
-        targets = wish.targets or ADAPTABLE
+        targets = query.targets or ADAPTABLE
         backend = ("--lora-backend", "torch_native") if server.device == "cpu" else ()
-        added = (*LORA.names, *LORA_RANK.names, str(wish.rank), "--lora-target-modules", *targets, *backend)
+        added = (*LORA.names, *LORA_RANK.names, str(query.rank), "--lora-target-modules", *targets, *backend)
         return msgspec.structs.replace(server, args=(*added, *server.args))
 
     def suited(self, server: ServerConfig, look: Interpreter) -> tuple[str, ...]:

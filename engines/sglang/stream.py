@@ -103,17 +103,17 @@ class MetaInfo(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class StreamChunk(msgspec.Struct, frozen=True):
     """One `data:` line of /generate."""
 
     output_ids: list[int]
     meta_info: MetaInfo
 
 
-_DECODER: Final = msgspec.json.Decoder(Chunk)
+_DECODER: Final = msgspec.json.Decoder(StreamChunk)
 
 
-def decode_chunk(text: bytes) -> Chunk:
+def decode_chunk(text: bytes) -> StreamChunk:
     """Decode one line. Raises StreamError for anything else, including an error message of the server."""
     try:
         return _DECODER.decode(text)
@@ -169,7 +169,7 @@ class TokenStream:
         """Number of tokens received so far, including those held back."""
         return len(self._ids)
 
-    def take(self, chunk: Chunk) -> NewTokens:
+    def take(self, chunk: StreamChunk) -> NewTokens:
         """Tokens whose version is known after this chunk. Raises StreamError."""
         meta = chunk.meta_info
         self._append(chunk)
@@ -188,7 +188,7 @@ class TokenStream:
             )
         return NewTokens()
 
-    def _append(self, chunk: Chunk) -> None:
+    def _append(self, chunk: StreamChunk) -> None:
         ids, entries, top = chunk.output_ids, chunk.meta_info.output_token_logprobs, chunk.meta_info.output_top_logprobs
         if not self._incremental:
             if ids[: len(self._ids)] != self._ids:

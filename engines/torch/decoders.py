@@ -23,7 +23,7 @@ from stillhouse.engines.torch.fused import FusedDecoder, can_fuse
 from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, compiled_kernels
 from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from stillhouse.engines.torch.products import packs
-from stillhouse.engines.torch.step import Prefill, Step, plan_step
+from stillhouse.engines.torch.step import DecodeStep, Prefill, plan_step
 from stillhouse.models.packed import refuse_unpackable
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from stillhouse.models.rotary import moving_rope
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class Decoder(Protocol):
     """A model as the engine runs it."""
 
-    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+    def forward(self, step: DecodeStep, cache: SlotCache) -> Tensor:
         """Logits of the step's rows, [R, V]. Call `cache.begin(step)` first."""
         ...
 
@@ -49,7 +49,7 @@ class ModuleDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
 
-    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+    def forward(self, step: DecodeStep, cache: SlotCache) -> Tensor:
         output: Any = self._model(
             input_ids=step.ids_T[None],
             position_ids=step.positions_T[None],

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from stillhouse.engines.torch.kernels import Kernels, Rotary
 from stillhouse.engines.torch.kv_cache import SlotCache
 from stillhouse.engines.torch.products import Product
-from stillhouse.engines.torch.step import Step
+from stillhouse.engines.torch.step import DecodeStep
 from stillhouse.models.attention import attend
 from stillhouse.models.packed import AttentionForm
 from stillhouse.models.packed_layout import Bucket
@@ -89,7 +89,7 @@ class FusedDecoder:
                 layer.qk_norm[: self._n_heads] = module.self_attn.q_norm.weight.detach()
                 layer.qk_norm[self._n_heads :] = module.self_attn.k_norm.weight.detach()
 
-    def forward(self, step: Step, cache: SlotCache) -> Tensor:
+    def forward(self, step: DecodeStep, cache: SlotCache) -> Tensor:
         """Logits of the step's rows, [R, V]."""
         hidden_TH = embedding(step.ids_T, self._embedding_VH)
         cos_T1D = self._cos_CD.index_select(0, step.positions_T).unsqueeze(1)

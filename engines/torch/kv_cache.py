@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.engines.torch.slots import RowWindow
-from stillhouse.engines.torch.step import Step
+from stillhouse.engines.torch.step import DecodeStep
 from stillhouse.models.packed import AttentionForm, packed_attention, unseen_window
 
 IMPLEMENTATION = "stillhouse_decode"
@@ -50,12 +50,12 @@ class SlotCache:
         """[2 (key, value), S, G, C, D] each, made when the layer first writes: only then is its shape known."""
         self._views: dict[tuple[int, int], tuple[RowWindow, Tensor, Tensor]] = {}
         self._offsets: dict[int, Tensor] = {}
-        self._step: Step | None = None
+        self._step: DecodeStep | None = None
         self._cells: dict[int, Tensor] = {}
         self._bias: dict[tuple[int, int | None, int], Tensor] = {}
 
     @property
-    def step(self) -> Step:
+    def step(self) -> DecodeStep:
         if self._step is None:
             raise RuntimeError("the slot cache has no step; begin() comes before the forward")
         return self._step
@@ -64,7 +64,7 @@ class SlotCache:
     def memory_bytes(self) -> int:
         return sum(layer.nbytes for layer in self._layers.values())
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: DecodeStep) -> None:
         """Start a step; call it once before each forward. Tensors shared by layers of one shape are cached until the
         next call."""
         self._step = step

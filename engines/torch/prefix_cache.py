@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stillhouse.engines.base import Int32s
-from stillhouse.models.past import Cells, Past, Piece
+from stillhouse.models.past import Cells, CellSpan, Past
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +77,11 @@ class PrefixCache:
         """The longest kept beginning of `ids`, cut at `limit` tokens; None if there is none."""
         path = self._match(rollout_id, ids)
         self._touch(path)
-        pieces: list[Piece] = []
+        pieces: list[CellSpan] = []
         for node, end in path:
             n_tokens = min(end, limit) - node.at
             if n_tokens > 0:
-                pieces.append(Piece(node.cells, n_tokens))
+                pieces.append(CellSpan(node.cells, n_tokens))
         self._hits += bool(pieces)
         return Past(tuple(pieces)) if pieces else None
 

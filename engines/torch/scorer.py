@@ -33,7 +33,7 @@ from stillhouse.models.loading import load_causal_lm, resolve_device
 from stillhouse.models.logprobs import TokenScores, lm_head, token_scores
 from stillhouse.models.packed import PackingError, context_window, packed_hidden, probe_past
 from stillhouse.models.packed_layout import first_fit_decreasing
-from stillhouse.models.past import Around, Cells, Past
+from stillhouse.models.past import CacheUse, Cells, Past
 from stillhouse.models.rotary import switching_rope
 from stillhouse.models.transfer import upload
 from stillhouse.protocol.messages import WeightsRef
@@ -161,7 +161,7 @@ class TorchScorer:
         if self._prefixes is not None:
             self._prefixes.clear()
 
-    def _look_up(self, runs: Sequence[Run]) -> None:
+    def _look_up(self, runs: Sequence[ScoringRun]) -> None:
         """Find what is kept of each run, and decide what will be. First all are looked up: cells that are added here
         have no values before their pack is run."""
         cache = self._prefixes
@@ -176,7 +176,7 @@ class TorchScorer:
                 run.cells, run.keep_last = added
 
     def _score_pack(
-        self, runs: Sequence[Run], requests: Sequence[ScoreRequest], options: ScoreOptions
+        self, runs: Sequence[ScoringRun], requests: Sequence[ScoreRequest], options: ScoreOptions
     ) -> list[tuple[int, ScoreResult]]:
         """Score one pack in one forward pass: (index of the request, result) of each of its members."""
         model = self._model
@@ -192,8 +192,8 @@ class TorchScorer:
         given_AK = _given([requests[one.request].top_ids for _, _, one in members])
         ids_T = np.concatenate([run.inputs[run.n_past :] for run in runs])
         device = self._head.weight_VH.device
-        around = [Around(run.past, run.cells, run.keep_last) for run in runs]
-        hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths, around)
+        uses = [CacheUse(run.past, run.cells, run.keep_last) for run in runs]
+        hidden_TH = packed_hidden(model, upload(ids_T.astype(np.int64), device), lengths, uses)
         self._computed_tokens += len(ids_T)
         predictors_AH = hidden_TH.index_select(0, upload(rows_A, device))
         scores = token_scores(
@@ -209,7 +209,7 @@ class TorchScorer:
         return [(one.request, result) for (_, _, one), result in zip(members, results, strict=True)]
 
 
-class Member(NamedTuple):
+class RunRequest(NamedTuple):
     """A request of a run: the tokens [start, end) that it asks for."""
 
     request: int
@@ -219,14 +219,14 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class ScoringRun:
     """Tokens that go through the model once, for one request or for several of one rollout."""
 
     ids: Int32s
     rollout_id: str
     start: int
     """The first token that a member asks for."""
-    members: list[Member]
+    members: list[RunRequest]
     last: bool
     past: Past | None = None
     cells: Cells | None = None
@@ -248,12 +248,12 @@ class Run:
         return len(self.ids) - 1 - self.n_past
 
 
-def fold(requests: Sequence[ScoreRequest], *, together: bool = True) -> list[Run]:
+def fold(requests: Sequence[ScoreRequest], *, together: bool = True) -> list[ScoringRun]:
     """One run for all requests of a rollout of which each begins the next one and reaches up to its start. Requests
     without a token to score are in none. `together=False`: one run each, for a model in which a longer text changes
     what was before."""
-    runs: list[Run] = []
-    by_rollout: dict[str, list[Run]] = {}
+    runs: list[ScoringRun] = []
+    by_rollout: dict[str, list[ScoringRun]] = {}
     for index in sorted(range(len(requests)), key=lambda i: -len(requests[i].token_ids)):
         request = requests[index]
         ids, end = request.token_ids, len(request.token_ids)
@@ -262,10 +262,10 @@ def fold(requests: Sequence[ScoreRequest], *, together: bool = True) -> list[Run
         its = by_rollout.setdefault(request.rollout_id, []) if request.rollout_id and together else []
         run = next((run for run in its if end >= run.start and np.array_equal(run.ids[:end], ids)), None)
         if run is None:
-            run = Run(ids, request.rollout_id, request.start, [], request.last)
+            run = ScoringRun(ids, request.rollout_id, request.start, [], request.last)
             its.append(run)
             runs.append(run)
-        run.members.append(Member(index, request.start, end))
+        run.members.append(RunRequest(index, request.start, end))
         run.start = min(run.start, request.start)
         run.last |= request.last
     return runs

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.engines.torch.slots import RowWindow, row_windows
-from stillhouse.models.packed_layout import Bucket, Layout, shortest_beside
+from stillhouse.models.packed_layout import Bucket, RowLayout, shortest_beside
 
 Int64s = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DecodeStep:
     """Made once per forward, read by every layer."""
 
     n_rows: int
@@ -53,13 +53,13 @@ class Step:
     cell_positions_W: Tensor
     cell_sources_W: Tensor | None
     """The token of the step that fills each cell; None = token w fills cell w."""
-    prefill: Layout | None
+    prefill: RowLayout | None
     """The prompts after the rows, longest first, each bucket padded to one length."""
 
 
 def plan_step(
     ids_R: Int64s, positions_R: Int64s, prefills: Sequence[Prefill], *, max_context: int, device: torch.device
-) -> Step:
+) -> DecodeStep:
     """Rows take `ids_R` as input at `positions_R`; the cells before are filled already, or by a prefill of this step.
 
     On a CPU the step may be a view of the given arrays, valid until they change."""
@@ -82,7 +82,7 @@ def plan_step(
     def to_device(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return Step(
+    return DecodeStep(
         n_rows=n_rows,
         ids_T=to_device(ids),
         positions_T=to_device(positions),
@@ -113,7 +113,7 @@ def _padded_ids(prefills: Sequence[Prefill], padded: Sequence[int]) -> Int64s:
     return ids
 
 
-def _layout(padded: Sequence[int], device: torch.device) -> Layout:
+def _layout(padded: Sequence[int], device: torch.device) -> RowLayout:
     buckets: list[Bucket] = []
     start = 0
     for width in dict.fromkeys(padded):
@@ -122,7 +122,7 @@ def _layout(padded: Sequence[int], device: torch.device) -> Layout:
         buckets.append(Bucket(start, end, n_sequences, width, None, None))
         start = end
     # The step has the positions: attention never reads those of the layout.
-    return Layout(tuple(padded), tuple(buckets), torch.empty(0, dtype=torch.int64, device=device))
+    return RowLayout(tuple(padded), tuple(buckets), torch.empty(0, dtype=torch.int64, device=device))
 
 
 def _fills(prefills: Sequence[Prefill], padded: Sequence[int], n_rows: int) -> tuple[Int64s, Int64s, Int64s]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from stillhouse.engines.config import ServerConfig
-from stillhouse.engines.provider import AdapterWish, ServerFacts
+from stillhouse.engines.provider import AdapterFacts, ServerFacts
 from stillhouse.launch.checks.model_files import model_type
 from stillhouse.launch.config.pools import engine_of
 from stillhouse.launch.config.run import RunConfig
@@ -68,11 +68,11 @@ def _server(config: RunConfig, facts: Sequence[ServerFacts]) -> ServerConfig | s
     if config.learner.ranks > 1:
         return f"each of learner.ranks = {config.learner.ranks} has a part of the adapters"
     student = Path(config.models.student)
-    wish = AdapterWish(
+    query = AdapterFacts(
         rank=lora.rank,
         targets=lora.targets,
         model_type=model_type(student) if (student / "config.json").is_file() else "",
         asked=weights.adapters == "on",
         facts=tuple(facts),
     )
-    return engine_of(config, "actor").with_adapters(config.actor, wish)
+    return engine_of(config, "actor").with_adapters(config.actor, query)

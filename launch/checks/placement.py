@@ -20,7 +20,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from stillhouse.engines.config import ServerConfig
-from stillhouse.engines.provider import Wish
+from stillhouse.engines.provider import AutoFacts
 from stillhouse.engines.registry import AUTO, AUTO_ORDER, EMBEDDED, find_engine
 from stillhouse.launch.checks.threads import Threads, plan_threads
 from stillhouse.launch.config.pools import engine_of, teacher_pools, worker_groups
@@ -302,7 +302,7 @@ def _choose(
         provider = find_engine(name)
         modules = provider.servers.modules if provider.servers is not None else ()
         look = functools.partial(interpreters.look, modules=modules)
-        fits, why = provider.fits(Wish(server, urls, in_process, bool(machine.gpus), look))
+        fits, why = provider.fits(AutoFacts(server, urls, in_process, bool(machine.gpus), look))
         if fits:
             return name, why
     return EMBEDDED, why

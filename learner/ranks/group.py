@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from stillhouse.learner.batch import BatchError, EmptyBatchError, NonFiniteError, UnreadableScores
 from stillhouse.learner.ranks.mesh import Mesh
 from stillhouse.learner.ranks.staging import ShareLink, StagingByRanks
-from stillhouse.models.divided import Group
+from stillhouse.models.divided import RankGroup
 from stillhouse.weights.staged_weights import StagedWeights, Staging
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Ranks:
 
     rank = 0
     mesh = Mesh()
-    context_group: Group | None = None
+    context_group: RankGroup | None = None
     """The ranks with which this one divides each of its sequences; None: it has them whole."""
 
     @property
@@ -160,7 +160,7 @@ class ProcessGroup(Ranks):
         for members in self.mesh.context_groups:
             handle = dist.new_group(members, timeout=timeout)  # all ranks make all of them
             if self.rank in members:
-                self.context_group = Group(cast(dist.ProcessGroup, handle), members.index(self.rank), len(members))
+                self.context_group = RankGroup(cast(dist.ProcessGroup, handle), members.index(self.rank), len(members))
         self._announced = 0
         self._root: Any = None
 

@@ -29,7 +29,7 @@ from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.reports.step_metrics import SUMS, StepSums
 from stillhouse.learner.step.critic import Critic, ValueTerms
 from stillhouse.learner.step.step_loss import MicrobatchTerms, Rollouts, StepLoss
-from stillhouse.models.divided import DividedLayout, Group
+from stillhouse.models.divided import DividedLayout, RankGroup
 from stillhouse.models.logprobs import LmHead, lm_head
 from stillhouse.models.packed import divided_hidden, packed_hidden
 from stillhouse.models.precision import products
@@ -46,7 +46,7 @@ class States(NamedTuple):
 
 
 def predictor_states(
-    model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool, group: Group | None = None
+    model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool, group: RankGroup | None = None
 ) -> States:
     """Hidden states that predict the trained tokens. `bfloat16` is for matrix products; parameters are not changed.
     `group`: has the other parts of a microbatch that is divided."""
@@ -115,7 +115,7 @@ class BatchPart:
             ),
         )
 
-    def rollouts(self, microbatch: Microbatch, device: torch.device, group: Group | None) -> Rollouts | None:
+    def rollouts(self, microbatch: Microbatch, device: torch.device, group: RankGroup | None) -> Rollouts | None:
         """The whole rollouts of a microbatch of which this rank has a part; None if it has all of it."""
         if microbatch.shared is None or group is None:
             return None
@@ -134,7 +134,7 @@ class BatchPart:
         for microbatch, own_N in zip(self.batch.counted, student_N, strict=True):
             self.proximal_N[upload(microbatch.token_N, device)] = own_N
 
-    def alone(self, index: int, pack_tokens: int, step: int, group: Group | None) -> BatchPart:
+    def alone(self, index: int, pack_tokens: int, step: int, group: RankGroup | None) -> BatchPart:
         """A part with only item `index`, with its share of the batch, for all ranks. `step`: see `StepLoss.read`.
         `group`: those among which a microbatch is divided."""
         begins, ends = (int(self.whole.tokens_R[:r].sum()) for r in (index, index + 1))

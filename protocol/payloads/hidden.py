@@ -25,14 +25,14 @@ import numpy.typing as npt
 from stillhouse.protocol.errors import EncodeError, MalformedMessage
 from stillhouse.protocol.payloads.kind import (
     Encoder,
+    EngineNeed,
     ModelSizes,
-    Need,
     Packed,
     PayloadError,
     PayloadKind,
     PayloadOptions,
-    Piece,
-    Rows,
+    PayloadPart,
+    PayloadRows,
     ScoreOptions,
     ScoreResult,
     TopIds,
@@ -48,7 +48,7 @@ HEADER_BYTES: Final = _HEADER.size + _HEAD.size
 _EXPONENT: Final = np.uint16(0x7F80)
 """All bits of the exponent: infinity or NaN."""
 _WHAT: Final = "hidden-state payload"
-HIDDEN_STATES: Final = Need("teacher", "gives its last hidden states")
+HIDDEN_STATES: Final = EngineNeed("teacher", "gives its last hidden states")
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class HiddenStates(PayloadKind):
     what: ClassVar[str] = "the hidden states"
     magic: ClassVar[bytes] = _MAGIC
     header_bytes: ClassVar[int] = HEADER_BYTES
-    needs: ClassVar[tuple[Need, ...]] = (HIDDEN_STATES,)
+    needs: ClassVar[tuple[EngineNeed, ...]] = (HIDDEN_STATES,)
     needs_head: ClassVar[bool] = True
 
     @classmethod
@@ -102,7 +102,7 @@ class HiddenStates(PayloadKind):
         return _read_header(payload)[0]
 
     @classmethod
-    def read(cls, teacher: str, pieces: Sequence[Piece], vocab_tokens: int) -> HiddenRows:
+    def read(cls, teacher: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> HiddenRows:
         for one in pieces:
             if (n_tokens := cls.n_tokens(one.body)) != one.n_tokens:
                 raise PayloadError(f"teacher {teacher!r}: hidden states of {n_tokens} tokens, expected {one.n_tokens}")
@@ -122,7 +122,7 @@ class HiddenEncoder(Encoder):
 
 
 @dataclass(frozen=True)
-class HiddenRows(Rows):
+class HiddenRows(PayloadRows):
     """One teacher's last hidden states, to which the learner applies the teacher's output head."""
 
     teacher: str

@@ -34,7 +34,7 @@ class PayloadError(ValueError):
 # ------------------------------------------------------------------------------------------------- between engines
 
 
-class Need(NamedTuple):
+class EngineNeed(NamedTuple):
     """Something that not every engine can do."""
 
     role: Literal["actor", "teacher"]
@@ -113,7 +113,7 @@ class Encoder(ABC):
 
 
 @dataclass(frozen=True)
-class Rows(ABC):
+class PayloadRows(ABC):
     """What a learner reads from the payloads of one teacher: a row for each token to train."""
 
     uniform_RS: npt.NDArray[np.float64] = field(kw_only=True, default_factory=lambda: np.zeros((0, 0)))
@@ -124,12 +124,12 @@ class Rows(ABC):
     def n_rows(self) -> int: ...
 
     @abstractmethod
-    def at(self, rows: npt.NDArray[np.int64]) -> Rows:
+    def at(self, rows: npt.NDArray[np.int64]) -> PayloadRows:
         """Some rows."""
 
     @classmethod
     @abstractmethod
-    def joined(cls, parts: Sequence[Any]) -> Rows:
+    def joined(cls, parts: Sequence[Any]) -> PayloadRows:
         """Concatenated rows of one teacher. Raises PayloadError for parts that do not belong together."""
 
     def drawn(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -137,7 +137,7 @@ class Rows(ABC):
         return self.uniform_RS[rows] if len(self.uniform_RS) else self.uniform_RS
 
 
-class Piece(NamedTuple):
+class PayloadPart(NamedTuple):
     """One payload of a teacher, and the rows of it that are trained."""
 
     body: memoryview
@@ -188,7 +188,7 @@ class PayloadKind(ABC):
     header_bytes: ClassVar[int] = 0
     distributions: ClassVar[bool] = True
     """Whether the learner can compare whole distributions."""
-    needs: ClassVar[tuple[Need, ...]] = ()
+    needs: ClassVar[tuple[EngineNeed, ...]] = ()
     needs_head: ClassVar[bool] = False
     """Whether the learner must have the output head of the teacher's model."""
     exact: ClassVar[bool] = True
@@ -240,7 +240,7 @@ class PayloadKind(ABC):
         raise NotImplementedError
 
     @classmethod
-    def read(cls, teacher: str, pieces: Sequence[Piece], vocab_tokens: int) -> Rows:
+    def read(cls, teacher: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> PayloadRows:
         """The trained rows of one teacher's payloads, in order; `pieces` is not empty. Raises PayloadError or
         MalformedMessage."""
         raise NotImplementedError

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from stillhouse.protocol.bit_words import n_bytes, pack_words, unpack_words
 from stillhouse.protocol.errors import EncodeError, MalformedMessage
 from stillhouse.protocol.messages import TopIdsWanted
-from stillhouse.protocol.payloads.kind import Encoder, Need, PayloadOptions, ScoreOptions, ScoreResult, TopIds
+from stillhouse.protocol.payloads.kind import Encoder, EngineNeed, PayloadOptions, ScoreOptions, ScoreResult, TopIds
 from stillhouse.protocol.payloads.top_k import SetsKind, no_sets
 from stillhouse.protocol.topk_codec import encode_given
 from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
@@ -31,12 +31,12 @@ _MAGIC: Final = b"TI"
 _VERSION: Final = 2
 _WHAT: Final = "payload of the student's likeliest ids"
 
-REPORTS_LIKELIEST: Final = Need("actor", "reports the student's likeliest tokens")
-SCORES_GIVEN: Final = Need("teacher", "scores given tokens")
+REPORTS_LIKELIEST: Final = EngineNeed("actor", "reports the student's likeliest tokens")
+SCORES_GIVEN: Final = EngineNeed("teacher", "scores given tokens")
 
 
 class StudentSets(SetsKind):
-    needs: ClassVar[tuple[Need, ...]] = (REPORTS_LIKELIEST, SCORES_GIVEN)
+    needs: ClassVar[tuple[EngineNeed, ...]] = (REPORTS_LIKELIEST, SCORES_GIVEN)
 
     @classmethod
     def chosen_by(cls, options: PayloadOptions) -> bool:

@@ -22,8 +22,8 @@ from stillhouse.protocol.payloads.kind import (
     PayloadError,
     PayloadKind,
     PayloadOptions,
-    Piece,
-    Rows,
+    PayloadPart,
+    PayloadRows,
     ScoreOptions,
     ScoreResult,
     TopIds,
@@ -64,7 +64,7 @@ class SetsKind(PayloadKind):
         return check_payload(payload)
 
     @classmethod
-    def read(cls, teacher: str, pieces: Sequence[Piece], vocab_tokens: int) -> TopRows:
+    def read(cls, teacher: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> TopRows:
         rows, before = list[npt.NDArray[np.int64]](), 0
         for one in pieces:
             if (n_tokens := n_positions(one.body)) != one.n_tokens:
@@ -151,7 +151,7 @@ def no_sets(vocab_tokens: int, rest_bits: int = 0) -> bytes:
 
 
 @dataclass(frozen=True)
-class TopRows(Rows):
+class TopRows(PayloadRows):
     """One teacher's top-k sets. Columns past a row's `counts_R` are padding."""
 
     ids_RK: npt.NDArray[np.int64]

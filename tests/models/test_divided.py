@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from stillhouse.models.divided import DividedLayout, Group, Part, chunks_of
+from stillhouse.models.divided import DividedLayout, RankGroup, RankPart, chunks_of
 from stillhouse.models.packed import PackingError, divided_hidden, packed_attention, refuse_undividable
 from tests.learner.conftest import build_student
 from tests.patience import PATIENCE_S
@@ -23,7 +23,7 @@ from tests.patience import PATIENCE_S
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=20), st.integers(1, 6))
 def test_each_token_is_in_one_part_and_parts_are_of_like_size(lengths: list[int], size: int) -> None:
     rows = [(i, position) for i, length in enumerate(lengths) for position in range(length)]
-    parts = [Part.of(lengths, size, rank) for rank in range(size)]
+    parts = [RankPart.of(lengths, size, rank) for rank in range(size)]
     seen: list[tuple[int, int]] = []
     for part, chunks in zip(parts, chunks_of(lengths, size), strict=True):
         own = [(i, position) for i, start, end in chunks for position in range(start, end)]
@@ -62,7 +62,7 @@ def test_architectures_with_full_attention_can_be_divided() -> None:
 
 @pytest.mark.parametrize("form", [{"softcap": 5.0}, {"sliding_window": 8}, {"s_aux": torch.zeros(2)}])
 def test_attention_of_another_form_is_refused_in_a_divided_row(form: dict[str, Any]) -> None:
-    layout = DividedLayout(Part.of([9], 2, 0), Group(cast(Any, None), 0, 2))
+    layout = DividedLayout(RankPart.of([9], 2, 0), RankGroup(cast(Any, None), 0, 2))
     rows = torch.zeros(1, 2, 5, 4)
     with pytest.raises(PackingError, match=r"context_parallel = 1"):
         packed_attention(torch.nn.Identity(), rows, rows, rows, None, packed_layout=layout, **form)
@@ -84,7 +84,7 @@ def test_processes_that_divide_a_row_compute_what_transformers_computes_of_each_
         group = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=PATIENCE_S))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)  # pyright: ignore
-        layout = DividedLayout(Part.of(lengths, size, rank), Group(group, rank, size))
+        layout = DividedLayout(RankPart.of(lengths, size, rank), RankGroup(group, rank, size))
         own_P = torch.from_numpy(layout.part.tokens)
         hidden_PH = divided_hidden(models[rank], ids_T[own_P], layout)
         got_TH[own_P] = hidden_PH.detach()

@@ -43,7 +43,7 @@ from stillhouse.models import packed
 from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import PackingError, packed_hidden
 from stillhouse.models.packed_layout import first_fit_decreasing
-from stillhouse.models.past import Around, Cells, Past, Piece
+from stillhouse.models.past import CacheUse, Cells, CellSpan, Past
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -254,13 +254,13 @@ def test_sequences_that_continue_a_past_equal_the_whole_ones(name: str) -> None:
     long_T, other_T = _ids((23,)), _ids((23,))[8:]
     whole_TH, other_TH = (packed_hidden(model, ids_T, [len(ids_T)]) for ids_T in (long_T, other_T))
     first, second, third = Cells(), Cells(), Cells()
-    packed_hidden(model, long_T[:11], [11], [Around(cells=first, keep_last=11)])
-    packed_hidden(model, long_T[11:17], [6], [Around(Past((Piece(first, 11),)), second, 4)])
+    packed_hidden(model, long_T[:11], [11], [CacheUse(cells=first, keep_last=11)])
+    packed_hidden(model, long_T[11:17], [6], [CacheUse(Past((CellSpan(first, 11),)), second, 4)])
     assert second.layers[0][0].shape[1] == 4, "of the last tokens only"
-    packed_hidden(model, long_T[11:17], [6], [Around(Past((Piece(first, 11),)), third, 6)])
-    pasts = (Past((Piece(first, 11), Piece(third, 4))), Past((Piece(first, 3),)))
+    packed_hidden(model, long_T[11:17], [6], [CacheUse(Past((CellSpan(first, 11),)), third, 6)])
+    pasts = (Past((CellSpan(first, 11), CellSpan(third, 4))), Past((CellSpan(first, 3),)))
     row_T = torch.cat([long_T[15:], other_T, long_T[3:], other_T[:2]])
-    around = [Around(pasts[0]), None, Around(pasts[1]), Around()]
+    around = [CacheUse(pasts[0]), None, CacheUse(pasts[1]), CacheUse()]
     found_TH = packed_hidden(model, row_T, [8, 15, 20, 2], around)
     expected_TH = torch.cat([whole_TH[15:], other_TH, whole_TH[3:], other_TH[:2]])
     torch.testing.assert_close(found_TH, expected_TH, rtol=1e-4, atol=1e-5)
@@ -270,9 +270,9 @@ def test_sequences_that_continue_a_past_equal_the_whole_ones(name: str) -> None:
 def test_a_past_counts_towards_the_context_window() -> None:
     model = _build(_qwen3, packed.IMPLEMENTATION)
     cells = Cells()
-    packed_hidden(model, _ids((60,)), [60], [Around(cells=cells, keep_last=60)])
+    packed_hidden(model, _ids((60,)), [60], [CacheUse(cells=cells, keep_last=60)])
     with pytest.raises(ValueError, match="sequence of 65 tokens; the context window of this model is 64"):
-        packed_hidden(model, _ids((5,)), [5], [Around(Past((Piece(cells, 60),)))])
+        packed_hidden(model, _ids((5,)), [5], [CacheUse(Past((CellSpan(cells, 60),)))])
 
 
 def test_probe_refuses_a_past_that_a_model_does_not_continue() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from stillhouse.engines.config import ServerConfig, WorkerSettings
-from stillhouse.engines.provider import AdapterWish
+from stillhouse.engines.provider import AdapterFacts
 from stillhouse.engines.sglang.adapters import ServerAdapters
 from stillhouse.engines.sglang.config import SwapMode
 from stillhouse.engines.sglang.engine import SGLangEngine
@@ -57,8 +57,8 @@ _numbers = itertools.count()
 
 def start(servers: Servers, name: str) -> SGLangServer:
     """With the arguments that the launcher gives it."""
-    wish = AdapterWish(rank=RANK, targets=(), model_type="qwen3", asked=False, facts=())
-    settings = SERVERS.with_adapters(WorkerSettings(server=ServerConfig(device="cpu")), wish)
+    query = AdapterFacts(rank=RANK, targets=(), model_type="qwen3", asked=False, facts=())
+    settings = SERVERS.with_adapters(WorkerSettings(server=ServerConfig(device="cpu")), query)
     assert isinstance(settings, ServerConfig)
     server = servers.start(name, STUDENT, settings.args)
     servers.wait_ready([server], READY_S)

@@ -8,19 +8,19 @@ import msgspec
 import pytest
 
 from stillhouse.engines.sglang.features import chunks_are_increments
-from stillhouse.engines.sglang.stream import Chunk, Labels, NewTokens, StreamError, TokenStream
+from stillhouse.engines.sglang.stream import Labels, NewTokens, StreamChunk, StreamError, TokenStream
 from stillhouse.protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
 
 
-def chunk(ids: list[int], stamp: str = "0.0", **meta: Any) -> Chunk:
+def chunk(ids: list[int], stamp: str = "0.0", **meta: Any) -> StreamChunk:
     """As it comes off the wire; log-prob of token t is -t."""
     entries = [[-float(token), token, None] for token in ids]
     text = msgspec.json.encode(
         {"output_ids": ids, "meta_info": {"weight_version": stamp, "output_token_logprobs": entries, **meta}}
     )
-    return msgspec.json.decode(text, type=Chunk)
+    return msgspec.json.decode(text, type=StreamChunk)
 
 
 def token_stream(*, incremental: bool = True) -> TokenStream:
@@ -128,7 +128,7 @@ def test_spans_that_contradict_what_was_given_are_an_error(spans: list[tuple[str
 @pytest.mark.parametrize("entries", [[], [[-1.0, 2, None]], [[None, 1, None]], [[-1.0, 1, None], [-1.0, 1, None]]])
 def test_logprobs_that_do_not_belong_to_the_tokens_are_an_error(entries: list[Any]) -> None:
     bad = msgspec.convert(
-        {"output_ids": [1], "meta_info": {"weight_version": "0.0", "output_token_logprobs": entries}}, Chunk
+        {"output_ids": [1], "meta_info": {"weight_version": "0.0", "output_token_logprobs": entries}}, StreamChunk
     )
     with pytest.raises(StreamError, match="log-prob"):
         token_stream().take(bad)
@@ -139,7 +139,7 @@ def test_the_placeholder_of_a_refused_request_is_no_token() -> None:
     refusal = {"type": "abort", "message": "too long", "status_code": 400}
     text = {"output_ids": [0], "meta_info": {"weight_version": "default", "finish_reason": refusal}}
 
-    assert stream.take(msgspec.convert(text, Chunk)).ids == []
+    assert stream.take(msgspec.convert(text, StreamChunk)).ids == []
     assert stream.finish is not None and stream.finish.message == "too long"
 
 
