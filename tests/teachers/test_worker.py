@@ -159,15 +159,6 @@ def test_items_are_scored_in_order_in_batches_of_at_most_max_batch_tokens() -> N
     assert engine.calls == [[10], [20, 30, 10], [5], [90], [20]]
 
 
-def test_one_message_of_work_is_packed_as_full_as_it_gets() -> None:
-    engine = Fake()
-    with ScriptedBuffer() as peer, teacher(peer.address, engine) as (ended, _):
-        peer.send(*work(*((1, [1] * n) for n in (20, 30, 10, 5, 90, 20, 40))), to=TEACHER)
-        settled(peer, 7)
-        end(peer, ended)
-    assert engine.calls == [[20, 30, 10], [5], [90], [20, 40]]
-
-
 # -------------------------------------------------------------------------------------------------------- failures
 
 

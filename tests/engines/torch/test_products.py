@@ -82,15 +82,6 @@ def assert_product_follows_its_weight(dtype: torch.dtype, rows: int, with_bias: 
         product.refresh()
 
 
-@pytest.mark.usefixtures("everything_packed")
-def test_the_inputs_of_a_packed_product_stay_as_they_are() -> None:
-    weight, x, residual = torch.randn(8, 6), torch.randn(4, 6), torch.randn(4, 8)
-    x_before, residual_before = x.clone(), residual.clone()
-    Product(weight).added_to(residual, x)
-    assert torch.equal(x, x_before)
-    assert torch.equal(residual, residual_before)
-
-
 def test_small_and_wide_weights_are_not_packed() -> None:
     assert not packs(torch.zeros(16, 16))
     assert packs(torch.zeros(512, 512))

@@ -58,21 +58,6 @@ def test_greedy_takes_the_likeliest_with_its_probability_at_temperature_1() -> N
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[5:6])
 
 
-def test_a_row_does_not_depend_on_the_settings_of_the_others() -> None:
-    torch.manual_seed(0)
-    logits, uniforms = torch.randn(3, 500), torch.tensor([0.999999, 0.3, 0.7], dtype=torch.float64)
-    mixed = RowSampling(
-        torch.tensor([1.0, 2.0, 1.0]),
-        torch.tensor([500, 4, 500]),
-        torch.tensor([2.0, 0.5, 2.0], dtype=torch.float64),
-        torch.tensor([False, False, True]),
-    )
-    together = sample(logits, mixed, uniforms)
-    alone = sample(logits[:1], rows(1), uniforms[:1])
-    assert together[0][0] == alone[0][0] and together[1][0] == alone[1][0]
-    assert together[0][2] == logits[2].argmax()
-
-
 def test_the_last_random_number_does_not_fall_on_an_impossible_token() -> None:
     logits = torch.full((1, 1000), -200.0)
     logits[0, 17] = 0.0
@@ -109,38 +94,11 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_share(likely: int) -> None
         assert len(ids.unique()) >= n - 2
 
 
-@pytest.mark.parametrize("n_ids", [2048, 2049, 5000, 49_152])
-@pytest.mark.parametrize("settings", [{}, {"top_k": 30}, {"top_p": 0.6}])
-def test_a_large_vocabulary_is_inverted_as_one_running_sum(n_ids: int, settings: dict[str, Any]) -> None:
-    torch.manual_seed(n_ids)
-    n = 50
-    logits, uniforms = torch.randn(n, n_ids) * 4, torch.from_numpy(draw_uniforms(n_ids, 0, n))
-    ids, logprobs = sample(logits, rows(n, **settings), uniforms)
-    torch.testing.assert_close(logprobs, logprobs_of(logits, ids, Sampling(**settings)), atol=1e-4, rtol=0)
-    probs = kept_by_transformers(logits, **settings)
-    n_different = 0
-    for row in range(n):
-        running = np.cumsum(probs[row].numpy())
-        n_different += int(np.sum(running <= float(uniforms[row]) * running[-1])) != int(ids[row])
-        assert probs[row, ids[row]] > 0
-    assert n_different <= 1  # uniform numbers that fall on an edge
-
-
 def test_nan_logits_give_a_nan_logprob_for_their_row_only() -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 3] = float("nan")
     ids, logprobs = sample(logits, rows(2), torch.tensor([0.5, 0.5], dtype=torch.float64))
     assert logprobs.isnan().tolist() == [True, False] and int(ids.max()) < V
-
-
-@pytest.mark.parametrize("offset", range(9))
-def test_the_random_stream_goes_on_where_it_was_left(offset: int) -> None:
-    np.testing.assert_array_equal(draw_uniforms(5, offset, 20), draw_uniforms(5, 0, 40)[offset : offset + 20])
-
-
-def test_random_streams_of_different_seeds_differ() -> None:
-    seeds = (0, 1, -1, 2**63, 2**64 - 2)
-    assert len({draw_uniforms(seed, 0, 3).tobytes() for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize(

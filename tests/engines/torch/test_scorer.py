@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from stillhouse.engines.base import ScoreOptions, ScoreRequest, ScoringEngine
-from stillhouse.engines.config import ScorerSettings, chunk_rows
+from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.loading import ModelError
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
@@ -182,11 +182,3 @@ def test_a_snapshot_replaces_the_weights_as_a_whole_or_not_at_all(
     after = scorer.score([request])[0].logprobs
     np.testing.assert_allclose(after, _expected(other, request)[0], atol=1e-4)
     assert np.abs(after - before).max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("vocab", "device", "rows"),
-    [(151_936, "cpu", 110), (151_936, "cuda", 883), (1_000, "cpu", 4096), (10**8, "cpu", 16), (10**9, "cuda", 16)],
-)
-def test_rows_of_logits_are_sized_by_their_bytes_and_the_device(vocab: int, device: str, rows: int) -> None:
-    assert chunk_rows(vocab, device) == rows
