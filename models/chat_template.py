@@ -129,7 +129,6 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The same as transformers makes for chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )

@@ -234,7 +234,6 @@ def _id_of(tokenizer: ChatTokenizer, token: str) -> int | None:
 
 @lru_cache(maxsize=16)
 def _put_before(tokenizer: ChatTokenizer) -> list[int]:
-    """Ids that the tokenizer puts before a text."""
     text, whole = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
     return whole[:at]
@@ -242,7 +241,6 @@ def _put_before(tokenizer: ChatTokenizer) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _added(tokenizer: ChatTokenizer) -> dict[int, str]:
-    """The added tokens by id."""
     return {i: text for text, i in cast(Any, tokenizer).get_added_vocab().items()}
 
 

@@ -37,7 +37,6 @@ def known_hidden_size(model_path: str | Path) -> int | None:
 
 
 def _size(path: Path, name: str) -> int:
-    """Raises ValueError."""
     try:
         found: object = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

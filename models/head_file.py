@@ -76,7 +76,6 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Tensor -> safetensors file."""
     if (folder / INDEX_FILE).is_file():
         placed = cast(dict[str, str], json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"])
         return {name: folder / file for name, file in placed.items()}

@@ -85,7 +85,6 @@ def lm_head(model: PreTrainedModel) -> LmHead:
 
 
 def _scale(config: Any) -> float:
-    """The factor by which an architecture multiplies its logits."""
     for name in ("logit_scale", "lm_head_multiplier"):  # Cohere, Falcon-H1
         if (factor := getattr(config, name, None)) is not None:
             return float(factor)

@@ -282,7 +282,6 @@ def _attend(
 
 
 def _to_rows(x_TND: Tensor, bucket: Bucket) -> Tensor:
-    """Tokens of a bucket as padded rows, [B, N, L, D]."""
     x_SND = x_TND[bucket.start : bucket.end]
     if bucket.source_BL is not None:
         x_SND = cast(Tensor, Gather.apply(x_SND, bucket.source_BL, bucket.real_S, True))

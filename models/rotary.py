@@ -82,7 +82,6 @@ def _turned(
 
 
 def _embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """The modules that compute rotations, as transformers writes them."""
     return (module for module in model.modules() if hasattr(module, "rope_type"))
 
 

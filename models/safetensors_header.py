@@ -84,8 +84,6 @@ def head_beside_embedding(folder: Path) -> str:
 
 
 class _Place(NamedTuple):
-    """Where a tensor is."""
-
     file: Path
     start: int
     """Position of its first byte among the file's numbers."""
@@ -105,7 +103,6 @@ class _Place(NamedTuple):
 
 
 def _read(file: Path) -> tuple[dict[str, str], dict[str, _Entry], int]:
-    """(metadata, tensors, where their numbers begin)."""
     if not file.stat().st_size:
         raise ValueError("got an empty file, expected safetensors")
     try:

@@ -109,7 +109,6 @@ class FileTokenizer:
 
 
 def _json(path: str | Path, filename: str) -> dict[str, Any]:
-    """The file's content; empty where the model has no such file."""
     file = model_file(path, filename)
     if file is None:
         return {}

@@ -162,7 +162,6 @@ class TeacherWorker:
             )
 
     def _receive(self, timeout_s: float) -> None:
-        """Handle all received messages, waiting up to `timeout_s` for the first."""
         got_work = False
         received = self._client.recv(timeout_s)
         while received is not None:
@@ -224,7 +223,6 @@ class TeacherWorker:
                 self._totals["expired_items_total"] += 1
 
     def _next_batch(self) -> list[HeldItem]:
-        """The oldest items, up to the token budget; a larger item forms its own batch."""
         batch = [self._held.popleft()]
         tokens = self._new_tokens(batch[0].item)
         while self._held and tokens + self._new_tokens(self._held[0].item) <= self._config.max_batch_tokens:
@@ -323,7 +321,6 @@ class TeacherWorker:
 
     @property
     def _free_tokens(self) -> int:
-        """Tokens that it will take beside those that it holds."""
         return 0 if self.leaving else max(0, self._config.credit_tokens - self._held_tokens)
 
     def _send_credit(self) -> None:

@@ -401,7 +401,6 @@ class SGLangEngine:
         await self._set_label(self.labels.updating(self._version))
 
     async def _cut(self, running: Sequence[LiveRequest]) -> None:
-        """End running requests at the server; they continue as new ones."""
         sent_as = {live.rid: live for live in running}
         for live in running:
             live.restarting = live.aborting_since_s is None
@@ -429,7 +428,6 @@ class SGLangEngine:
             self._server_paused = False
 
     async def _set_label(self, label: str) -> None:
-        """Label the server's weights; older servers have no such endpoint."""
         if self.features.labels_settable:
             await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 

@@ -167,7 +167,6 @@ class ServerWeights:
         return replace(taken, receive_s=taken.receive_s + fetched_s)
 
     def _take(self, header: Round, agreed: Agreed, interrupted: Interrupted, path: Path | None = None) -> Taken:
-        """`path`: the version in a file of this process."""
         deadline_s = time.monotonic() + header.timeout_s
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
@@ -294,8 +293,6 @@ class ServerWeights:
         self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
 
     def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
-        """Raises WeightsDiffer and WeightsRefused."""
-
         def ask(path: str, body: dict[str, Any]) -> bytes:
             return self._ask(path, body, deadline_s, interrupted)
 

@@ -264,7 +264,6 @@ class TorchEngine:
             self._emit_all()
 
     def _keep_likeliest(self, logits_RV: Tensor, how: RowSampling) -> None:
-        """Keep the sets that requests ask for until they are reported."""
         asking: dict[TopIdsWanted, list[Running]] = {}
         for row in range(len(logits_RV)):
             running = self._table.at(row)

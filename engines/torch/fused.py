@@ -105,7 +105,6 @@ class FusedDecoder:
         return self._head(self._norm(hidden_TH, self._final_norm))
 
     def _gated(self, layer: _Layer, gate_up: Tensor) -> Tensor:
-        """activation(gate) * up, [T, I]"""
         if self._gates and self.kernels is not None:
             return self.kernels.silu_gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)

@@ -150,7 +150,6 @@ def compiled_kernels(*flags: str) -> Kernels:
 
 
 def _compiled(command: Sequence[str], file: Path) -> Path:
-    """The file, made by this command."""
     whole = [*command, str(SOURCE), "-o", str(file), "-lm"]
     try:
         done = subprocess.run(

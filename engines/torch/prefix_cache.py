@@ -153,7 +153,6 @@ class PrefixCache:
 
 
 def _n_equal(a: Int32s, b: Int32s) -> int:
-    """Number of leading elements that are equal."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(a[:n] != b[:n])
     return int(differing[0]) if len(differing) else n

@@ -306,12 +306,10 @@ def _given(sets: Sequence[Int32s | None]) -> npt.NDArray[np.int64] | None:
 
 
 def _bits(states_AH: Tensor) -> Bits:
-    """Rounded to bfloat16, as NumPy holds it."""
     return states_AH.bfloat16().view(torch.int16).cpu().numpy().view(np.uint16)
 
 
 def _split(scores: TokenScores, states_AH: Bits | None, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
-    """One result per request from the scores of a pack."""
     logprobs_A = scores.logprobs_T.float().cpu().numpy()
     top_ids_AK = None if scores.top_ids_TK is None else scores.top_ids_TK.int().cpu().numpy()
     top_logprobs_AK = None if scores.top_logprobs_TK is None else scores.top_logprobs_TK.float().cpu().numpy()

@@ -197,6 +197,5 @@ def _read_header(payload: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def _not_finite(states_TH: Bits) -> int | None:
-    """The first token with a state that is not finite."""
     wrong_T = ((states_TH & _EXPONENT) == _EXPONENT).any(axis=1)
     return int(wrong_T.argmax()) if wrong_T.any() else None
