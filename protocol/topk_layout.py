@@ -1,13 +1,12 @@
 """Where the parts of a top-k payload are (protocol.topk_codec), and whether its lengths fit. NumPy only.
 
     payload   header | counts [T] | tails uint16 [T] | ids [S] | codes [S]                              little-endian
-              with rest bits also: | ranges uint16 [T, 2] | slots [T, V]
-    header    "TK", version uint8, log-prob bits b, rest bits r, count bits c (uint8 each), K uint16, T uint32, V uint32
+    header    "TK", version uint8, log-prob bits b, 0, count bits c (uint8 each), K uint16, T uint32, V uint32
     counts    K minus the tokens at the position, c bits each; with c = 0 every position has K
     ids       bits(V - 1) bits each, ascending within a position
-    codes     the log-prob's code: its upper b - r bits. The lower r bits are in the token's slot
+    codes     the log-prob's code: b bits
 
-Words of c, r and so on bits are planes of `protocol.bit_words`.
+Words of b, c and so on bits are planes of `protocol.bit_words`.
 
 Legend: T positions, K tokens at the widest of them, S tokens at all positions together, V vocabulary.
 """
@@ -34,7 +33,6 @@ _HEADER: Final = struct.Struct("<2sBBBBHII")
 HEADER_BYTES: Final = _HEADER.size
 _MAGIC: Final = b"TK"
 _VERSION: Final = 3
-_RANGE_BYTES: Final = 4
 _WHAT: Final = "top-k payload"
 
 
@@ -43,16 +41,10 @@ class Shape(NamedTuple):
 
     vocab_size: int
     logprob_bits: int
-    rest_bits: int
 
     @property
     def id_bits(self) -> int:
         return max(1, (self.vocab_size - 1).bit_length())
-
-    @property
-    def code_bits(self) -> int:
-        """Bits of a code outside of its slot."""
-        return self.logprob_bits - self.rest_bits
 
 
 class _Header(NamedTuple):
@@ -87,27 +79,10 @@ class Block(NamedTuple):
         return self._words(starts, self.sizes, self.shape.id_bits, out)
 
     def codes(self) -> Words:
-        """The codes of all sent tokens. With rest bits, their upper bits."""
-        return self._words(self._codes_at(), self.sizes, self.shape.code_bits)
-
-    def ranges(self) -> npt.NDArray[np.uint16]:
-        """[T, 2]: the least and the greatest distance of each position's rest."""
-        slots = zip(self.payloads, self.headers, self._slots_at(), strict=True)
-        packed = [payload[at - _RANGE_BYTES * header.n_positions : at] for payload, header, at in slots]
-        return np.frombuffer(b"".join(packed), "<u2").reshape(-1, 2)
-
-    def slots(self) -> Words:
-        """The slots of the rest, V for each position."""
-        sizes = [header.n_positions * self.shape.vocab_size for header in self.headers]
-        return self._words(self._slots_at(), sizes, self.shape.rest_bits)
-
-    def _codes_at(self) -> list[int]:
+        """The codes of all sent tokens."""
         bits = self.shape.id_bits
-        return [header.ids_at + n_bytes(size, bits) for header, size in zip(self.headers, self.sizes, strict=True)]
-
-    def _slots_at(self) -> list[int]:
-        n_slots = [header.n_positions * self.shape.vocab_size for header in self.headers]
-        return [len(one) - n_bytes(n, self.shape.rest_bits) for one, n in zip(self.payloads, n_slots, strict=True)]
+        starts = [header.ids_at + n_bytes(size, bits) for header, size in zip(self.headers, self.sizes, strict=True)]
+        return self._words(starts, self.sizes, self.shape.logprob_bits)
 
     def _words(
         self, starts: list[int], sizes: list[int], width: int, out: npt.NDArray[np.uint32] | None = None
@@ -123,21 +98,16 @@ def write_parts(
     tail_codes_T: npt.NDArray[np.integer[Any]],
     ids_S: npt.NDArray[np.unsignedinteger[Any]],
     codes_S: npt.NDArray[np.unsignedinteger[Any]],
-    ranges_T2: npt.NDArray[np.integer[Any]],
-    slots: npt.NDArray[np.unsignedinteger[Any]],
 ) -> bytes:
-    """The payload. With rest bits, `codes_S` are the upper bits of the codes."""
     widest = int(counts_T.max(initial=1))
     short_T = (widest - counts_T).astype(np.uint16)
     count_bits = int(short_T.max(initial=0)).bit_length()
-    header = (_MAGIC, _VERSION, shape.logprob_bits, shape.rest_bits, count_bits, widest, len(counts_T))
+    header = (_MAGIC, _VERSION, shape.logprob_bits, 0, count_bits, widest, len(counts_T))
     parts = (
         pack_words(short_T, count_bits),
         tail_codes_T.astype("<u2"),
         pack_words(ids_S, shape.id_bits),
-        pack_words(codes_S, shape.code_bits),
-        ranges_T2.astype("<u2"),
-        pack_words(slots, shape.rest_bits),
+        pack_words(codes_S, shape.logprob_bits),
     )
     return b"".join([_HEADER.pack(*header, shape.vocab_size), *(part.tobytes() for part in parts)])
 
@@ -166,18 +136,15 @@ def _read_block(payloads: Sequence[Packed], headers: list[_Header]) -> Block:
         if len(payload) < header.ids_at:
             raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {header.ids_at}")
     counts_T, sizes = _counts(payloads, headers)
-    token_bits, vocab_size = (shape.id_bits, shape.code_bits), shape.vocab_size
     tails = list[Packed]()
     for payload, header, size in zip(payloads, headers, sizes, strict=True):
-        expected = header.ids_at + sum(n_bytes(size, bits) for bits in token_bits)
-        if shape.rest_bits:
-            expected += _RANGE_BYTES * header.n_positions + n_bytes(header.n_positions * vocab_size, shape.rest_bits)
+        expected = header.ids_at + n_bytes(size, shape.id_bits) + n_bytes(size, shape.logprob_bits)
         if len(payload) != expected:
             raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"{expected}")
         tails.append(payload[header.tails_at : header.ids_at])
     tail_codes_T = np.frombuffer(b"".join(tails), "<u2")
-    if any(header.widest == vocab_size for header in headers):
-        fit = ((tail_codes_T == 0) == (counts_T == vocab_size)).all()
+    if any(header.widest == shape.vocab_size for header in headers):
+        fit = ((tail_codes_T == 0) == (counts_T == shape.vocab_size)).all()
     else:
         fit = np.count_nonzero(tail_codes_T) == len(counts_T)  # in a fifth of the time of the comparison
     if not fit:
@@ -191,21 +158,16 @@ def _read_block(payloads: Sequence[Packed], headers: list[_Header]) -> Block:
 def _read_header(header: bytes) -> _Header:
     if len(header) < HEADER_BYTES:
         raise MalformedMessage(_WHAT, got=f"{len(header)} bytes", expected=f"at least {HEADER_BYTES}")
-    magic, version, logprob_bits, rest_bits, count_bits, widest, n_positions, vocab_size = _HEADER.unpack(header)
+    magic, version, logprob_bits, rest, count_bits, widest, n_positions, vocab_size = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         raise MalformedMessage(_WHAT, got=f"{magic!r} {version}", expected=f"{_MAGIC!r} {_VERSION}")
-    shape, most = Shape(vocab_size, logprob_bits, rest_bits), min(vocab_size, MAX_TOKENS_KEPT)
-    if not (
-        8 <= logprob_bits <= 16
-        and rest_bits <= 8
-        and 1 <= vocab_size < 1 << 31
-        and (not rest_bits or most == vocab_size)
-    ):
-        raise MalformedMessage(
-            _WHAT,
-            got=f"{logprob_bits} log-prob bits, {rest_bits} rest bits, a vocabulary of {vocab_size}",
-            expected=f"8 to 16, 0 to 8, and 1 to 2^31 - 1 tokens (with rest bits {MAX_TOKENS_KEPT})",
-        )
+    if rest:
+        expected = "0; a release before 0.1.0 sent the rest of a small vocabulary so"
+        raise MalformedMessage(_WHAT, got=f"{rest} bits for each token that is not in the set", expected=expected)
+    if not (8 <= logprob_bits <= 16 and 1 <= vocab_size < 1 << 31):
+        got = f"{logprob_bits} log-prob bits, a vocabulary of {vocab_size}"
+        raise MalformedMessage(_WHAT, got=got, expected="8 to 16, and 1 to 2^31 - 1 tokens")
+    shape, most = Shape(vocab_size, logprob_bits), min(vocab_size, MAX_TOKENS_KEPT)
     if not 1 <= widest <= most or count_bits > MAX_TOKENS_KEPT.bit_length():
         got = f"{widest} tokens at the widest position, counts of {count_bits} bits"
         raise MalformedMessage(_WHAT, got=got, expected=f"1 to {most}, at most {MAX_TOKENS_KEPT.bit_length()} bits")
@@ -236,11 +198,10 @@ def _counts(payloads: Sequence[Packed], headers: list[_Header]) -> tuple[npt.NDA
     return counts_T, [after - before for before, after in itertools.pairwise([0, *sums])]
 
 
-def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12, rest_bits: int = 0) -> int:
+def most_bytes(vocab_size: int, max_k: int, *, logprob_bits: int = 12) -> int:
     """The most bytes that one position takes, without the header."""
-    k, shape = min(max_k, vocab_size), Shape(vocab_size, logprob_bits, rest_bits)
-    sets = n_bytes(1, (k - 1).bit_length()) + 2 + n_bytes(k, shape.id_bits) + n_bytes(k, shape.code_bits)
-    return sets + (4 + n_bytes(vocab_size, rest_bits) if rest_bits else 0)
+    k, shape = min(max_k, vocab_size), Shape(vocab_size, logprob_bits)
+    return n_bytes(1, (k - 1).bit_length()) + 2 + n_bytes(k, shape.id_bits) + n_bytes(k, logprob_bits)
 
 
 def check_payload(payload: Packed) -> int:

@@ -54,8 +54,8 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """A position's set is the smallest whose probabilities (of the model that top_k_of names) sum to this, up to top_k
     tokens."""
     tail: Tail = "auto"
-    """Tokens outside the set. pooled: their total mass. each: every token, in 5 bits, so 5 / 8 of the vocabulary in
-    bytes per position (at most 4,096 tokens). auto: each where the vocabulary has at most 384 tokens, and top_k_of is
+    """Tokens outside the set. pooled: their total mass. each: there are none, the set is the whole vocabulary (at most
+    4,096 tokens, up to 3 bytes each). auto: each where the vocabulary has at most 384 tokens, and top_k_of is
     teacher."""
     drain_s: NonNegativeFloat = 5.0
     """A teacher that is asked to leave (SIGTERM) takes no more work, and has this many seconds to score what it holds,

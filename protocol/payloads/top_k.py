@@ -29,7 +29,7 @@ from stillhouse.protocol.payloads.kind import (
     TopIds,
     Vocabulary,
 )
-from stillhouse.protocol.topk_codec import REST_BITS, SMALL_VOCABULARY, TopK, decode_joined, encode_top_k
+from stillhouse.protocol.topk_codec import TopK, decode_joined, encode_given, encode_top_k
 from stillhouse.protocol.topk_layout import (
     HEADER_BYTES,
     MAX_TOKENS_KEPT,
@@ -38,6 +38,9 @@ from stillhouse.protocol.topk_layout import (
     n_positions,
 )
 
+SMALL_VOCABULARY: Final = 384
+"""Largest vocabulary, in tokens, of which every token is sent by default: at most 1,012 bytes per position, within
+buffer.max_top_k_bytes."""
 _PADDING_ROWS: Final = 8
 """So many more tokens are asked for: padding rows may be among the engine's likeliest."""
 
@@ -51,13 +54,9 @@ class SetsKind(PayloadKind):
     header_bytes: ClassVar[int] = HEADER_BYTES
     exact: ClassVar[bool] = False
 
-    def rest_bits(self, vocab_tokens: int) -> int:
-        """Bits for each token outside the set; 0 where they are pooled."""
-        return 0
-
     def most_bytes(self, sizes: ModelSizes) -> int | None:
         rows = sizes.vocabulary
-        return None if rows is None else most_bytes(rows, self.options.top_k, rest_bits=self.rest_bits(rows))
+        return None if rows is None else most_bytes(rows, self.options.top_k)
 
     @classmethod
     def n_tokens(cls, payload: Packed) -> int:
@@ -96,16 +95,21 @@ class TopKSets(SetsKind):
                 "use 'pooled'"
             )
 
-    def rest_bits(self, vocab_tokens: int) -> int:
-        tail, small = self.options.tail, vocab_tokens <= SMALL_VOCABULARY
-        return REST_BITS if tail == "each" or (tail == "auto" and small) else 0
+    def sends_each(self, vocab_tokens: int) -> bool:
+        """Whether the sets are the whole vocabulary."""
+        tail = self.options.tail
+        return tail == "each" or (tail == "auto" and vocab_tokens <= SMALL_VOCABULARY)
+
+    def most_bytes(self, sizes: ModelSizes) -> int | None:
+        rows = sizes.vocabulary
+        return most_bytes(rows, rows) if rows is not None and self.sends_each(rows) else super().most_bytes(sizes)
 
     def encoder(self, engine: Vocabulary, vocab_tokens: int) -> TopKEncoder:
-        rest_bits, n_rows = self.rest_bits(vocab_tokens), engine.vocab_size
+        each, n_rows = self.sends_each(vocab_tokens), engine.vocab_size
         padding = min(_PADDING_ROWS, n_rows - vocab_tokens)
-        asked = n_rows if rest_bits else min(self.options.top_k + padding, n_rows)
+        asked = n_rows if each else min(self.options.top_k + padding, n_rows)
         options = ScoreOptions(top_k=asked)
-        return TopKEncoder(vocab_tokens, options, self.options.top_k, self.options.top_mass, rest_bits)
+        return TopKEncoder(vocab_tokens, options, self.options.top_k, self.options.top_mass, each)
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,21 @@ class TopKEncoder(Encoder):
     """All rows of the engine where every token is sent."""
     max_k: int
     mass: float
-    rest_bits: int
+    each: bool
+    """Every token is sent."""
 
     def encode(self, result: ScoreResult, place: slice, given: TopIds | None) -> bytes:
         if result.top_ids is None or result.top_logprobs is None:
-            return no_sets(self.vocab_tokens, self.rest_bits)
-        return encode_top_k(
-            *self._without_padding(result.top_ids[place], result.top_logprobs[place]),
-            vocab_size=self.vocab_tokens,
-            mass=self.mass,
-            max_k=self.max_k,
-            rest_bits=self.rest_bits,
-        )
+            return no_sets(self.vocab_tokens)
+        ids_TK, logprobs_TK = self._without_padding(result.top_ids[place], result.top_logprobs[place])
+        if not self.each:
+            return encode_top_k(ids_TK, logprobs_TK, vocab_size=self.vocab_tokens, mass=self.mass, max_k=self.max_k)
+        if ids_TK.shape[1] != self.vocab_tokens:
+            raise EncodeError(f"got {ids_TK.shape[1]} tokens per position, expected all {self.vocab_tokens}")
+        # The engine's probabilities are over its padding rows, too, which are no tokens.
+        logprobs_TK = logprobs_TK - np.logaddexp.reduce(logprobs_TK, axis=1, keepdims=True)
+        counts_T = np.full(len(ids_TK), self.vocab_tokens)
+        return encode_given(ids_TK, logprobs_TK, counts_T, vocab_size=self.vocab_tokens)
 
     def _without_padding(self, ids_TK: Any, logprobs_TK: Any) -> tuple[Any, Any]:
         """Each row keeps its tokens in order, cut to the shortest row's number of columns."""
@@ -144,10 +151,9 @@ class TopKEncoder(Encoder):
         return np.take_along_axis(ids_TK, order_TK, axis=1), np.take_along_axis(logprobs_TK, order_TK, axis=1)
 
 
-def no_sets(vocab_tokens: int, rest_bits: int = 0) -> bytes:
+def no_sets(vocab_tokens: int) -> bytes:
     """The payload for no tokens."""
-    none_TK = np.zeros((0, vocab_tokens if rest_bits else 1))
-    return encode_top_k(none_TK.astype(np.int32), none_TK, vocab_size=vocab_tokens, rest_bits=rest_bits)
+    return encode_top_k(np.zeros((0, 1), np.int32), np.zeros((0, 1)), vocab_size=vocab_tokens)
 
 
 @dataclass(frozen=True)

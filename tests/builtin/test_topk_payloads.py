@@ -17,7 +17,7 @@ from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.learner.prompts.records import record_from_json
 from stillhouse.protocol.messages import Sampling
-from stillhouse.protocol.topk_codec import REST_BITS, TopK, decode_top_k, encode_top_k
+from stillhouse.protocol.topk_codec import TopK, decode_top_k, encode_given, encode_top_k
 
 Floats = npt.NDArray[np.float64]
 
@@ -113,11 +113,15 @@ def _made_up_distributions(vocab: int, n: int, seed: int = 0) -> tuple[Floats, F
     return noisy_TV - np.logaddexp.reduce(noisy_TV, axis=1, keepdims=True), teacher_TV
 
 
-def _measure(student_TV: Floats, teacher_TV: Floats, rest_bits: int = 0) -> tuple[float, Errors]:
-    """Bytes per position as encoded by default, and the errors."""
-    ids_TK = np.argsort(-teacher_TV, axis=1)[:, : None if rest_bits else 256]
+def _measure(student_TV: Floats, teacher_TV: Floats, *, each: bool = False) -> tuple[float, Errors]:
+    """Bytes per position as encoded by default, and the errors. `each`: of every token."""
+    n_positions, vocab_size = teacher_TV.shape
+    ids_TK = np.argsort(-teacher_TV, axis=1)[:, : None if each else 256]
     logprobs_TK = np.take_along_axis(teacher_TV, ids_TK, 1).astype(np.float32)
-    payload = encode_top_k(ids_TK, logprobs_TK, vocab_size=teacher_TV.shape[1], rest_bits=rest_bits)
+    if each:
+        payload = encode_given(ids_TK, logprobs_TK, np.full(n_positions, vocab_size), vocab_size=vocab_size)
+    else:
+        payload = encode_top_k(ids_TK, logprobs_TK, vocab_size=vocab_size)
     return len(payload) / len(teacher_TV), _errors(student_TV, teacher_TV, decode_top_k(payload))
 
 
@@ -130,14 +134,14 @@ def test_large_vocabulary_costs_at_most_256_bytes_at_an_error_below_a_thousandth
     assert n_bytes <= 256 and max(*errors.encoding, *errors.whole) < 1e-3
 
 
-def test_built_in_teacher_costs_at_most_256_bytes_at_an_error_below_a_thousandth_of_a_nat() -> None:
-    """With the rest of its small vocabulary in a few bits each, as its teachers send it. One tail bucket instead is no
+def test_every_token_of_the_built_in_teacher_costs_at_most_900_bytes_at_an_error_below_a_thousandth_of_a_nat() -> None:
+    """As its teachers send them. One tail bucket instead is no
     matter of bits: this teacher was made with label smoothing, so that its tail is level at some 3e-6 per token over
     300 tokens, and where the student errs it errs into that tail."""
     student_TV, teacher_TV = _built_in_distributions()
-    n_bytes, errors = _measure(student_TV, teacher_TV, rest_bits=REST_BITS)
+    n_bytes, errors = _measure(student_TV, teacher_TV, each=True)
     print(f"built-in: {len(teacher_TV)} positions, {n_bytes:.1f} bytes, {errors}")
-    assert len(teacher_TV) > 200 and n_bytes <= 256 and max(*errors.encoding, *errors.whole) < 1e-3
+    assert len(teacher_TV) > 200 and n_bytes <= 900 and max(*errors.encoding, *errors.whole) < 1e-3
     n_bytes, errors = _measure(student_TV, teacher_TV)
     print(f"built-in, with a tail: {n_bytes:.1f} bytes, {errors}")
     assert max(errors.encoding) < 1e-3 and 0.01 < errors.whole[0] < 0.2 and errors.whole[1] < 5e-3

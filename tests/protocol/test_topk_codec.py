@@ -40,32 +40,6 @@ def test_bytes_equal_those_of_the_slow_encoder(bits: int, vocab: int, k: int, ma
     assert got == slow_encode(ids_TK.tolist(), logprobs_TK.tolist(), vocab, mass, max_k, bits)
 
 
-@pytest.mark.parametrize("rest_bits", [1, 5, 8])
-@pytest.mark.parametrize(("vocab", "mass", "max_k"), [(2, 0.9, 1), (9, 1.0, 256), (300, 0.99, 256), (300, 1.0, 7)])
-def test_bytes_with_the_rest_equal_those_of_the_slow_encoder(
-    rest_bits: int, vocab: int, mass: float, max_k: int
-) -> None:
-    ids_TK, logprobs_TK = _rows(13, vocab, vocab)
-    got = encode_top_k(ids_TK, logprobs_TK, vocab_size=vocab, mass=mass, max_k=max_k, rest_bits=rest_bits)
-    assert got == slow_encode(ids_TK.tolist(), logprobs_TK.tolist(), vocab, mass, max_k, 12, rest_bits)
-
-
-def test_with_the_rest_every_token_is_known_and_the_tail_is_nothing() -> None:
-    """All ids once; of the rest each within half a step, but for what scaling to the tail corrects."""
-    ids_TV, logprobs_TV = _rows(50, 300, 300)
-    top = decode_top_k(encode_top_k(ids_TV, logprobs_TV, vocab_size=300, mass=0.9, max_k=40, rest_bits=6))
-    assert (top.counts_T == 300).all() and np.isneginf(top.tail_T).all()
-    decoded_ids_TV, decoded_TV = top.padded()
-    np.testing.assert_array_equal(decoded_ids_TV, np.tile(np.arange(300), (50, 1)))
-    np.testing.assert_allclose(np.exp(decoded_TV.astype(float)).sum(axis=1), 1.0, atol=1e-6)
-    by_id_TV, exact_TV = np.empty((50, 300)), np.empty((50, 300))
-    np.put_along_axis(by_id_TV, decoded_ids_TV, decoded_TV.astype(float), 1)
-    np.put_along_axis(exact_TV, ids_TV, logprobs_TV.astype(float), 1)
-    kept_T = np.minimum((np.exp(logprobs_TV.astype(float)).cumsum(axis=1) < 0.9).sum(axis=1) + 1, 40)
-    width_T = logprobs_TV[np.arange(50), kept_T] - logprobs_TV[:, -1]
-    assert (np.abs(by_id_TV - exact_TV).max(axis=1) < np.maximum(width_T / 63, 0.02)).all()
-
-
 def test_the_check_of_lengths_gives_the_number_of_positions() -> None:
     assert check_payload(GOOD) == n_positions(GOOD) == 6
     with pytest.raises(MalformedMessage, match="bytes, expected"):
@@ -89,16 +63,12 @@ def _assert_same(top: TopK, expected: TopK) -> None:
     k=st.integers(1, 300),
     mass=st.sampled_from([0.5, 0.9, 0.999, 1.0]),
     bits=st.integers(8, 16),
-    rest_bits=st.sampled_from([0, 0, 0, 1, 3, 5, 8]),
     seed=st.integers(0, 2**32),
 )
 @settings(deadline=None, max_examples=150)
-def test_what_is_decoded_equals_the_slow_decoder(
-    n: int, vocab: int, k: int, mass: float, bits: int, rest_bits: int, seed: int
-) -> None:
-    rest_bits = rest_bits if vocab <= 312 else 0
-    rows = _rows(n, vocab if rest_bits else min(k, vocab), vocab, seed)
-    payload = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=k, logprob_bits=bits, rest_bits=rest_bits)
+def test_what_is_decoded_equals_the_slow_decoder(n: int, vocab: int, k: int, mass: float, bits: int, seed: int) -> None:
+    rows = _rows(n, min(k, vocab), vocab, seed)
+    payload = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=k, logprob_bits=bits)
     _assert_same(decode_top_k(payload), slow_decode(payload))
 
 
@@ -106,18 +76,15 @@ def test_what_is_decoded_equals_the_slow_decoder(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     mass=st.sampled_from([0.5, 0.999]),
     bits=st.integers(8, 16),
-    rest_bits=st.sampled_from([0, 5]),
     block=st.sampled_from([37, 1 << 15]),
     seed=st.integers(0, 2**32),
 )
 @settings(deadline=None, max_examples=60)
 def test_payloads_decoded_together_and_in_many_blocks_are_those_decoded_alone(
-    sizes: list[int], mass: float, bits: int, rest_bits: int, block: int, seed: int
+    sizes: list[int], mass: float, bits: int, block: int, seed: int
 ) -> None:
     payloads = [
-        encode_top_k(
-            *_rows(n, 300, 300, seed + i), vocab_size=300, mass=mass, max_k=60, logprob_bits=bits, rest_bits=rest_bits
-        )
+        encode_top_k(*_rows(n, 300, 300, seed + i), vocab_size=300, mass=mass, max_k=60, logprob_bits=bits)
         for i, n in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -261,8 +228,6 @@ def test_numbers_that_cannot_be_are_not_sent(logprobs: Any, message: str) -> Non
         ([[1, 2]], {"max_k": 0}, "max_k 0"),
         ([[1, 2]], {"logprob_bits": 7}, "logprob_bits 7"),
         ([[1, 2]], {"vocab_size": 0}, "vocab_size 0"),
-        ([[1, 2]], {"rest_bits": 9}, "rest_bits 9"),
-        ([[1, 2]], {"rest_bits": 4}, "2 tokens of 9 per position; expected all of them"),
     ],
 )
 def test_sets_and_options_that_cannot_be_are_not_sent(ids: Any, options: dict[str, Any], message: str) -> None:
@@ -272,7 +237,6 @@ def test_sets_and_options_that_cannot_be_are_not_sent(ids: Any, options: dict[st
 
 
 GOOD = encode_top_k(*_rows(6, 20, 300), vocab_size=300, mass=0.99)
-WITH_REST = encode_top_k(*_rows(6, 40, 40), vocab_size=40, mass=0.9, rest_bits=3)
 
 
 def _assert_a_payload_or_refused(payload: bytes) -> None:
@@ -292,24 +256,23 @@ def _assert_a_payload_or_refused(payload: bytes) -> None:
 def test_bytes_from_anywhere_are_refused_with_a_typed_error(payload: bytes) -> None:
     _assert_a_payload_or_refused(payload)
     _assert_a_payload_or_refused(GOOD[:HEADER_BYTES] + payload)
-    _assert_a_payload_or_refused(WITH_REST[:HEADER_BYTES] + payload)
 
 
-@given(st.sampled_from([GOOD, WITH_REST]), st.integers(0, 2000), st.integers(0, 255), st.integers(0, 2000))
+@given(st.integers(0, 2000), st.integers(0, 255), st.integers(0, 2000))
 @settings(deadline=None)
-def test_damaged_payload_is_refused_or_still_a_distribution(good: bytes, place: int, value: int, length: int) -> None:
-    place %= len(good)
-    _assert_a_payload_or_refused(good[:place] + bytes([value]) + good[place + 1 :])
-    _assert_a_payload_or_refused(good[:length])
-    _assert_a_payload_or_refused(good + good[:length])
+def test_damaged_payload_is_refused_or_still_a_distribution(place: int, value: int, length: int) -> None:
+    place %= len(GOOD)
+    _assert_a_payload_or_refused(GOOD[:place] + bytes([value]) + GOOD[place + 1 :])
+    _assert_a_payload_or_refused(GOOD[:length])
+    _assert_a_payload_or_refused(GOOD + GOOD[:length])
 
 
-@given(st.sampled_from([GOOD, WITH_REST]), st.integers(0, 2000), st.integers(0, 255))
+@given(st.integers(0, 2000), st.integers(0, 255))
 @settings(deadline=None)
-def test_damaged_words_are_refused_where_the_slow_decoder_refuses_them(good: bytes, place: int, value: int) -> None:
+def test_damaged_words_are_refused_where_the_slow_decoder_refuses_them(place: int, value: int) -> None:
     first = HEADER_BYTES + 6  # the counts are as they were, so that all lengths fit
-    place = first + place % (len(good) - first)
-    damaged = good[:place] + bytes([value]) + good[place + 1 :]
+    place = first + place % (len(GOOD) - first)
+    damaged = GOOD[:place] + bytes([value]) + GOOD[place + 1 :]
     try:
         expected = slow_decode(damaged)
     except Borderline:
@@ -327,8 +290,7 @@ def test_damaged_words_are_refused_where_the_slow_decoder_refuses_them(good: byt
         (0, 0, "expected b'TK' 3"),
         (2, 1, "expected b'TK' 3"),
         (3, 7, "7 log-prob bits"),
-        (4, 9, "9 rest bits"),
-        (4, 4, "bytes, expected"),  # a rest that is not there
+        (4, 5, "5 bits for each token that is not in the set, expected 0"),
         (5, 14, "counts of 14 bits"),
         (6, 0, "0 tokens at the widest"),
         (7, 2, "tokens at the widest"),  # more than the vocabulary has
@@ -362,17 +324,16 @@ def test_length_promised_but_not_sent_takes_no_memory() -> None:
             decode_top_k(header)
 
 
-@pytest.mark.parametrize(("vocab", "rest_bits"), [(1, 0), (9, 0), (300, 5), (312, 8), (49_152, 0), (151_936, 0)])
+@pytest.mark.parametrize("vocab", [1, 9, 300, 49_152, 151_936])
 @pytest.mark.parametrize("k", [1, 5, 16, 64, 256])
-def test_no_position_takes_more_than_the_most_bytes(vocab: int, rest_bits: int, k: int) -> None:
+def test_no_position_takes_more_than_the_most_bytes(vocab: int, k: int) -> None:
     """Which bounds what a teacher may send. And a payload is not larger than words without gaps and counts in two bytes
     would make it, from a few positions on."""
     for n in (1, 7, 40):
-        rows = _rows(n, vocab if rest_bits else min(k, vocab), vocab)
-        payload = encode_top_k(*rows, vocab_size=vocab, mass=0.99, max_k=k, rest_bits=rest_bits)
+        payload = encode_top_k(*_rows(n, min(k, vocab), vocab), vocab_size=vocab, mass=0.99, max_k=k)
         n_sent = int(decode_top_k(payload).counts_T.sum())
-        assert len(payload) <= HEADER_BYTES + n * most_bytes(vocab, k, rest_bits=rest_bits)
-        if n == 40 and not rest_bits:
+        assert len(payload) <= HEADER_BYTES + n * most_bytes(vocab, k)
+        if n == 40:
             assert len(payload) <= 13 + 4 * n + -(-n_sent * (max(1, (vocab - 1).bit_length()) + 12) // 8)
 
 

@@ -28,11 +28,9 @@ def slow_encode(
     mass: float,
     max_k: int,
     bits: int,
-    rest_bits: int = 0,
 ) -> bytes:
     id_bits = max(1, (vocab - 1).bit_length())
-    counts, tails, ids_sent, codes, slots = list[int](), list[int](), list[int](), list[int](), list[int]()
-    ranges = b""
+    counts, tails, ids_sent, codes = list[int](), list[int](), list[int](), list[int]()
     for ids, logprobs in zip(ids_TK, logprobs_TK, strict=True):
         covered, k = 0.0, 0
         while k < min(max_k, len(ids)) and (k == 0 or covered < mass):
@@ -43,55 +41,37 @@ def slow_encode(
             for token, logprob in zip(ids[:k], logprobs[:k], strict=True)
         }
         ids_sent += sorted(code_of)
-        codes += [code_of[token] >> rest_bits for token in sorted(code_of)]
+        codes += [code_of[token] for token in sorted(code_of)]
         tail = min(0.0, max(LOWEST_TAIL, math.log(max(1 - covered, 1e-300))))
         counts.append(k)
         tails.append(0 if k == vocab else 1 + round(-tail / (-LOWEST_TAIL / 65534)))
-        if rest_bits:
-            rest = dict(zip(ids[k:], logprobs[k:], strict=True))
-            near = math.floor(min((-lp for lp in rest.values()), default=0.0) * 1024)
-            far = math.ceil(max((-lp for lp in rest.values()), default=0.0) * 1024)
-            ranges += struct.pack("<HH", near, far)
-            for token in range(vocab):
-                if token in rest:
-                    slots.append(round((-rest[token] * 1024 - near) / (far - near) * (2**rest_bits - 1)))
-                else:
-                    slots.append(code_of[token] % 2**rest_bits)
     widest = max(counts, default=1)
     count_bits = max((widest - count).bit_length() for count in [*counts, widest])
-    head = struct.pack(HEADER, b"TK", 3, bits, rest_bits, count_bits, widest, len(counts), vocab)
-    sets = slow_pack(ids_sent, id_bits) + slow_pack(codes, bits - rest_bits)
+    head = struct.pack(HEADER, b"TK", 3, bits, 0, count_bits, widest, len(counts), vocab)
+    sets = slow_pack(ids_sent, id_bits) + slow_pack(codes, bits)
     shorts = slow_pack([widest - count for count in counts], count_bits)
-    return head + shorts + struct.pack(f"<{len(tails)}H", *tails) + sets + ranges + slow_pack(slots, rest_bits)
+    return head + shorts + struct.pack(f"<{len(tails)}H", *tails) + sets
 
 
 def slow_decode(payload: bytes) -> TopK:
     """Raises ValueError for what `decode_top_k` must refuse in a payload whose lengths fit its header."""
-    _, _, bits, rest_bits, count_bits, widest, n_positions, vocab = struct.unpack_from(HEADER, payload)
+    _, _, bits, _, count_bits, widest, n_positions, vocab = struct.unpack_from(HEADER, payload)
     shorts, left = slow_unpack(payload[struct.calcsize(HEADER) :], n_positions, count_bits)
     counts = [widest - short for short in shorts]
     tail_codes = struct.unpack_from(f"<{n_positions}H", left)
     ids, left = slow_unpack(left[2 * n_positions :], sum(counts), max(1, (vocab - 1).bit_length()))
-    codes, left = slow_unpack(left, sum(counts), bits - rest_bits)
-    ranges = struct.unpack_from(f"<{2 * n_positions}H", left) if rest_bits else ()
-    slots, _ = slow_unpack(left[2 * len(ranges) :], n_positions * vocab if rest_bits else 0, rest_bits)
+    codes, _ = slow_unpack(left, sum(counts), bits)
 
     all_ids, all_logprobs, tails, at = list[int](), list[float](), list[float](), 0
     for t, count in enumerate(counts):
-        own, own_codes, slot = ids[at : at + count], codes[at : at + count], slots[t * vocab : (t + 1) * vocab]
+        own, own_codes = ids[at : at + count], codes[at : at + count]
         at += count
         if max(own) >= vocab or any(after <= before for before, after in itertools.pairwise(own)):
             raise ValueError("an id outside the vocabulary, twice, or not in order")
-        if rest_bits:
-            own_codes = [(upper << rest_bits) + slot[token] for token, upper in zip(own, own_codes, strict=True)]
         sent, tail = _set(own_codes, tail_codes[t], bits)
-        if rest_bits:
-            by_id = _rest(slot, set(own), ranges[2 * t : 2 * t + 2], tail, rest_bits)
-            by_id.update(zip(own, sent, strict=True))
-            own, sent, tail = list(range(vocab)), [by_id[token] for token in range(vocab)], -math.inf
         all_ids, all_logprobs, tails = all_ids + own, all_logprobs + sent, [*tails, tail]
     return TopK(
-        np.array([vocab] * n_positions if rest_bits else counts, np.int64),
+        np.array(counts, np.int64),
         np.array(all_ids, np.int32),
         np.array(all_logprobs, np.float32),
         np.array(tails, np.float32),
@@ -113,11 +93,3 @@ def _set(codes: list[int], tail_code: int, bits: int) -> tuple[list[float], floa
         return logprobs, math.log1p(-min(covered, 0.9))
     scale = math.log(expected / covered)
     return [min(logprob + scale, 0.0) for logprob in logprobs], tail
-
-
-def _rest(slot: list[int], sent: set[int], near_far: Sequence[int], tail: float, rest_bits: int) -> dict[int, float]:
-    """The log-probs of one position's other tokens."""
-    width = max(near_far[1] - near_far[0], 0) / 1024 / (2**rest_bits - 1)
-    weights = {token: -code * width for token, code in enumerate(slot) if token not in sent}
-    mass = sum(map(math.exp, weights.values()))
-    return {token: min(weight + tail - math.log(mass), 0.0) for token, weight in weights.items()}

@@ -17,7 +17,7 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.errors import EncodeError
 from stillhouse.protocol.payloads.student_sets import encode_top_ids
 from stillhouse.protocol.payloads.top_k import TopKEncoder
-from stillhouse.protocol.topk_codec import REST_BITS, decode_top_k
+from stillhouse.protocol.topk_codec import decode_top_k
 from stillhouse.teachers.config import TeacherConfig
 from tests.teachers.test_worker import TEACHER, end, teacher
 from tests.wire import ScriptedBuffer
@@ -35,16 +35,16 @@ def sets_encoder(config: TeacherConfig, vocab: int, rows: int) -> TopKEncoder:
 @pytest.mark.parametrize(
     ("fields", "vocab", "expected"),
     [
-        ({"top_k": 16}, 50_000, (24, 16, 0)),
-        ({"top_k": 16}, 384, (400, 16, REST_BITS)),
-        ({"top_k": 16, "tail": "pooled"}, 384, (24, 16, 0)),
-        ({"top_k": 16, "tail": "each"}, 4_000, (4_016, 16, REST_BITS)),
-        ({"top_k": 4_096, "tail": "pooled"}, 300, (316, 4_096, 0)),
+        ({"top_k": 16}, 50_000, (24, 16, False)),
+        ({"top_k": 16}, 384, (400, 16, True)),
+        ({"top_k": 16, "tail": "pooled"}, 384, (24, 16, False)),
+        ({"top_k": 16, "tail": "each"}, 4_000, (4_016, 16, True)),
+        ({"top_k": 4_096, "tail": "pooled"}, 300, (316, 4_096, False)),
     ],
 )
-def test_what_is_asked_of_the_engine(fields: dict[str, object], vocab: int, expected: tuple[int, int, int]) -> None:
+def test_what_is_asked_of_the_engine(fields: dict[str, object], vocab: int, expected: tuple[int, int, bool]) -> None:
     encoder = sets_encoder(TeacherConfig(**fields), vocab, vocab + 16)  # pyright: ignore[reportArgumentType]
-    assert (encoder.options.top_k, encoder.max_k, encoder.rest_bits) == expected
+    assert (encoder.options.top_k, encoder.max_k, encoder.each) == expected
 
 
 def test_padding_of_the_embedding_is_never_sent() -> None:
