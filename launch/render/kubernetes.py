@@ -19,7 +19,7 @@ from typing import Final
 
 import yaml
 
-from stillhouse.engines.registry import AUTO
+from stillhouse.engines.registry import AUTO, BUILT_IN
 from stillhouse.launch.checks.preflight import replace
 from stillhouse.launch.config.files import config_text
 from stillhouse.launch.config.pools import teacher_pools
@@ -150,4 +150,5 @@ def _refuse_undecided(config: RunConfig, groups: Sequence[HostGroup]) -> None:
         engines["actor.engine"] = config.actor.engine
     undecided = [key for key, engine in engines.items() if engine == AUTO]
     if undecided:
-        raise ConfigError(*(f"{key}: got {AUTO}, expected torch or sglang, the same on all hosts" for key in undecided))
+        known = " or ".join(BUILT_IN)
+        raise ConfigError(*(f"{key}: got {AUTO}, expected {known}, the same on all hosts" for key in undecided))

@@ -4,8 +4,7 @@ the teacher's output head to them, so that a divergence is over the whole vocabu
     payload   header | states, bfloat16 [T, H]      little-endian
     header    "HS", version uint8, 0, T uint32, H uint32, head uint64
 
-`head` identifies the output head that the states belong to (`models.logprobs.LmHead.identity`); 0: not known. Version 1
-had none.
+`head` identifies the output head that the states belong to (`models.logprobs.LmHead.identity`); 0: not known.
 
 NumPy has no bfloat16: arrays hold the bits as uint16, which are the upper half of a float32.
 
@@ -40,11 +39,10 @@ from stillhouse.protocol.payloads.kind import (
 
 Bits: TypeAlias = npt.NDArray[np.uint16]
 
-_HEADER: Final = struct.Struct("<2sBxII")
+_HEADER: Final = struct.Struct("<2sBxIIQ")
 _MAGIC: Final = b"HS"
-_HEAD: Final = struct.Struct("<Q")
 _VERSION: Final = 2
-HEADER_BYTES: Final = _HEADER.size + _HEAD.size
+HEADER_BYTES: Final = _HEADER.size
 _EXPONENT: Final = np.uint16(0x7F80)
 """All bits of the exponent: infinity or NaN."""
 _WHAT: Final = "hidden-state payload"
@@ -162,14 +160,14 @@ def encode_hidden(states_TH: Bits, head: int = 0) -> bytes:
         raise EncodeError(f"hidden states {states_TH.dtype} {states_TH.shape}; expected uint16 [T, H], H >= 1")
     if (wrong := _not_finite(states_TH)) is not None:
         raise EncodeError(f"a hidden state is not finite, that of token {wrong}; it cannot be sent")
-    header = _HEADER.pack(_MAGIC, _VERSION, *states_TH.shape)
-    return header + _HEAD.pack(head) + np.ascontiguousarray(states_TH, "<u2").tobytes()
+    header = _HEADER.pack(_MAGIC, _VERSION, *states_TH.shape, head)
+    return header + np.ascontiguousarray(states_TH, "<u2").tobytes()
 
 
 def decode_hidden(payload: bytes | memoryview) -> Bits:
     """[T, H], a view of the payload. Raises only MalformedMessage, whatever the bytes are."""
-    n_tokens, hidden_size, begin = _read_header(payload)
-    states_TH = np.frombuffer(payload, "<u2", offset=begin).reshape(n_tokens, hidden_size)
+    n_tokens, hidden_size, _ = _read_header(payload)
+    states_TH = np.frombuffer(payload, "<u2", offset=HEADER_BYTES).reshape(n_tokens, hidden_size)
     if (wrong := _not_finite(states_TH)) is not None:
         raise MalformedMessage(_WHAT, got=f"infinity or NaN in the state of token {wrong}", expected="finite numbers")
     return states_TH
@@ -177,23 +175,21 @@ def decode_hidden(payload: bytes | memoryview) -> Bits:
 
 def head_of_states(payload: bytes | memoryview) -> int:
     """The identity of the head of a payload's states; 0 if it is not known. Raises MalformedMessage."""
-    begin = _read_header(payload)[2]
-    return 0 if begin == _HEADER.size else int(_HEAD.unpack_from(payload, _HEADER.size)[0])
+    return _read_header(payload)[2]
 
 
 def _read_header(payload: bytes | memoryview) -> tuple[int, int, int]:
-    """T, H and the place of the states."""
+    """T, H and the identity of the head."""
     if len(payload) < _HEADER.size:
         raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {_HEADER.size}")
-    magic, version, n_tokens, hidden_size = _HEADER.unpack_from(payload)
-    if magic != _MAGIC or version not in (1, _VERSION) or not hidden_size:
+    magic, version, n_tokens, hidden_size, head = _HEADER.unpack_from(payload)
+    if (magic, version) != (_MAGIC, _VERSION) or not hidden_size:
         got = f"{magic!r} {version}, a hidden size of {hidden_size}"
         raise MalformedMessage(_WHAT, got=got, expected=f"{_MAGIC!r} {_VERSION}, a size above 0")
-    begin = _HEADER.size + (_HEAD.size if version == _VERSION else 0)
-    expected = begin + n_tokens * 2 * hidden_size
+    expected = HEADER_BYTES + n_tokens * 2 * hidden_size
     if len(payload) != expected:
         raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"{expected}")
-    return n_tokens, hidden_size, begin
+    return n_tokens, hidden_size, head
 
 
 def _not_finite(states_TH: Bits) -> int | None:
