@@ -92,11 +92,6 @@ def test_packed_model_saves_without_a_trace_of_our_attention(folder: Path, tmp_p
     AutoModelForCausalLM.from_pretrained(tmp_path / "again")(input_ids=torch.arange(5)[None])
 
 
-def test_dtype_by_name(folder: Path) -> None:
-    model = load_causal_lm(folder, device="cpu", dtype="bfloat16", attention="packed")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
 def _missing(tmp_path: Path, folder: Path) -> Path:
     return tmp_path / "nowhere"
 

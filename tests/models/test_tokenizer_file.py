@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stillhouse.actors.envs.base import TextTokenizer
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
@@ -69,14 +68,6 @@ def test_environments_cannot_tell_them_apart(folder: Path) -> None:
     np.testing.assert_array_equal(ours.chat_prompt(turns, tools), theirs.chat_prompt(turns, tools))
 
 
-def test_a_template_is_rendered_as_transformers_does(folder: Path) -> None:
-    ours, theirs = FileTokenizer(folder), load_tokenizer(folder)
-    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 'say "é" <b>'}]
-    expected = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-
-    assert ours.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == expected
-
-
 TURN_BY_TURN = (
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}{% if m.reasoning_content %} thought: "
     "{{ m.reasoning_content }}{% endif %}{% for call in m.tool_calls or [] %} {{ call.function.name }} "
@@ -132,14 +123,6 @@ def test_a_model_without_the_file_is_refused_with_what_to_do(tmp_path: Path) -> 
         FileTokenizer(tmp_path)
     with pytest.raises(TokenizerError, match="no folder"):
         FileTokenizer(tmp_path / "missing")
-
-
-def test_no_stop_token_is_an_error(tmp_path: Path) -> None:
-    core = make_tokenizer().backend_tokenizer
-    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(TokenizerError, match="end-of-sequence"):
-        _ = FileTokenizer(tmp_path).stop_token_ids
 
 
 def test_it_needs_no_torch() -> None:

@@ -128,21 +128,6 @@ def scorer() -> TorchScorer:
 # ---------------------------------------------------------------------------------------------------------- scores
 
 
-def test_scores_are_those_of_the_scorer_alone(scorer: TorchScorer) -> None:
-    """Whatever is packed together; the first token of a rollout has no context to be scored in and counts 0."""
-    random = np.random.default_rng(0)
-    items = [(start, random.integers(0, 300, n).tolist()) for start, n in ((1, 9), (0, 12), (20, 40), (5, 6), (0, 1))]
-    config = TeacherConfig(max_batch_tokens=50, device="cpu")
-    with ScriptedBuffer() as peer, teacher(peer.address, scorer, config) as (ended, _):
-        peer.send(*work(*items), to=TEACHER)
-        scores, failed = settled(peer, len(items))
-        end(peer, ended)
-    assert failed == {}
-    for i, (start, ids) in enumerate(items):
-        alone = scorer.score([ScoreRequest(np.array(ids, np.int32), max(1, start))])[0].logprobs
-        np.testing.assert_allclose(scores[i], [0.0] * (start == 0) + alone.tolist(), atol=1e-4)
-
-
 def test_items_are_scored_in_order_in_batches_of_at_most_max_batch_tokens() -> None:
     engine = Fake()
     engine.gate.clear()

@@ -16,10 +16,6 @@ def test_a_label_names_its_version(labels: Labels, version: WeightVersion) -> No
     assert labels.parse(labels.of(version)) == version
 
 
-def test_a_server_starts_with_the_student() -> None:
-    assert LABELS.parse("default") == WeightVersion(0, 0)
-
-
 @pytest.mark.parametrize(
     "label", ["", "0.1", "run-8/0.1", "run-70.1", "run-7/", "run-7/7", "run-7/1.2.3", "run-7/v1.2"]
 )

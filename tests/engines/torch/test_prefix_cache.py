@@ -213,15 +213,6 @@ def test_least_recently_used_ends_go_first(teachers: Teachers) -> None:
     check(scorer, teachers.plain[0], [request for its in rollouts.values() for request in its])
 
 
-def test_the_beginning_of_a_rollout_outlives_its_ends(teachers: Teachers) -> None:
-    scorer, cache = teachers.scorer(60)
-    for request in segments(tokens(31), 10):
-        scorer.score([request])
-    scorer.score([ScoreRequest(tokens(51, seed=1), 1, "b")])  # needs room of two of the three nodes
-    past = cache.find("a", tokens(31), 99)
-    assert past is not None and past.n_tokens == 10
-
-
 def test_a_rollout_does_not_evict_itself(teachers: Teachers) -> None:
     scorer, cache = teachers.scorer(25)
     for request in segments(tokens(31), 10):
