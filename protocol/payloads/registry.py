@@ -1,4 +1,4 @@
-"""The kinds of payload that teachers send. Adding one: docs/decisions/payloads.md."""
+"""The kinds of payload that teachers send (docs/decisions/payloads.md)."""
 
 from __future__ import annotations
 
