@@ -15,8 +15,10 @@ from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
 from stillhouse.learner.objectives.registry import DIVERGENCE
 from stillhouse.learner.offline import OfflineMixer, offline_item
+from stillhouse.models.head_file import load_head
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.protocol.payloads.hidden import decode_hidden
 from stillhouse.protocol.topk_codec import decode_top_k
 from stillhouse.recording.format import RecordError
 from stillhouse.recording.reader import Recording
@@ -86,6 +88,26 @@ def test_the_teacher_s_distributions_are_those_of_its_model(tmp_path: Path) -> N
             OfflineConfig(file="f", student_fraction=0.5, divergence=DIVERGENCE.make("forward_kl")),
             seed=0,
         )
+
+
+def test_hidden_states_can_be_written_and_sets_of_a_student_that_samples_nothing_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = load_head(TEACHER_DIR, device="cpu", dtype="float32")
+    with Recording(written(tmp_path, f"--teacher={TEACHER_DIR}", "--teacher.payload=hidden")) as recording:
+        item = offline_item(next(iter(recording.rollouts(recording.batches[0]))))
+    (piece,) = item.item.top_k
+    bits_TH = decode_hidden(item.payloads.tobytes())
+    states_TH = torch.from_numpy(bits_TH.view(np.int16).copy()).view(torch.bfloat16).float()
+    logprobs_TV = torch.log_softmax(head.logits(states_TH), dim=1)
+    sampled_T = torch.from_numpy(item.tokens_L[piece.start : piece.end].astype(np.int64))
+    got_T = logprobs_TV.gather(1, sampled_T[:, None])[:, 0]
+    np.testing.assert_allclose(item.teacher_ML[0, piece.start : piece.end], got_T, atol=0.02)
+    students = ["--teacher.top_k=8", "--teacher.top_k_of=student"]
+    assert (
+        write.main([str(tmp_path / "g"), "--from", str(tmp_path / "rows.jsonl"), *students]) == WRONG_CONFIG_EXIT_CODE
+    )
+    assert "teacher.top_k_of: got student, but --from samples nothing" in capsys.readouterr().err
 
 
 def test_a_replay_of_text_that_is_there_takes_cross_entropy_only(
