@@ -3,8 +3,8 @@
     stillhouse write FILE --from ROWS --student DIR      (any key of a run)
 
 Nothing is sampled. With `teacher.top_k` or `teacher.payload = hidden` the teacher scores the responses first, in this
-process, so that divergences between distributions can be trained. Without, only cross-entropy (seq_kd) can: the text counts as its own teacher, with
-probability 1 for each of its tokens, so behaviour and teacher log-probs are 0.
+process, so that divergences between distributions can be trained. Without, only cross-entropy (seq_kd) can: the text
+counts as its own teacher, with probability 1 for each of its tokens, so behaviour and teacher log-probs are 0.
 """
 
 from __future__ import annotations
