@@ -305,7 +305,7 @@ def test_hidden_states_that_no_learner_could_use_are_refused() -> None:
     )
     (told,) = mistakes(learner=jsd, teacher={"payload": "hidden"}, buffer={"max_top_k_bytes": 319})
     assert told.startswith(
-        "buffer.max_top_k_bytes: got 319, expected at least 320, the bytes of a hidden state of models.t"
+        "buffer.max_top_k_bytes: got 319, expected at least 320, the bytes per token of the hidden states of models.t"
     )
     assert mistakes(learner=jsd, teacher={"payload": "hidden"}, buffer={"max_top_k_bytes": 320}) == []
     student = str(builtin.STUDENT_DIR)
@@ -323,7 +323,7 @@ def test_sets_that_nobody_looks_at_are_warned_of() -> None:
 def test_sets_that_would_not_get_through_the_buffer_are_told() -> None:
     learner: dict[str, Any] = {"objective": {"divergence": "jsd"}}
     (told,) = warnings(learner=learner, teacher={"top_k": 256}, buffer={"max_top_k_bytes": 100})
-    assert "teacher.top_k: 256 takes up to 719 bytes per token, buffer.max_top_k_bytes is 100" in told
+    assert "teacher.top_k: 256 takes up to 844 bytes per token, buffer.max_top_k_bytes is 100" in told
     tight = {"batch_rollouts": 20_000}
     assert [told.split(":")[0] for told in warnings(learner=learner, teacher={"top_k": 256}, buffer=tight)] == [
         "buffer.batch_rollouts"
