@@ -23,7 +23,8 @@ def join_rows(parts: Sequence[PayloadRows]) -> PayloadRows:
         return NO_ROWS
     kinds = {type(part) for part in parts}
     if len(kinds) > 1:
-        raise PayloadError(f"a teacher sent payloads of two kinds: {sorted(kind.__name__ for kind in kinds)}")
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise PayloadError(f"a teacher sent payloads of two kinds, {names}; expected one of them")
     return kinds.pop().joined(parts)
 
 

@@ -290,9 +290,7 @@ def test_a_malformed_file_never_reaches_a_server(folder: tuple[Rig, WeightsRef])
     before = rig.sink.version
     malformed(Path(file.path))
     sha256 = hashlib.sha256(Path(file.path).read_bytes()).hexdigest()
-    with pytest.raises(
-        WeightsRefused, match=r"'large', expected 4,000 by its dtype F32 .*; it is not loaded"
-    ) as refused:
+    with pytest.raises(WeightsRefused, match=r"no whole safetensors file.*; it is not loaded") as refused:
         rig.take(file=WeightsRef(file.version, file.path, sha256))
     assert isinstance(refused.value.__cause__, SnapshotRefused), "as which the receiver counts it"
     assert rig.paths() == [] and rig.sink.version == before
