@@ -2,8 +2,8 @@
 line on stdin
 
 Shared by zygote.py (after a fork) and by launchers that start one process per server, as on GPUs. Uses only the
-standard library and SGLang, because it runs in SGLang's own interpreter, which may be older than ours. Arguments come
-on stdin: any user of the machine can read a command line, and one argument is a bearer key.
+standard library, SGLang and protocol/children.py, because it runs in SGLang's own interpreter, which may be older than
+ours. Arguments come on stdin: any user of the machine can read a command line, and one argument is a bearer key.
 
 A server leads its own process group and dies with its parent. Only its owner can read its log, and the key is removed
 from it, because SGLang logs all of its arguments.
@@ -15,8 +15,8 @@ from it, because SGLang logs all of its arguments.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
+import importlib.util
 import json
 import logging
 import os
@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
 KEY_ARGUMENT = "--api-key"
 STORE_WORDS = (
     "world_size",
@@ -46,11 +45,18 @@ HIDDEN_VARIABLE = "STILLHOUSE_HIDDEN_IN_LOGS"
 """Text to hide in logs, passed to the processes that SGLang spawns (they import this file again)."""
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Get SIGKILL when the thread that started this process dies (Linux). Raises SystemExit if it is already dead."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(f"the parent, pid {parent_pid}, is gone")
+def load_children() -> Any:
+    """protocol/children.py, from its file: the package is not installed beside SGLang, and what is beside the package
+    must not be found there."""
+    file = Path(__file__).resolve().parents[1] / "protocol" / "children.py"
+    spec = importlib.util.spec_from_file_location("stillhouse_children", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+children: Any = load_children()
 
 
 def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequence[str] = ()) -> None:
@@ -60,7 +66,7 @@ def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequenc
     try:
         if os.getsid(0) != os.getpid():
             os.setsid()
-        die_with_parent(parent_pid)
+        children.die_with_parent(parent_pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         write_to(log)

@@ -5,7 +5,7 @@
         servers.wait_ready([student], timeout_s=60)
         ... student.url ...
 
-Standard library only. `Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it in
+`Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it in
 JSON lines; a thread reads its events. Everything ends with `close`, or with this process, because the zygote then sees
 end of file.
 """
@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self
+
+from stillhouse.protocol.addresses import free_port
 
 HERE: Final = Path(__file__).resolve().parent
 DEFAULT_PYTHON: Final = HERE.parent / ".venv-sglang" / "bin" / "python"
@@ -143,7 +145,7 @@ class Servers:
     ) -> SGLangServer:
         """Fork a server, which then loads its model (see `wait_ready`). `args` come after `base_args`, so they win. A
         name may be used again once its server is gone."""
-        self.request(name, ["--model-path", str(model), *base_args, *args], port=port)
+        self.request(name, ["--model-path", str(model), *base_args, *args], port=port or free_port())
         self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
         reply = self._replies[name]
         if isinstance(reply, ServerError):

@@ -3,7 +3,7 @@
 Importing SGLang takes about ten seconds and 200 MB; forked servers share it copy-on-write. Runs in SGLang's own
 environment with shim/ on PYTHONPATH, so nothing of the project is imported.
 
-    stdin   one JSON object per line: {"do": "start", "name", "port" (0 = a free one), "args": [...]}
+    stdin   one JSON object per line: {"do": "start", "name", "port", "args": [...]}
             {"do": "stop", "name", "grace_s"}. End of file: stop everything and exit.
     stdout  {"event": "warm", "seconds"}, {"event": "started", "name", "pid", "port"},
             {"event": "exited", "name", "pid", "code"} (code < 0: by that signal),
@@ -25,13 +25,12 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from serve import become_server, die_with_parent
+from serve import become_server, children
 
 POLL_S = 0.1
 LORA_ARGUMENT = "--enable-lora"
@@ -82,7 +81,7 @@ class Zygote:
         elif name in self._pids:
             self.say("refused", name=name, reason=f"server {name!r} is already running, pid {self._pids[name]}")
         else:
-            self._start(name, command["port"] or _free_port(), command["args"])
+            self._start(name, command["port"], command["args"])
 
     def _start(self, name: str, port: int, args: list[str]) -> None:
         own_pid = os.getpid()
@@ -107,14 +106,13 @@ class Zygote:
     def _reap(self) -> None:
         for name, pid in list(self._pids.items()):
             if time.monotonic() >= self._kill_at_s.get(name, float("inf")):
-                _kill_group(pid)
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                children.kill_group(pid)
+                os.kill(pid, signal.SIGKILL)  # it may have no group of its own yet
+            if (code := children.reap(pid)) is None:
                 continue
-            _kill_group(pid)  # its scheduler and detokenizer, before waitpid frees the pid for reuse
-            _, status = os.waitpid(pid, 0)
             del self._pids[name]
             self._kill_at_s.pop(name, None)
-            self.say("exited", name=name, pid=pid, code=os.waitstatus_to_exitcode(status))
+            self.say("exited", name=name, pid=pid, code=code)
 
 
 def warm_up() -> None:
@@ -143,19 +141,6 @@ def warm_up() -> None:
     gc.freeze()
 
 
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)  # the child has no group of its own yet; a zombie ignores the signal
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def main() -> None:
     events_fd = os.dup(1)
     os.dup2(2, 1)  # output of the imports must not mix with events
@@ -163,7 +148,7 @@ def main() -> None:
     began_s = time.monotonic()
     log_dir, owner_pid = Path(sys.argv[1]), int(sys.argv[2])
     if owner_pid:
-        die_with_parent(owner_pid)
+        children.die_with_parent(owner_pid)
     zygote = Zygote(log_dir, events_fd)
     warm_up()
     threads = sum(1 for _ in Path("/proc/self/task").iterdir())

@@ -21,10 +21,10 @@ import msgspec
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import LaunchError, refuse
-from stillhouse.launch.processes.lifeline import die_with_parent
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, MANIFEST, newest, read_manifest
 from stillhouse.learner.config import ADAPTER_CONFIG
+from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.processors import usable_cores
 

@@ -11,7 +11,6 @@ import inspect
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -20,6 +19,7 @@ from stillhouse.actors.agent import Context, Endpoint, options_checked_by
 from stillhouse.actors.endpoint import MODEL
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.episode import EnvironmentFault
+from stillhouse.protocol.children import kill_group
 from stillhouse.protocol.plugins import load
 
 KEPT_BYTES: Final = 64 * 1024
@@ -107,20 +107,13 @@ async def _run(argv: Sequence[str], endpoint: Endpoint, stdin: bytes) -> str:
         )
         code = await process.wait()
     finally:
-        _kill_group(process.pid)
+        kill_group(process.pid)
         await process.wait()
         process._transport.close()  # type: ignore[attr-defined] - children that left the group may keep the pipes open
     if code:
         tail = " | ".join(errors.strip().splitlines()[-TAIL_LINES:]) or "nothing on stderr"
         raise CommandFailed(f"{argv[0]} ended with exit code {code}: {tail}")
     return output
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:

@@ -9,7 +9,6 @@ killed, or no image would ever follow it. Where memory runs out, the kernel take
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import gc
 import os
@@ -27,8 +26,8 @@ from typing import BinaryIO, Final, NamedTuple
 
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.children import die_with_parent
 
-PR_SET_PDEATHSIG: Final = 1
 NICENESS: Final = 5
 """The fork yields to the loop where there are too few cores for both."""
 LIMIT_S: Final = 900.0
@@ -181,7 +180,7 @@ def _write_and_exit(path: Path, make: Callable[[], Frozen | None], parent_pid: i
         gc.disable()  # it would touch, and so copy, every page
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _die_with(parent_pid)
+        die_with_parent(parent_pid)
         # The buffer's port and the lock of its journal are among them.
         os.closerange(3, 1 + max(int(fd.name) for fd in Path("/dev/fd").iterdir()))
         os.nice(NICENESS)
@@ -206,10 +205,3 @@ def _report() -> None:
     """Write the exception in hand to the buffer's log. `sys.stderr` may stand for another descriptor, now closed."""
     with contextlib.suppress(OSError):
         os.write(2, traceback.format_exc().encode())
-
-
-def _die_with(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(Outcome.FAILED)

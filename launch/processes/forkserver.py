@@ -30,9 +30,9 @@ import msgspec
 
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.processes.lifeline import die_with_parent, kill_group, reap, threads_lost_by_fork
 from stillhouse.launch.workers.roles import redirect_output, run_role
 from stillhouse.launch.workers.start_role import StartRole, WorkFolder
+from stillhouse.protocol.children import die_with_parent, kill_group, reap, threads_lost_by_fork
 from stillhouse.protocol.context import ExitCode
 
 READ_BYTES: Final = 65536

@@ -25,10 +25,10 @@ from stillhouse import SOURCES
 from stillhouse.launch.processes import forkserver
 from stillhouse.launch.processes.activity import Activity, vitals_of
 from stillhouse.launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
-from stillhouse.launch.processes.lifeline import kill_group, reap
 from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
 from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.children import kill_group, reap
 
 FORKSERVER: Final = "forkserver"
 """Name of its log and of its vitals."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
-from stillhouse.launch.processes.lifeline import kill_group
+from stillhouse.protocol.children import kill_group
 
 PIECE_BYTES: Final = 64 * 1024
 """The most that one answer carries of one log."""

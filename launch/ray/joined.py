@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from stillhouse.launch.join import command
-from stillhouse.launch.processes.lifeline import die_with_parent
+from stillhouse.protocol.children import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))

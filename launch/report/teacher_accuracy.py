@@ -25,10 +25,10 @@ from stillhouse.launch.checks.threads import threads_alone
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.processes.lifeline import die_with_parent
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.messages import WeightVersion
 
 LEAST_S: Final = 60.0

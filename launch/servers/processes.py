@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
-from stillhouse.launch.processes.lifeline import kill_group, reap
 from stillhouse.launch.servers.plan import ServerPlan
+from stillhouse.protocol.children import kill_group, reap
 from stillhouse.sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
 from stillhouse.weights.config import own_nccl_host
 

@@ -23,12 +23,12 @@ from typing import Final
 import msgspec
 
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.processes.lifeline import die_with_parent
 from stillhouse.launch.servers.plan import interface_for
 from stillhouse.launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
 from stillhouse.launch.workers.main_process import outcome_of, prepare
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
 from stillhouse.learner.checkpoints.stored import have_newest
+from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.tracing import events
 

@@ -28,11 +28,12 @@ import msgspec
 
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.processes.lifeline import die_with_parent, watch_launcher
+from stillhouse.launch.processes.lifeline import watch_launcher
 from stillhouse.launch.workers.main_process import outcome_of, prepare
 from stillhouse.launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, TRAINER, latest
 from stillhouse.models.description import known_vocabulary_size
+from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.context import ExitCode, RoleContext, WorkerRole
 from stillhouse.protocol.messages import Ledger, WeightVersion
 from stillhouse.protocol.shards.division import shard_address

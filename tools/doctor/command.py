@@ -23,10 +23,10 @@ import msgspec
 
 from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
-from stillhouse.launch.processes.lifeline import kill_group
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.launch.processes.slots import said
 from stillhouse.launch.runfolder import choose_path
+from stillhouse.protocol.children import kill_group
 from stillhouse.tools.doctor.finding import Begun, Ended, Finding, News, Orders
 from stillhouse.tools.doctor.table import CHECKS
 

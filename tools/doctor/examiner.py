@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from stillhouse.launch.config.command_line import parse_arguments
-from stillhouse.launch.processes.lifeline import die_with_parent
+from stillhouse.protocol.children import die_with_parent
 from stillhouse.tools.doctor.case import Case, Impossible
 from stillhouse.tools.doctor.finding import Begun, Ended, Finding, News, Orders
 from stillhouse.tools.doctor.table import CHECKS, Check

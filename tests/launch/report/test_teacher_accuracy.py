@@ -146,7 +146,7 @@ def test_a_measurement_whose_launcher_is_gone_ends_before_it_imports_torch(folde
     ]  # -v: names each import
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "import 'stillhouse.launch.processes.lifeline'" in done.stderr and "import 'torch'" not in done.stderr
+    assert "import 'stillhouse.protocol.children'" in done.stderr and "import 'torch'" not in done.stderr
 
 
 def test_a_measurement_that_fails_says_where_its_log_is(folder: RunFolder, tmp_path: Path) -> None:
