@@ -2,8 +2,8 @@
 line on stdin
 
 Shared by zygote.py (after a fork) and by launchers that start one process per server, as on GPUs. Uses only the
-standard library, SGLang and protocol/children.py, because it runs in SGLang's own interpreter, which may be older than
-ours. Arguments come on stdin: any user of the machine can read a command line, and one argument is a bearer key.
+standard library, SGLang and files of protocol/ that need no more, because it runs in SGLang's own interpreter.
+Arguments come on stdin: any user of the machine can read a command line, and one argument is a bearer key.
 
 A server leads its own process group and dies with its parent. Only its owner can read its log, and the key is removed
 from it, because SGLang logs all of its arguments.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import errno
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -45,18 +45,16 @@ HIDDEN_VARIABLE = "STILLHOUSE_HIDDEN_IN_LOGS"
 """Text to hide in logs, passed to the processes that SGLang spawns (they import this file again)."""
 
 
-def load_children() -> Any:
-    """protocol/children.py, from its file: the package is not installed beside SGLang, and what is beside the package
-    must not be found there."""
-    file = Path(__file__).resolve().parents[1] / "protocol" / "children.py"
-    spec = importlib.util.spec_from_file_location("stillhouse_children", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-children: Any = load_children()
+def own(name: str) -> Any:
+    """The module stillhouse.protocol.NAME, which needs the standard library alone. The package's folder is on the path
+    for that moment only: what is installed beside it must not be found instead of SGLang's own packages."""
+    home = Path(__file__).resolve().parents[1]
+    sources = str(home / "src" if (home / "src" / "stillhouse").is_dir() else home.parent)
+    sys.path.insert(0, sources)
+    try:
+        return importlib.import_module(f"stillhouse.protocol.{name}")
+    finally:
+        sys.path.remove(sources)
 
 
 def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequence[str] = ()) -> None:
@@ -66,7 +64,7 @@ def become_server(log: Path, parent_pid: int, args: list[str], optional: Sequenc
     try:
         if os.getsid(0) != os.getpid():
             os.setsid()
-        children.die_with_parent(parent_pid)
+        own("children").die_with_parent(parent_pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         write_to(log)

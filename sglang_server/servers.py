@@ -5,9 +5,8 @@
         servers.wait_ready([student], timeout_s=60)
         ... student.url ...
 
-`Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it in
-JSON lines; a thread reads its events. Everything ends with `close`, or with this process, because the zygote then sees
-end of file.
+`Servers` owns one zygote process (zygote.py, in SGLang's own environment) and talks to it as protocol.fork_server says;
+a thread reads its events. Everything ends with `close`, or with this process, because the zygote then sees end of file.
 """
 
 from __future__ import annotations
@@ -15,12 +14,15 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
+import socket
 import ssl
 import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -71,15 +73,13 @@ class SGLangServer:
 class ServerEvent(NamedTuple):
     """An event from the zygote, for callers that do not wait (`request`, `request_stop`)."""
 
-    kind: Literal["warm", "started", "exited", "refused", "ended"]
+    kind: Literal["warm", "started", "exited", "ended"]
     """`ended`: the zygote is gone, and its servers with it."""
     name: str = ""
     pid: int = 0
     port: int = 0
     code: int = 0
     """Exit code of `exited`; below 0: killed by that signal."""
-    reason: str = ""
-    """Reason of `refused`."""
 
 
 class Servers:
@@ -103,19 +103,27 @@ class Servers:
         log_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir = log_dir
         self._changed = threading.Condition()
-        self._replies: dict[str, SGLangServer | ServerError] = {}
-        """Server name -> result of the last `start`."""
-        self._keys: dict[str, str] = {}
+        self._asked: dict[str, tuple[int, str]] = {}
+        """Name -> port and key of a server whose fork is pending."""
+        self._owed: dict[str, int] = {}
+        """Name -> signal to send once that fork is done."""
+        self._running: dict[str, SGLangServer] = {}
+        self._started: dict[str, SGLangServer] = {}
+        """Name -> the newest server of that name."""
         self._exit_codes: dict[int, int] = {}
         self._events: deque[ServerEvent] = deque()
+        self._began_s = time.monotonic()
         self._warm_s: float | None = None
         self._ended = False
-        with open(os.open(log_dir / "zygote.log", _LOG_FLAGS, 0o666), "ab") as log:  # noqa: PTH123 - flags
+        self._control, theirs = socket.socketpair()
+        words = (str(theirs.fileno()), log_dir, str(os.getpid() if die_with_thread else 0))
+        with theirs, open(os.open(log_dir / "zygote.log", _LOG_FLAGS, 0o666), "ab") as log:  # noqa: PTH123 - flags
             self._process = subprocess.Popen(
-                [python, HERE / "zygote.py", log_dir, str(os.getpid() if die_with_thread else 0)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [python, HERE / "zygote.py", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
                 stderr=log,
+                pass_fds=(theirs.fileno(),),
                 env=server_environment({**os.environ, **(environment or {})}),
                 start_new_session=True,  # Ctrl-C in a terminal is for the owner to handle
             )
@@ -146,23 +154,28 @@ class Servers:
         """Fork a server, which then loads its model (see `wait_ready`). `args` come after `base_args`, so they win. A
         name may be used again once its server is gone."""
         self.request(name, ["--model-path", str(model), *base_args, *args], port=port or free_port())
-        self._await(lambda: name in self._replies, 10.0, f"server {name} to be forked")
-        reply = self._replies[name]
-        if isinstance(reply, ServerError):
-            raise reply
-        return reply
+        self._await(lambda: name not in self._asked, 10.0, f"server {name} to be forked")
+        with self._changed:
+            return self._started[name]
 
     def request(self, name: str, arguments: Sequence[str], *, port: int) -> None:
         """Like `start`, with all of the server's arguments and without waiting; see `take_events`. Raises ServerError
-        if the zygote is gone."""
+        if a server of this name runs, or the zygote is gone."""
         with self._changed:
-            self._replies.pop(name, None)
-            self._keys[name] = arguments[arguments.index(KEY_ARGUMENT) + 1] if KEY_ARGUMENT in arguments else ""
-        self._send(do="start", name=name, port=port, args=arguments)
+            if name in self._running or name in self._asked:
+                raise ServerError(f"server {name!r} is already running: {self._running.get(name)}")
+            key = arguments[arguments.index(KEY_ARGUMENT) + 1] if KEY_ARGUMENT in arguments else ""
+            self._asked[name] = port, key
+        self._send("Start", name=name, incarnation="", args=["--port", str(port), *arguments])
 
-    def request_stop(self, name: str, *, grace_s: float) -> None:
-        """Like `stop`, without waiting. A name without a server is ignored."""
-        self._send(do="stop", name=name, grace_s=grace_s)
+    def signal(self, name: str, signum: int) -> None:
+        """Send it to a server; SIGKILL goes to its group. A name without a server is ignored."""
+        with self._changed:
+            if name in self._asked:
+                self._owed[name] = signum
+            server = self._running.get(name)
+        if server is not None:
+            self._send("Signal", pid=server.pid, signum=signum)
 
     def take_events(self) -> list[ServerEvent]:
         """Events since the last call, oldest first."""
@@ -190,14 +203,19 @@ class Servers:
 
     def stop(self, server: SGLangServer, *, grace_s: float = 5.0) -> int:
         """Send SIGTERM, and after `grace_s` SIGKILL to its group. Returns its exit code."""
-        self._send(do="stop", name=server.name, grace_s=grace_s)
-        self._await(lambda: server.pid in self._exit_codes, grace_s + _LEAVE_TIMEOUT_S, f"{server.name} to end")
+        gone = lambda: server.pid in self._exit_codes  # noqa: E731
+        self.signal(server.name, signal.SIGTERM)
+        with self._changed:
+            self._changed.wait_for(lambda: gone() or self._ended, grace_s)
+        if not gone():
+            self.signal(server.name, signal.SIGKILL)
+            self._await(gone, _LEAVE_TIMEOUT_S, f"{server.name} to end")
         return self._exit_codes[server.pid]
 
     def close(self) -> None:
         """End all servers and the zygote. Idempotent."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            self._process.stdin.close()
+        with suppress(OSError):  # closed already, or the zygote is gone
+            self._control.shutdown(socket.SHUT_WR)
         if self._warm_s is None:
             self._process.kill()  # it reads no commands during the imports, and has no servers yet
         try:
@@ -206,8 +224,7 @@ class Servers:
             self._process.kill()  # its servers die with it
             self._process.wait()
         self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._control.close()
 
     def __enter__(self) -> Self:
         return self
@@ -215,44 +232,45 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, **command: Any) -> None:
-        assert self._process.stdin is not None
+    def _send(self, kind: str, **details: Any) -> None:
         try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, ValueError) as error:
+            self._control.sendall(json.dumps({"type": kind, **details}).encode() + b"\n")
+        except OSError as error:
             raise ServerError(f"the zygote is gone\n{_tail(self.log_dir / 'zygote.log')}") from error
 
     def _read_events(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            with self._changed:
-                self._note(event)
-                self._changed.notify_all()
+        with suppress(ConnectionResetError), self._control.makefile("rb") as lines:
+            for line in lines:
+                with self._changed:
+                    self._note(json.loads(line))
+                    self._changed.notify_all()
         with self._changed:
             self._ended = True
             self._events.append(ServerEvent("ended"))
             self._changed.notify_all()
 
-    def _note(self, event: dict[str, Any]) -> None:
-        name = event.get("name", "")
-        match event["event"]:
-            case "warm":
-                self._warm_s = event["seconds"]
+    def _note(self, message: dict[str, Any]) -> None:
+        match message["type"]:
+            case "Warm":
+                self._warm_s = round(time.monotonic() - self._began_s, 1)
                 self._events.append(ServerEvent("warm"))
-            case "started":
-                log, pid, port = self.log_dir / f"{name}.log", event["pid"], event["port"]
-                self._replies[name] = SGLangServer(name, pid, port, log, self._keys.get(name, ""))
+            case "Forked":
+                name, pid = message["name"], message["pid"]
+                port, key = self._asked.pop(name)
+                self._running[name] = self._started[name] = SGLangServer(
+                    name, pid, port, self.log_dir / f"{name}.log", key
+                )
                 self._events.append(ServerEvent("started", name, pid, port))
-            case "exited":
-                self._exit_codes[event["pid"]] = event["code"]
-                self._events.append(ServerEvent("exited", name, event["pid"], code=event["code"]))
-            case "refused":
-                self._replies[name] = ServerError(event["reason"])
-                self._events.append(ServerEvent("refused", name, reason=event["reason"]))
+                if (signum := self._owed.pop(name, 0)) != 0:
+                    self._send("Signal", pid=pid, signum=signum)
+            case "Exited":
+                pid, code = message["pid"], message["code"]
+                name = next(name for name, server in self._running.items() if server.pid == pid)
+                del self._running[name]
+                self._exit_codes[pid] = code
+                self._events.append(ServerEvent("exited", name, pid, code=code))
             case other:
-                raise AssertionError(f"zygote.py and servers.py disagree: event {other!r}")
+                raise AssertionError(f"the zygote sent {other!r}")
 
     def _await(self, reached: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._changed:

@@ -23,8 +23,6 @@ from stillhouse.sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
 from stillhouse.weights.config import own_nccl_host
 
 ZYGOTE_LOG: Final = "zygote"
-GRACE_S: Final = 5.0
-"""Time between SIGTERM and SIGKILL."""
 KILLED_WAIT_S: Final = 5.0
 """Time for a process to vanish after SIGKILL."""
 
@@ -110,7 +108,7 @@ class ServerProcesses:
 
     def _fork(self, plan: ServerPlan, port: int, api_key: str) -> None:
         server = ("--model-path", plan.model, *plan.launch.arguments)
-        address = ("--host", plan.host, "--port", str(port), KEY_ARGUMENT, api_key)
+        address = ("--host", plan.host, KEY_ARGUMENT, api_key)
         self._forked[plan.name] = 0
         try:
             if self._zygote is None:
@@ -155,7 +153,7 @@ class ServerProcesses:
             os.kill(process.pid, signum)
         elif name in self._forked and self._zygote is not None:
             with contextlib.suppress(ServerError):  # the zygote died with its servers, which poll() reports
-                self._zygote.request_stop(name, grace_s=0.0 if signum == signal.SIGKILL else GRACE_S)
+                self._zygote.signal(name, signum)
 
     def _read_zygote(self, zygote: Servers) -> None:
         for event in zygote.take_events():
@@ -163,9 +161,9 @@ class ServerProcesses:
                 case "started":
                     self._forked[event.name] = event.pid
                     self._events.append(Started(event.name, event.pid))
-                case "exited" | "refused":
+                case "exited":
                     self._forked.pop(event.name, None)
-                    self._events.append(Exited(event.name, event.code if event.kind == "exited" else 1))
+                    self._events.append(Exited(event.name, event.code))
                 case "ended":
                     self._zygote_lost()
                 case "warm":
