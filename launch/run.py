@@ -44,7 +44,7 @@ from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
-from stillhouse.launch.workers.supervisor import Supervisor
+from stillhouse.launch.workers.supervisor import RunSupervisor
 from stillhouse.learner.checkpoints.files import NOTHING_FOUND, FoundCheckpoint
 from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.tracing.events import FOLDER
@@ -179,7 +179,7 @@ def run(
         status.say(line)
     if plan.placement.text:
         status.say(plan.placement.text)
-    supervisor = Supervisor(plan, folder, status, backend, store=store)
+    supervisor = RunSupervisor(plan, folder, status, backend, store=store)
     first_step = found.version.step if plan.resume and found.version is not None else 0
     summary = write_summary(config, folder, supervisor.run(), first_step=first_step)
     folder.finish(summary.exit_code)

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from stillhouse.launch.processes.backend import Event, Exited, ProcessBackend, Started, Vitals
+from stillhouse.launch.processes.backend import Event, ProcessBackend, Vitals, WorkerExited, WorkerStarted
 from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import StartRole, WorkFolder
 
@@ -55,7 +55,7 @@ class SubprocessBackend(ProcessBackend):
             process.stdin.write(msgspec.json.encode(start) + b"\n")
             process.stdin.flush()
         self._running[start.name] = (start.incarnation, process)
-        self._events.append(Started(start.name, start.incarnation, f"elsewhere, process {process.pid}"))
+        self._events.append(WorkerStarted(start.name, start.incarnation, f"elsewhere, process {process.pid}"))
 
     def stop(self, name: str) -> None:
         self._signal(name, signal.SIGTERM)
@@ -74,7 +74,7 @@ class SubprocessBackend(ProcessBackend):
         while True:
             for name, (incarnation, process) in list(self._running.items()):
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    self._events.append(Exited(name, incarnation, self._end(name)))
+                    self._events.append(WorkerExited(name, incarnation, self._end(name)))
             if self._events or time.monotonic() >= deadline_s:
                 events, self._events = self._events, []
                 return events

@@ -38,10 +38,6 @@ from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.keys import KEYS
 
 LONGEST_PREFIX: Final = 60
-WAIT_REMOVED: Final = (
-    "--wait-s: was removed. A join ends when its run breaks off (exit code 1). Restart it with the same --name-prefix "
-    "from whatever starts it: systemd, a requeued Slurm job or a shell loop (docs/hosts.md has examples)"
-)
 USAGE: Final = """\
 usage: stillhouse join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-ranks K] [--KEY VALUE ...]
 
@@ -111,8 +107,6 @@ def check_folder(line: JoinLine, target: Target) -> None:
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     """The command line; None when help is wanted. Raises ConfigError."""
-    if any(word.partition("=")[0] in ("--wait-s", "--wait_s") for word in arguments):
-        raise ConfigError(WAIT_REMOVED)
     words = split_words(
         arguments,
         own=("keys", "config", "dir", "name_prefix", "learner_ranks"),

@@ -158,7 +158,7 @@ def _output(
         return None
 
 
-class Look(msgspec.Struct, frozen=True):
+class InstalledPackages(msgspec.Struct, frozen=True):
     """What an interpreter has installed. Nothing is imported: importing an inference engine takes seconds."""
 
     missing: tuple[str, ...] = ()
@@ -172,10 +172,10 @@ class Interpreters:
     """Inspects interpreters, each only once."""
 
     def __init__(self) -> None:
-        self._looks: dict[tuple[Path, tuple[str, ...]], Look] = {}
+        self._looks: dict[tuple[Path, tuple[str, ...]], InstalledPackages] = {}
         self._own: TorchBuild | None = None
 
-    def look(self, python: Path, modules: tuple[str, ...] = ()) -> Look:
+    def look(self, python: Path, modules: tuple[str, ...] = ()) -> InstalledPackages:
         """Look for `modules`; the first look takes a fraction of a second."""
         if (python, modules) not in self._looks:
             self._looks[python, modules] = _look(python, modules)
@@ -187,14 +187,14 @@ class Interpreters:
         return self._own
 
 
-def _look(python: Path, modules: tuple[str, ...]) -> Look:
+def _look(python: Path, modules: tuple[str, ...]) -> InstalledPackages:
     if not python.is_file() or not os.access(python, os.X_OK):
-        return Look(unusable=f"no interpreter {python}")
+        return InstalledPackages(unusable=f"no interpreter {python}")
     source = Path(torch_build.__file__).read_text(encoding="utf-8")
     try:
         done = subprocess.run(
             [python, "-c", source, *modules], capture_output=True, encoding="utf-8", timeout=LOOK_TIMEOUT_S, check=True
         )
-        return msgspec.json.decode(done.stdout.splitlines()[-1], type=Look)
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=InstalledPackages)
     except (OSError, subprocess.SubprocessError, IndexError, msgspec.DecodeError) as error:
-        return Look(unusable=f"{python} cannot be run: {error}")
+        return InstalledPackages(unusable=f"{python} cannot be run: {error}")

@@ -1,7 +1,7 @@
 """The interface between a launcher's watch and a backend, which is whatever runs its worker processes.
 
     start(), stop(), kill(), dump_stacks()      called by launch.workers.watch with the worker's name
-    poll() -> Started | Exited | Notice         the only call that waits, up to its timeout
+    poll() -> WorkerStarted | WorkerExited | Notice         the only call that waits, up to its timeout
     vitals()                                    whether workers do anything
 
 A backend makes no decisions: the watch decides when a worker is started again and what its death means. A worker has
@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 from stillhouse.launch.workers.start_role import StartRole
 
 
-class Started(NamedTuple):
+class WorkerStarted(NamedTuple):
     """The worker's process exists."""
 
     name: str
@@ -36,7 +36,7 @@ class Started(NamedTuple):
     """For display: a process id, a host, a job step."""
 
 
-class Exited(NamedTuple):
+class WorkerExited(NamedTuple):
     """The worker's process is gone without a trace, or could not be created. A negative code is the signal that killed
     it."""
 
@@ -52,7 +52,7 @@ class Notice(NamedTuple):
     fatal: bool
 
 
-Event: TypeAlias = Started | Exited | Notice
+Event: TypeAlias = WorkerStarted | WorkerExited | Notice
 
 
 class Vitals(NamedTuple):
@@ -80,7 +80,7 @@ class ProcessBackend(Protocol):
         ...
 
     def start(self, start: StartRole, *, preloaded: bool) -> None:
-        """Start a process for the worker; returns at once. Started follows, or Exited when it could not be started.
+        """Start a process for the worker; returns at once. WorkerStarted follows, or WorkerExited when it could not be.
         `preloaded`: the worker needs the modules of LaunchPlan.preload and may wait for them; otherwise it needs few
         modules and must start soon."""
         ...

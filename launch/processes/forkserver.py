@@ -62,7 +62,7 @@ class ForkRefused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Exited(msgspec.Struct, frozen=True, tag=True):
+class ChildExited(msgspec.Struct, frozen=True, tag="Exited"):
     """Here -> launcher: a worker ended; a negative code is the signal that killed it."""
 
     pid: int
@@ -70,7 +70,7 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 ToForkserver: TypeAlias = StartRole | Signal | Ping
-FromForkserver: TypeAlias = Warm | Forked | ForkRefused | Exited | Pong
+FromForkserver: TypeAlias = Warm | Forked | ForkRefused | ChildExited | Pong
 
 
 def refusal() -> str | None:

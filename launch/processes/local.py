@@ -24,7 +24,7 @@ import msgspec
 from stillhouse import SOURCES
 from stillhouse.launch.processes import forkserver
 from stillhouse.launch.processes.activity import Activity, vitals_of
-from stillhouse.launch.processes.backend import Event, Exited, Notice, ProcessBackend, Started, Vitals
+from stillhouse.launch.processes.backend import Event, Notice, ProcessBackend, Vitals, WorkerExited, WorkerStarted
 from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import THREAD_VARIABLES, StartRole, WorkFolder
 from stillhouse.protocol.atomic_file import not_a_link
@@ -167,7 +167,7 @@ class LocalProcesses(ProcessBackend):
         one that is still in the queue is never started."""
         for start in [start for start in self._queued if start.name == name]:
             self._queued.remove(start)
-            self._events.append(Exited(name, start.incarnation, -signum))
+            self._events.append(WorkerExited(name, start.incarnation, -signum))
         for asked_name, incarnation in self._asked:
             if asked_name == name:
                 self._owed.append((incarnation, signum))
@@ -194,7 +194,7 @@ class LocalProcesses(ProcessBackend):
                 process.returncode = code  # Popen cannot know: we reaped it
                 _close_stdin(process)
                 del self._spawned[pid]
-                self._events.append(Exited(start.name, start.incarnation, code))
+                self._events.append(WorkerExited(start.name, start.incarnation, code))
         events, self._events = self._events, []
         return events
 
@@ -247,7 +247,7 @@ class LocalProcesses(ProcessBackend):
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which poll() tells
             process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._spawned[process.pid] = (start, process)
-        self._events.append(Started(start.name, start.incarnation, _where(process.pid)))
+        self._events.append(WorkerStarted(start.name, start.incarnation, _where(process.pid)))
 
     def _send(self, message: forkserver.ToForkserver) -> None:
         if self._control is None:
@@ -279,12 +279,12 @@ class LocalProcesses(ProcessBackend):
                     self.start(start, preloaded=True)
             case forkserver.Forked(name, incarnation, pid):
                 self._forked[pid] = self._asked.pop((name, incarnation))
-                self._events.append(Started(name, incarnation, _where(pid)))
+                self._events.append(WorkerStarted(name, incarnation, _where(pid)))
                 for signum in [signum for owed, signum in self._owed if owed == incarnation]:
                     self._send(forkserver.Signal(pid, signum))
-            case forkserver.Exited(pid, code):
+            case forkserver.ChildExited(pid, code):
                 start = self._forked.pop(pid)
-                self._events.append(Exited(start.name, start.incarnation, code))
+                self._events.append(WorkerExited(start.name, start.incarnation, code))
             case forkserver.ForkRefused(name, incarnation, reason):
                 self._refused(self._asked.pop((name, incarnation)), reason)
             case forkserver.Pong():
@@ -293,7 +293,7 @@ class LocalProcesses(ProcessBackend):
     def _refused(self, start: StartRole, reason: str) -> None:
         if self._method == "fork":
             self._events.append(Notice(f"launch.start_method is fork, but {reason}; use auto or spawn", fatal=True))
-            self._events.append(Exited(start.name, start.incarnation, -signal.SIGKILL))
+            self._events.append(WorkerExited(start.name, start.incarnation, -signal.SIGKILL))
             return
         if self._forking:
             self._forking = False
@@ -330,7 +330,7 @@ class LocalProcesses(ProcessBackend):
         code = self._forkserver.returncode
         self._forkserver = None
         for start in (*self._forked.values(), *self._queued, *self._asked.values()):
-            self._events.append(Exited(start.name, start.incarnation, -signal.SIGKILL))
+            self._events.append(WorkerExited(start.name, start.incarnation, -signal.SIGKILL))
         for lost in (self._forked, self._asked, self._queued, self._owed):
             lost.clear()
         self._replace_forkserver(code)

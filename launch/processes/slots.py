@@ -104,7 +104,7 @@ class ServerAccount(msgspec.Struct, frozen=True, kw_only=True):
     exit_codes: list[int]
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """Result of a run's supervision, for its summary."""
 
     ending: Ending

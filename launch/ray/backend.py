@@ -6,7 +6,7 @@ import queue
 import sys
 from collections.abc import Collection
 
-from stillhouse.launch.processes.backend import Event, Exited, ProcessBackend, Vitals
+from stillhouse.launch.processes.backend import Event, ProcessBackend, Vitals, WorkerExited
 from stillhouse.launch.ray.hosts import RayHosts
 from stillhouse.launch.workers.start_role import StartRole
 
@@ -46,7 +46,9 @@ class RayBackend(ProcessBackend):
 
     def poll(self, timeout_s: float) -> list[Event]:
         events = self._local.poll(timeout_s)
-        if any(isinstance(event, Exited) and event.name.startswith("learner") and not event.code for event in events):
+        if any(
+            isinstance(event, WorkerExited) and event.name.startswith("learner") and not event.code for event in events
+        ):
             self._hosts.end()
         while True:
             try:

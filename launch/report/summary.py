@@ -1,6 +1,6 @@
 """Composes summary.json, the account that a run leaves in its folder. launch.report.summary_table shows it.
 
-Inputs: the supervisor's Outcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
+Inputs: the supervisor's RunOutcome; ledger.json, the final Snapshot that the buffer writes; learner.json, the learner's
 own account. Each may be missing, because a worker may be killed at any moment. Without ledger.json the last snapshot
 that the launcher saw is used, and the summary says so. Paths inside the run folder are relative to it.
 """
@@ -17,7 +17,7 @@ import msgspec
 from stillhouse.buffer.server import shard_folder
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import unwritten
-from stillhouse.launch.processes.slots import Ending, Outcome, ServerAccount
+from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount
 from stillhouse.launch.report.figures import guests, learner_stats, staleness
 from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
@@ -183,7 +183,7 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     """By reason; the most recent reason is last."""
 
 
-def write_summary(config: RunConfig, folder: RunFolder, outcome: Outcome, *, first_step: int = 0) -> Summary:
+def write_summary(config: RunConfig, folder: RunFolder, outcome: RunOutcome, *, first_step: int = 0) -> Summary:
     """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3. `first_step`: that
     of the checkpoint that this launch went on from."""
     final = _final_snapshot(folder.path, config.buffer.shards)
@@ -341,7 +341,7 @@ def _former_evaluations(
     return tuple(point for (_, step), point in sorted(points.items()) if step < first)
 
 
-def _workers(outcome: Outcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:
+def _workers(outcome: RunOutcome, snapshot: Snapshot | None) -> dict[str, WorkerAccount]:
     peers = {peer.name: peer for peer in snapshot.peers} if snapshot is not None else {}
     accounts: dict[str, WorkerAccount] = {}
     for name, exit_codes in outcome.exit_codes.items():

@@ -27,21 +27,21 @@ KILLED_WAIT_S: Final = 5.0
 """Time for a process to vanish after SIGKILL."""
 
 
-class Started(NamedTuple):
+class ServerStarted(NamedTuple):
     """The server's process exists; it does not answer yet."""
 
     name: str
     pid: int
 
 
-class Exited(NamedTuple):
+class ServerExited(NamedTuple):
     """The server is gone and reaped, with its process group. A negative code is the signal that killed it."""
 
     name: str
     code: int
 
 
-Event: TypeAlias = Started | Exited
+Event: TypeAlias = ServerStarted | ServerExited
 
 
 class ServerProcesses:
@@ -89,7 +89,7 @@ class ServerProcesses:
             if (code := reap(process.pid)) is not None:
                 process.returncode = code  # Popen cannot know: we reaped it
                 del self._spawned[name]
-                self._events.append(Exited(name, code))
+                self._events.append(ServerExited(name, code))
         events, self._events = self._events, []
         return events
 
@@ -102,7 +102,7 @@ class ServerProcesses:
             self._read_zygote(self._zygote)
             self._zygote = None
         for name, process in self._spawned.items():
-            self._events.append(Exited(name, process.wait(KILLED_WAIT_S)))
+            self._events.append(ServerExited(name, process.wait(KILLED_WAIT_S)))
         self._spawned.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -144,7 +144,7 @@ class ServerProcesses:
         with contextlib.suppress(BrokenPipeError), process.stdin:  # already dead, which poll() will report
             process.stdin.write(command.stdin)
         self._spawned[plan.name] = process
-        self._events.append(Started(plan.name, process.pid))
+        self._events.append(ServerStarted(plan.name, process.pid))
 
     def _signal(self, name: str, signum: int) -> None:
         if (process := self._spawned.get(name)) is not None:  # not reaped yet, so the pid is still its own
@@ -160,10 +160,10 @@ class ServerProcesses:
             match event.kind:
                 case "started":
                     self._forked[event.name] = event.pid
-                    self._events.append(Started(event.name, event.pid))
+                    self._events.append(ServerStarted(event.name, event.pid))
                 case "exited":
                     self._forked.pop(event.name, None)
-                    self._events.append(Exited(event.name, event.code))
+                    self._events.append(ServerExited(event.name, event.code))
                 case "ended":
                     self._zygote_lost()
                 case "warm":
@@ -174,5 +174,5 @@ class ServerProcesses:
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None
-        self._events += [Exited(name, -signal.SIGKILL) for name in self._forked]
+        self._events += [ServerExited(name, -signal.SIGKILL) for name in self._forked]
         self._forked.clear()

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.processes.slots import RESTART_WINDOW_S, RestartBudget, said
 from stillhouse.launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
-from stillhouse.launch.servers.processes import ZYGOTE_LOG, Exited, ServerProcesses, Started
+from stillhouse.launch.servers.processes import ZYGOTE_LOG, ServerExited, ServerProcesses, ServerStarted
 from stillhouse.protocol.addresses import free_port
 
 PROBE_EVERY_S: Final = 0.2
@@ -50,7 +50,7 @@ class ServerSlot:
         return url_of(self.plan.host, self.port, "https" if self.plan.launch.certificate else "http")
 
 
-class ServerNews(NamedTuple):
+class ServerChange(NamedTuple):
     """A change of a worker's server."""
 
     kind: Literal["up", "died", "given_up"]
@@ -142,24 +142,24 @@ class ServerWatch:
             slot.state = "lost"
             self._processes.kill(slot.plan.name)
 
-    def pump(self, *, restart: bool) -> list[ServerNews]:
+    def pump(self, *, restart: bool) -> list[ServerChange]:
         """Look once at processes and addresses. `restart=False`: the run is ending, nothing is started again."""
         if self._processes is None:
             return []
-        news: list[ServerNews] = []
+        changes: list[ServerChange] = []
         for event in self._processes.poll():
             slot = self._by_name[event.name]
             match event:
-                case Started(_, pid):
+                case ServerStarted(_, pid):
                     slot.pid = pid
-                case Exited(_, code):
-                    news += self._exited(slot, code, restart=restart)
+                case ServerExited(_, code):
+                    changes += self._exited(slot, code, restart=restart)
         now_s = time.monotonic()
         if restart and now_s - self._probed_s >= PROBE_EVERY_S:
             for slot in self._slots.values():
-                news += self._look(slot, now_s)
+                changes += self._look(slot, now_s)
             self._probed_s = time.monotonic()
-        return news
+        return changes
 
     def stop(self) -> None:
         """Send SIGTERM to servers that are up and SIGKILL to others, once."""
@@ -190,7 +190,7 @@ class ServerWatch:
         if not any(self.loading_on(gpu, before=slot.plan.worker) for gpu in slot.plan.devices):
             self._start(slot)
 
-    def _look(self, slot: ServerSlot, now_s: float) -> list[ServerNews]:
+    def _look(self, slot: ServerSlot, now_s: float) -> list[ServerChange]:
         plan = slot.plan
         if slot.state == "idle":
             self._start_in_turn(slot)
@@ -199,7 +199,7 @@ class ServerWatch:
         elif slot.state == "starting" and slot.pid is not None:
             if self._answers(slot):
                 slot.state, slot.ever_up = "up", True
-                return [ServerNews("up", plan.worker, "")]
+                return [ServerChange("up", plan.worker, "")]
             if now_s - slot.started_s > plan.start_timeout_s and not slot.late and self._processes is not None:
                 slot.late = True
                 self._processes.kill(plan.name)
@@ -210,7 +210,7 @@ class ServerWatch:
         where = reachable_host(plan.host), slot.port
         return plan.engine.answers(*where, self._api_key, PROBE_TIMEOUT_S, plan.launch.certificate)
 
-    def _exited(self, slot: ServerSlot, code: int, *, restart: bool) -> list[ServerNews]:
+    def _exited(self, slot: ServerSlot, code: int, *, restart: bool) -> list[ServerChange]:
         answered = slot.state in ("up", "lost")
         slot.running, slot.pid = False, None
         slot.exit_codes.append(code)
@@ -224,8 +224,8 @@ class ServerWatch:
         if wait_s is None or hopeless:
             slot.state = "given_up"
             why = f"died more than {self._window}" if not hopeless else f"never answered, {FAILED_STARTS} times"
-            return [ServerNews("given_up", plan.worker, f"{plan.name} {why}; it {what}")]
+            return [ServerChange("given_up", plan.worker, f"{plan.name} {why}; it {what}")]
         slot.state, slot.restart_at_s = "waiting", time.monotonic() + wait_s
         when = "" if answered else " before it answered"
         text = f"{plan.name} {what}{'' if slot.late else when}; it is started again in {wait_s:.1f} s"
-        return [ServerNews("died", plan.worker, text)]
+        return [ServerChange("died", plan.worker, text)]

@@ -74,7 +74,7 @@ def read_card(place: Path | Store) -> Card | None:
 
 
 @dataclass
-class Place:
+class Rendezvous:
     """What a host has to know to launch its ranks."""
 
     store: Any
@@ -103,16 +103,16 @@ class Beats:
         return count != before or now_s - heard_s < SILENT_S
 
 
-def alone(ctx: RoleContext[RunConfig]) -> Place:
+def alone(ctx: RoleContext[RunConfig]) -> Rendezvous:
     """All ranks are on this machine: they meet in a store that listens on loopback only."""
     from stillhouse.weights.group_operations import host_store
 
     store = host_store(LOOPBACK)
-    return Place(store, LOOPBACK, store.port, 0, 1, ctx.incarnation)
+    return Rendezvous(store, LOOPBACK, store.port, 0, 1, ctx.incarnation)
 
 
 @contextmanager
-def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
+def led(ctx: RoleContext[RunConfig]) -> Generator[Rendezvous]:
     """On host 0: wait for the others, at most launch.ready_timeout_s (HostsMissing), and watch them in the context."""
     from stillhouse.weights.group_operations import connect_store, host_store
 
@@ -145,7 +145,7 @@ def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
         time.sleep(LOOK_S)
     for node, number in enumerate(there, start=1):
         watched.set(f"node/{number}", str(node))
-    place = Place(store, host, store.port, 0, hosts, ctx.incarnation)
+    place = Rendezvous(store, host, store.port, 0, hosts, ctx.incarnation)
 
     def missing() -> str:
         for node, number in enumerate(there, start=1):
@@ -162,7 +162,7 @@ def led(ctx: RoleContext[RunConfig]) -> Generator[Place]:
 
 
 @contextmanager
-def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Place]:
+def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Rendezvous]:
     """On any other host. `folder`: the run's, here. Waits at most launch.ready_timeout_s for a start of the learner
     (HostsMissing), and as long as it goes on waiting for others. Raises FolderElsewhere."""
     card, watched, number = _number(ctx, folder)
@@ -186,7 +186,7 @@ def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Place]:
     except RuntimeError as error:
         raise HostsMissing(f"the learner did not start its ranks: {str(error).splitlines()[0]}") from None
     log.info("host %d of %d (counted from 0), learner %s", node, card.hosts, card.incarnation)
-    place = Place(store, card.host, card.port, node, card.hosts, card.incarnation)
+    place = Rendezvous(store, card.host, card.port, node, card.hosts, card.incarnation)
     ending = f"failed/{number}"
     try:
         with _watching(place, beat):
@@ -233,7 +233,7 @@ def _expect_folder(card: Card, folder: Path) -> None:
 
 
 @contextmanager
-def _watching(place: Place, problem: Callable[[], str]) -> Generator[None]:
+def _watching(place: Rendezvous, problem: Callable[[], str]) -> Generator[None]:
     """Ask `problem` every BEAT_S, in a thread; its first answer ends this process's launch by SIGTERM."""
     over = threading.Event()
 

@@ -24,7 +24,7 @@ import msgspec
 
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.servers.plan import interface_for
-from stillhouse.launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Place, alone, joined, led
+from stillhouse.launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Rendezvous, alone, joined, led
 from stillhouse.launch.workers.main_process import outcome_of, prepare
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
 from stillhouse.learner.checkpoints.stored import have_newest
@@ -61,9 +61,9 @@ def join(ctx: RoleContext[RunConfig]) -> int:
     return _on_hosts(ctx, joined(ctx, ctx.run_dir.parents[1]))
 
 
-def _on_hosts(ctx: RoleContext[RunConfig], meeting: AbstractContextManager[Place]) -> int:
+def _on_hosts(ctx: RoleContext[RunConfig], meeting: AbstractContextManager[Rendezvous]) -> int:
     """Whatever ends the ranks on one host ends them on all."""
-    place: Place | None = None
+    place: Rendezvous | None = None
     try:
         with meeting as place:
             code = _launch(ctx, place)
@@ -92,7 +92,7 @@ class _Ended(Exception):
         self.code = code
 
 
-def _launch(ctx: RoleContext[RunConfig], place: Place) -> int:
+def _launch(ctx: RoleContext[RunConfig], place: Rendezvous) -> int:
     """Start the ranks of this host and watch them to their end."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -126,7 +126,7 @@ def _launch(ctx: RoleContext[RunConfig], place: Place) -> int:
             return ExitCode.TERMINATED
 
 
-def _rendezvous_at(place: Place) -> str:
+def _rendezvous_at(place: Rendezvous) -> str:
     """Have torch's elastic launcher meet in a store that exists. Returns the name of the backend."""
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
     from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry

@@ -24,7 +24,7 @@ from stillhouse.buffer.server import JOURNAL, shard_folder
 from stillhouse.launch.buffer_link import BufferLink, read_address, read_listening
 from stillhouse.launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from stillhouse.launch.processes.backend import ProcessBackend
-from stillhouse.launch.processes.slots import Ending, Outcome, ServerAccount, Worker, said
+from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount, Worker, said
 from stillhouse.launch.report.figures import News, RunView, failures_text, learner_stats
 from stillhouse.launch.report.status import StatusView
 from stillhouse.launch.report.summary import Saved, save_error
@@ -59,7 +59,7 @@ when it failed, because its journal would bring it to the same failure again. Th
 when it was killed or failed after all workers were ready. Any other death ends the run."""
 
 
-class Supervisor(Watch):
+class RunSupervisor(Watch):
     """All processes of one run. `run` does everything."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Supervisor(Watch):
         self._hosts_said = ("", 0)
         self._unsaved: dict[Saved, float] = dict.fromkeys(UNSAVED, 0.0)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         """Start, watch, stop. Errors are not raised; they are in the outcome."""
         with self._signals, self._status:
             try:
@@ -97,7 +97,7 @@ class Supervisor(Watch):
             finally:
                 self._stop()
         assert self._ending is not None
-        return Outcome(
+        return RunOutcome(
             ending=self._after_all(self._ending),
             ready_s=self._ready_s,
             wall_s=time.monotonic() - self._plan.began_s,

@@ -17,14 +17,14 @@ from typing import ClassVar, Final
 
 from stillhouse.launch.buffer_link import BufferLink
 from stillhouse.launch.processes.activity import Patience
-from stillhouse.launch.processes.backend import Exited, Notice, ProcessBackend, Started
+from stillhouse.launch.processes.backend import Notice, ProcessBackend, WorkerExited, WorkerStarted
 from stillhouse.launch.processes.lifeline import sweep
 from stillhouse.launch.processes.slots import RESTART_WINDOW_S, Ending, RestartBudget, Worker, said
 from stillhouse.launch.report.figures import RunView
 from stillhouse.launch.report.status import StatusView
 from stillhouse.launch.report.summary import read_sample
 from stillhouse.launch.servers.attached import features_of_run
-from stillhouse.launch.servers.watch import ServerNews, ServerWatch
+from stillhouse.launch.servers.watch import ServerChange, ServerWatch
 from stillhouse.launch.terminal import StopRequests, said_of
 from stillhouse.launch.workers.crew import Crew
 from stillhouse.launch.workers.launch_plan import LaunchPlan
@@ -153,17 +153,17 @@ class Watch(ABC):
         """One iteration of the loop."""
         for event in self._backend.poll(timeout_s):
             match event:
-                case Started(name, incarnation, where):
+                case WorkerStarted(name, incarnation, where):
                     if (worker := self._crew.workers[name]).incarnation == incarnation:
                         worker.where, worker.started_s = where, time.monotonic()
-                case Exited():
+                case WorkerExited():
                     self._exited(event)
                 case Notice(text, fatal):
                     self._status.say(text)
                     if fatal:
                         self._end(text)
-        for news in self._servers.pump(restart=self._ending is None):
-            self._take_news(news)
+        for change in self._servers.pump(restart=self._ending is None):
+            self._take_change(change)
         now_s = time.monotonic()
         if self._signals.hung_up:
             self._signals.hung_up = False
@@ -178,7 +178,7 @@ class Watch(ABC):
             self._end_without_word(now_s)
         self._show(now_s)
 
-    def _exited(self, event: Exited) -> None:
+    def _exited(self, event: WorkerExited) -> None:
         worker = self._crew.workers[event.name]
         if worker.incarnation != event.incarnation:
             return
@@ -224,22 +224,24 @@ class Watch(ABC):
             del self._leavers[name]
             self._restart(self._crew.workers[name], ExitCode.OK)
 
-    def _take_news(self, news: ServerNews) -> None:
+    def _take_change(self, change: ServerChange) -> None:
         """Act on a change of a server. The worker of a dead server is asked to leave, and comes back with the new
         server."""
-        worker = self._crew.workers[news.worker]
+        worker = self._crew.workers[change.worker]
         if self._ending is not None:
             return
-        if news.kind == "up":
+        if change.kind == "up":
             for waiting in self._crew.workers.values():
                 if waiting.awaits_server:
                     self._crew.start(waiting)
             return
-        if news.kind == "given_up":
-            self._end(news.text, log=self._servers.log_name(news.worker))
+        if change.kind == "given_up":
+            self._end(change.text, log=self._servers.log_name(change.worker))
             return
-        log_name = self._servers.log_name(news.worker)
-        self._status.say(f"{news.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}")
+        log_name = self._servers.log_name(change.worker)
+        self._status.say(
+            f"{change.text}; the last lines of {log_name}.log:\n{self._folder.log_tail(log_name, lines=5)}"
+        )
         if worker.running:
             worker.excused = True
             worker.kill_at_s = time.monotonic() + self._crew.grace_s(worker)

@@ -19,7 +19,7 @@ from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.machine.machine import Interpreters, Look, Machine, pretended_machine
+from stillhouse.launch.machine.machine import InstalledPackages, Interpreters, Machine, pretended_machine
 from stillhouse.launch.machine.torch_build import TorchBuild, constants
 from stillhouse.launch.workers.start_role import StartRole
 from stillhouse.weights.config import WeightsConfig
@@ -35,9 +35,9 @@ class Installed(Interpreters):
     """What the learner's interpreter has, and that of the servers (the same file here, which is no matter)."""
 
     def __init__(self, own: TorchBuild = CUDA_12, servers: TorchBuild = CUDA_12, missing: tuple[str, ...] = ()) -> None:
-        self._given, self._look = own, Look(missing=missing, torch=servers)
+        self._given, self._look = own, InstalledPackages(missing=missing, torch=servers)
 
-    def look(self, python: Path, modules: tuple[str, ...] = ()) -> Look:
+    def look(self, python: Path, modules: tuple[str, ...] = ()) -> InstalledPackages:
         return self._look
 
     def own(self) -> TorchBuild:

@@ -16,7 +16,7 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError, LaunchError
 from stillhouse.launch.join.command import main as join_main
-from stillhouse.launch.join.command import parse_join, point_to_keys
+from stillhouse.launch.join.command import point_to_keys
 from stillhouse.launch.join.export import export
 from stillhouse.launch.join.export import main as export_main
 from stillhouse.launch.join.target import find_target
@@ -102,12 +102,6 @@ def test_a_join_finds_the_keys_of_a_run_folder_that_is_mounted_under_another_pat
     (tmp_path / "here").rename(tmp_path / "there")
     there = tmp_path / "there" / "run"
     assert (there / "joined" / "late" / KEYS / "server.key").read_bytes() == (there / KEYS / "server.key").read_bytes()
-
-
-@pytest.mark.parametrize("words", [["--wait-s", "3600"], ["--wait_s=0"]])
-def test_waiting_inside_a_join_is_refused_by_name_with_what_to_do(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"--wait-s: was removed.*--name-prefix.*docs/hosts\.md"):
-        parse_join(["run", *words])
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.processes.slots import Ending, Outcome
+from stillhouse.launch.processes.slots import Ending, RunOutcome
 from stillhouse.launch.report.summary import Summary, add_teachers, write_summary
 from stillhouse.launch.report.summary_table import print_summary
 from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
@@ -64,9 +64,9 @@ def snapshot(tokens: LedgerCounts = TOKENS, step: int = 12) -> Snapshot:
     )
 
 
-def outcome(ending: Ending, last_seen: Snapshot | None = None) -> Outcome:
+def outcome(ending: Ending, last_seen: Snapshot | None = None) -> RunOutcome:
     exit_codes = {"buffer-0": [0], "learner-0": [0], "actor-0": [0], "actor-1": [-9, 0]}
-    return Outcome(ending, 4.5, 61.0, 123456, last_seen, {"actor-1": 1}, exit_codes)
+    return RunOutcome(ending, 4.5, 61.0, 123456, last_seen, {"actor-1": 1}, exit_codes)
 
 
 WELL = Ending(True, "all steps are made", 0)

@@ -15,7 +15,7 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.processes.slots import RestartBudget
 from stillhouse.launch.servers.plan import ServerPlan
-from stillhouse.launch.servers.watch import ServerNews, ServerWatch
+from stillhouse.launch.servers.watch import ServerChange, ServerWatch
 from tests.patience import PATIENCE_S, Limit
 
 PROGRAM = """
@@ -104,7 +104,7 @@ def test_a_server_of_another_engine_is_started_watched_and_replaced(tmp_path: Pa
     plan = plan_of("actor-0")
     config = build(RunConfig, {"launch": {"restart_backoff_s": 0.01}})
     watch = ServerWatch([plan], config, tmp_path, RestartBudget(config.launch), "its-key", shared=shared)
-    news: list[ServerNews] = []
+    news: list[ServerChange] = []
 
     def until_up(times: int) -> None:
         limit = Limit()

@@ -15,7 +15,7 @@ from stillhouse import builtin
 from stillhouse.engines.provider import Launch
 from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.launch.servers.plan import ServerPlan
-from stillhouse.launch.servers.processes import Event, Exited, ServerProcesses, Started
+from stillhouse.launch.servers.processes import Event, ServerExited, ServerProcesses, ServerStarted
 from stillhouse.protocol.addresses import free_port
 from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
@@ -56,7 +56,7 @@ class Watched:
 
     def until_exited(self, name: str) -> int:
         def codes() -> list[int]:
-            return [event.code for event in self.events if isinstance(event, Exited) and event.name == name]
+            return [event.code for event in self.events if isinstance(event, ServerExited) and event.name == name]
 
         self._until(lambda: bool(codes()), f"{name} to exit")
         return codes()[-1]
@@ -84,7 +84,7 @@ def test_forked_servers_answer_who_has_the_key_and_keep_it_out_of_their_logs(wat
         watched.until_answers(port)
         assert not answers("127.0.0.1", port, "another key")
     assert {event.name for event in watched.events} == {"server-actor-0", "server-teacher-0"}
-    assert all(isinstance(event, Started) for event in watched.events)
+    assert all(isinstance(event, ServerStarted) for event in watched.events)
     watched.processes.stop("server-actor-0")
     assert watched.until_exited("server-actor-0") in (0, -signal.SIGTERM)
     log = watched.log_dir / "server-teacher-0.log"

@@ -17,7 +17,7 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.workers import hosts
-from stillhouse.launch.workers.hosts import CARD, FolderElsewhere, HostsMissing, Place, joined, led, read_card
+from stillhouse.launch.workers.hosts import CARD, FolderElsewhere, HostsMissing, Rendezvous, joined, led, read_card
 from stillhouse.protocol.context import RoleContext
 from tests.patience import PATIENCE_S, eventually
 
@@ -47,7 +47,7 @@ class Meeting:
     """Both sides in threads of this process."""
 
     def __init__(self) -> None:
-        self.places: list[Place] = []
+        self.places: list[Rendezvous] = []
         self.errors: list[BaseException] = []
         self.over = [threading.Event() for _ in range(4)]
         self.threads: list[threading.Thread] = []
