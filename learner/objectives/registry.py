@@ -59,8 +59,6 @@ class Group(NamedTuple):
     """Base class of the members' options."""
     sections: Mapping[str, type[Member]] = {}
     """Options of built-in members that need more than the base."""
-    former: Mapping[str, str] = {}
-    """Names of former versions -> what to write instead."""
 
     def section(self, name: str) -> type[Member]:
         """Options of a built-in member."""
@@ -96,8 +94,6 @@ COST_TRANSFORMS = Group(
 )
 """Changes of costs of sampled tokens: `learner.objectives.sampled.CostTransformFn`."""
 
-_REJECTED = "rejection = {{ name = '{}', low, high }} with importance = {{ name = '{}', cap = high }}"
-
 IMPORTANCE = Group(
     "importance",
     "stillhouse.importance",
@@ -117,11 +113,6 @@ IMPORTANCE = Group(
         "ppo": Clipped,
         "gspo": Gspo,
         "decoupled": Decoupled,
-    },
-    former={
-        "masked": _REJECTED.format("token", "truncated"),
-        "sequence_masked": _REJECTED.format("sequence", "sequence"),
-        "geometric_masked": _REJECTED.format("geometric", "geometric"),
     },
 )
 """Weights of tokens from an older policy: `learner.objectives.importance.ImportanceFn`."""
@@ -289,8 +280,6 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
     known = known_members(group)
     if name in known:
         return known[name]
-    if name in group.former:
-        raise ValueError(f"{group.key} = {name!r}: is {group.former[name]} now")
     names = [*known, *others]
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     nearest = f"; did you mean {close[0]!r}?" if close else ";"

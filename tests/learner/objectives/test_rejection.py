@@ -16,7 +16,7 @@ from stillhouse.learner.objectives import rejection
 from stillhouse.learner.objectives.importance import TokenRatios
 from stillhouse.learner.objectives.losses import LossTerms, TokenInputs, make_objective, token_loss
 from stillhouse.learner.objectives.options import RatioBounds
-from stillhouse.learner.objectives.registry import IMPORTANCE, REJECTIONS, find_member
+from stillhouse.learner.objectives.registry import REJECTIONS, find_member
 from tests.learner.objectives.test_losses import token_inputs
 from tests.learner.settings import objective_config
 
@@ -97,10 +97,3 @@ def test_rejections_said_to_be_a_tokens_own_are_worked_out_token_by_token(name: 
 
     alone_N = torch.cat([rejected(slice(t, t + 1)) for t in range(12)])
     assert (member in rejection.TOKEN_LOCAL) == torch.equal(rejected(slice(None)), alone_N)
-
-
-@pytest.mark.parametrize("name", ["masked", "sequence_masked", "geometric_masked"])
-def test_masks_of_before_are_refused_with_what_to_write(name: str) -> None:
-    level = name.removesuffix("masked").removesuffix("_") or "token"
-    with pytest.raises(ValueError, match=rf"importance = '{name}': is rejection = .* name = '{level}', low, high"):
-        find_member(IMPORTANCE, name)
