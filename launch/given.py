@@ -41,7 +41,7 @@ DATA: Final = "data"
 """Stands for a teacher where there is none."""
 
 
-class Scores(NamedTuple):
+class RowScores(NamedTuple):
     """What a teacher says of one sequence of n tokens."""
 
     logprobs: np.ndarray[Any, Any]
@@ -156,7 +156,7 @@ def _lines(
 
 
 def _items(
-    lines: Iterator[tuple[str, str, Line]], score: Callable[[Sequence[Line]], list[Scores]], *, at_once: int
+    lines: Iterator[tuple[str, str, Line]], score: Callable[[Sequence[Line]], list[RowScores]], *, at_once: int
 ) -> Iterator[Rollout]:
     """`at_once`: lines to score together."""
     while some := list(islice(lines, at_once)):
@@ -164,7 +164,7 @@ def _items(
         yield from (_rollout(*named, scores) for named, scores in zip(some, scored, strict=True))
 
 
-def _rollout(rollout_id: str, tag: str, line: Line, scores: Scores) -> Rollout:
+def _rollout(rollout_id: str, tag: str, line: Line, scores: RowScores) -> Rollout:
     n = len(line.token_ids)
     mask = np.zeros(n, np.uint8)
     for start, end in line.answers:
@@ -194,9 +194,9 @@ def _rollout(rollout_id: str, tag: str, line: Line, scores: Scores) -> Rollout:
     return Rollout(item, tuple(arrays))
 
 
-def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[Scores]]:
+def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[RowScores]]:
     if not config.teacher.sends.distributions:
-        return lambda lines: [Scores(np.zeros(len(line.token_ids), np.float32)) for line in lines]
+        return lambda lines: [RowScores(np.zeros(len(line.token_ids), np.float32)) for line in lines]
     from stillhouse.engines.base import ScoreRequest
     from stillhouse.engines.torch.scorer import TorchScorer
     from stillhouse.protocol.handshake import vocab_tokens
@@ -205,17 +205,17 @@ def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], lis
     encoder = config.teacher.sends.encoder(scorer, vocab_tokens(tokenizer.get_vocab()))
     assert encoder is not None
 
-    def score(lines: Sequence[Line]) -> list[Scores]:
+    def score(lines: Sequence[Line]) -> list[RowScores]:
         requests = [ScoreRequest(line.token_ids[:end], start) for line in lines for start, end in line.answers]
         results = iter(scorer.score(requests, encoder.options))
-        scored: list[Scores] = []
+        scored: list[RowScores] = []
         for line in lines:
             logprobs = np.zeros(len(line.token_ids), np.float32)
             payloads = list[bytes]()
             for (start, end), result in zip(line.answers, results, strict=False):
                 logprobs[start:end] = result.logprobs
                 payloads.append(encoder.encode(result, slice(None), None))
-            scored.append(Scores(logprobs, tuple(payloads)))
+            scored.append(RowScores(logprobs, tuple(payloads)))
         return scored
 
     return score
