@@ -15,6 +15,7 @@ from stillhouse.engines.provider import ModelShape
 from stillhouse.launch.checks.memory import Need, learner_need, shape_of
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
+from stillhouse.launch.machine.devices import fill_dtype
 
 RANKS: Final = (1, 8, 64)
 COMMON: Final[dict[str, Any]] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -61,7 +62,8 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
 def need_of(shape: ModelShape, settings: dict[str, Any], ranks: int, pack_tokens: int) -> Need:
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
     learner = {**settings.get("learner", {}), "ranks": ranks, "pack_tokens": pack_tokens}
-    return learner_need(build(RunConfig, {"models": models, **settings, "learner": learner}), shape, "nccl")
+    config = build(RunConfig, {"models": models, **settings, "learner": learner})
+    return learner_need(fill_dtype(config, "cuda"), shape, "nccl")
 
 
 def main() -> int:
