@@ -95,6 +95,7 @@ FLASHINFER: Final = "flashinfer"
 FA3: Final = "sgl_kernel/flash_ops"
 """A file, which has the kernels of FlashAttention 3."""
 FLASHINFER_SWITCH: Final = "SGLANG_IS_FLASHINFER_AVAILABLE"
+"""SGLang's own variable by which an installed flashinfer is not used."""
 SHARED_FRACTION: Final = 0.95
 """--mem-fraction-static on a GPU that others use as well: what limits the cache there is --max-total-tokens."""
 SHARED_CHUNK: Final = 2048
@@ -102,6 +103,7 @@ SHARED_CHUNK: Final = 2048
 LOGPROB_ROWS: Final = 2048
 """Rows whose log-probs SGLang computes at one time (SGLANG_LOGPROB_CHUNK_SIZE)."""
 SAMPLED_ROWS: Final = 256
+"""Requests that are counted to be sampled at one time."""
 FROM_LOGITS: Final = 2.6
 """Logits in float32 and what is computed from them, relative to the logits."""
 BY_GPU: Final = ((20, 2048, 8), (35, 4096, 48), (60, 4096, 32), (160, 8192, 256), (float("inf"), 16384, 512))
@@ -228,10 +230,8 @@ class SGLangServers(ServerEngine):
         trtllm_mha, which is flashinfer's (0.5.23, `get_default_attn_backend`). Where both are there it may."""
         if server.device != "cuda" or value_of(server.args, ATTENTION):
             return ()
-        flashinfer = FLASHINFER not in look.missing and os.environ.get(FLASHINFER_SWITCH, "true").lower() in (
-            "true",
-            "1",
-        )
+        switched_off = os.environ.get(FLASHINFER_SWITCH, "true").lower() not in ("true", "1")
+        flashinfer = FLASHINFER not in look.missing and not switched_off
         if flashinfer and FA3 not in look.missing:
             return ()
         return ATTENTION.names[0], FLASHINFER if flashinfer else "triton"

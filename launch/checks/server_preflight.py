@@ -58,9 +58,8 @@ class Found(NamedTuple):
     def _order(self) -> Iterator[str]:
         """The order of start on each GPU that servers share."""
         seats = self.placement.places.seats
-        for gpu, name in {
-            gpu: name for plan in self.plans for gpu, name in zip(plan.devices, plan.gpus, strict=True)
-        }.items():
+        names = {gpu: name for plan in self.plans for gpu, name in zip(plan.devices, plan.gpus, strict=True)}
+        for gpu, name in names.items():
             here = [plan.name for plan in self.plans if gpu in plan.devices]
             others = [who for who, seat in seats.items() if seat == gpu]
             if len(here) > 1 or others:
@@ -110,9 +109,8 @@ def check_servers(
             memory, too_large, limits = estimate(config, machine, placement)
             mistakes += too_large
             plans = plan_servers(config, machine.gpus, placement.places.servers, _added(config, interpreters, limits))
-            plans = tuple(
-                sorted(plans, key=lambda plan: list(limits).index(plan.worker) if plan.worker in limits else -1)
-            )
+            order = {worker: place for place, worker in enumerate(limits)}
+            plans = tuple(sorted(plans, key=lambda plan: order.get(plan.worker, -1)))
             config = replace(config, weights=replace(config.weights, backend=placement.weights.backend))
     return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
 
