@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_teacher_allocates_what_is_counted_for_it(tmp_path: Path, name: str) -> None:
     """Three chunks of logits: those of one are gone when the next ones come."""
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[name], **heads, max_position_embeddings=1024)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)
