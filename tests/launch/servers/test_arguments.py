@@ -16,7 +16,7 @@ from stillhouse.engines.sglang.features import Features, ServerMismatch, check_l
 from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, SGLangServers, value_of
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.machine.machine import Interpreters, Look
+from stillhouse.launch.machine.machine import InstalledPackages, Interpreters
 from stillhouse.launch.servers.plan import contradictions, nccl_environment, server_environment
 from tests.server_features import CAPABLE
 
@@ -84,8 +84,8 @@ def test_what_fits_is_left_to_sglang() -> None:
     assert value_of(["--mem-fraction=0.3"], FRACTION) == "0.3"
 
 
-def looked(*missing: str) -> Look:
-    return Look(missing=missing)
+def looked(*missing: str) -> InstalledPackages:
+    return InstalledPackages(missing=missing)
 
 
 @pytest.mark.parametrize(
