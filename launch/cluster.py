@@ -27,7 +27,7 @@ COMMANDS = {
     "try": "tools.try_environment",
     "doctor": "tools.doctor.command",
     "completion": "tools.completion",
-    "write": "launch.write",
+    "write": "tools.write.command",
     "replay": "replay.command",
     "export-model": "learner.export",
     "builtin": "builtin.command",

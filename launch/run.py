@@ -19,19 +19,18 @@ from pathlib import Path
 import psutil
 
 from stillhouse.launch.checks import preflight
-from stillhouse.launch.checks.environment_servers import check_environment_servers, silent_servers
-from stillhouse.launch.checks.memory import TIGHT
+from stillhouse.launch.checks.finding import Case
 from stillhouse.launch.checks.preflight import Checked, check_recorded
+from stillhouse.launch.checks.table import examined
 from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.help import help_text
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.errors import LaunchError, interrupted, refuse
+from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
 from stillhouse.launch.machine.machine import pretended_machine
 from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.report.figures import plural
-from stillhouse.launch.report.prometheus import PublishedStatus
 from stillhouse.launch.report.status import make_status
 from stillhouse.launch.report.summary import add_teachers, write_summary
 from stillhouse.launch.report.summary_table import print_summary
@@ -91,30 +90,28 @@ def _on_ray(line: CommandLine, config: RunConfig, stack: ExitStack) -> tuple[Run
 def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, began_s: float) -> int:
     """Check everything, and start the run unless only the check was asked for."""
     checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)
-    for warning in checked.warnings:
-        print(f"stillhouse: warning: {warning}", file=sys.stderr)
     check_recorded(checked.config, resume=line.resume)
     check_store(checked.config, resume=line.resume)
+    path = choose_path(line.run_dir, resume=line.resume, name=line.name)
+    here = not line.gpus and config.launch.backend == "local"
+    findings, refusing = examined(Case(checked.config, path, checked), here=here)
     if line.check:
-        for silent in () if line.gpus else silent_servers(checked.config):
-            print(f"stillhouse: warning: {silent}; a start would be refused", file=sys.stderr)
-        found = _found(line, checked.config)
-        from stillhouse.launch.checks.check_command import (
-            check_run,  # imports torch, which the launcher itself does without
-        )
+        from stillhouse.launch.checks.check_command import check_run  # imports torch, which the launcher does without
 
+        found = _found(line, checked.config)
         print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
-        print(*check_run(checked.config, devices=not line.gpus), sep="\n")
-        for text in checked.servers.report():
-            print(text)
-        print("configuration, models and prompts are fine; nothing was started")
+        findings = [*check_run(checked.config, devices=not line.gpus), *findings]
+        for finding in findings:
+            print(finding.text() if finding.status == "ok" else f"{finding.status}: {finding.text()}")
+        wrong = "; a start would be refused" if refusing else ""
+        print(f"configuration, models and prompts are fine; nothing was started{wrong}")
         return 0
-    check_environment_servers(checked.config)
-    for text in checked.servers.memory:
-        if text.endswith(TIGHT):
-            print(f"stillhouse: warning: {text}", file=sys.stderr)
-    path = choose_path(line.run_dir, resume=True, name=line.name) if line.resume else line.run_dir
-    with held_store(checked.config, path, resume=line.resume) as store:
+    if refusing:
+        raise ConfigError(*(finding.text() for finding in refusing))
+    for finding in findings:
+        if finding.status in ("warning", "failed"):
+            print(f"stillhouse: warning: {finding.text()}", file=sys.stderr)
+    with held_store(checked.config, path if line.resume else line.run_dir, resume=line.resume) as store:
         return _launch(line, checked, make_backend, began_s, store)
 
 
@@ -172,6 +169,8 @@ def run(
         put_run(store.owner, folder)
     status = make_status(config.launch.status, config.launch.status_every_s)
     if config.launch.prometheus:
+        from stillhouse.launch.report.prometheus import PublishedStatus
+
         status = PublishedStatus(status, folder.record.name, config.launch.prometheus)
     backend = make_backend(plan, folder)
     status.say(_headline(config, folder, backend.elsewhere, resume=plan.resume))

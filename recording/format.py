@@ -53,7 +53,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the vocabulary, without which token ids mean nothing."""
     writer: Writer
     """`teacher`: written by the teachers' checkpoint, which was never trained (`stillhouse write`). `data`: text
-    that was there (`launch.given`); who sampled it is not known, so its behaviour log-probs are 0."""
+    that was there (`tools.write.given`); who sampled it is not known, so its behaviour log-probs are 0."""
     config_digest: str
     config: dict[str, Any]
     """The run's configuration as plain values, from which a replay starts."""

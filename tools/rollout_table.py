@@ -13,7 +13,7 @@ from stillhouse.models.files import TokenizerError
 from stillhouse.recording.reader import Recording
 from stillhouse.tools.view.command import find_record
 from stillhouse.tools.view.rollouts import Read, find_rollouts, read
-from stillhouse.tools.view.vocabulary import Decoder, open_decoder
+from stillhouse.tools.view.vocabulary import TextDecoder, open_decoder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -47,7 +47,7 @@ def rollout_table(run: Path) -> Dataset:
     return Dataset(pyarrow.concat_tables(parts))
 
 
-def _decoder(recording: Recording) -> Decoder | None:
+def _decoder(recording: Recording) -> TextDecoder | None:
     """None: the student's tokenizer is not there, and the texts are empty."""
     try:
         return open_decoder(
@@ -57,7 +57,7 @@ def _decoder(recording: Recording) -> Decoder | None:
         return None
 
 
-def _row(one: Read, decoder: Decoder | None) -> dict[str, Any]:
+def _row(one: Read, decoder: TextDecoder | None) -> dict[str, Any]:
     item, ids = one.item, one.ids_L.tolist()
 
     def text(some: list[int]) -> str | None:

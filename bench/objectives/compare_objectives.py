@@ -3,9 +3,9 @@
     python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness] [--seeds 3] [--steps 150]
         [--jobs 1]
 
-Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows launch.write, and
-replay on what the teacher wrote. A run that ended well there is not
-made again, so that the grid can be stopped (Ctrl-C) and gone on with; whatever is there is written to --report
+Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows stillhouse write,
+and replay on what the teacher wrote. A run that ended well there is not made again,
+so that the grid can be stopped (Ctrl-C) and gone on with; whatever is there is written to --report
 (docs/results/objectives.md) after every run.
 """
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.actors.rewards.answer import AnswerCheck
 from stillhouse.launch.checks.architectures import architectures
+from stillhouse.launch.checks.finding import Case, Finding, Status
 from stillhouse.launch.checks.model_files import check_weights, has_no_weights
 from stillhouse.launch.config.consistency import teacher_window
 from stillhouse.launch.config.pools import teacher_pools
@@ -57,11 +58,16 @@ class PromptRows(NamedTuple):
     """Those of the usable prompts that are in the run's environment."""
 
 
-def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
-    """Return lines to print. `config`: as preflight resolved it. `devices`: check that torch finds the devices on this
-    machine. Raises ConfigError with all mistakes."""
+def prompts(case: Case) -> Iterator[Finding]:
+    """For the doctor."""
+    return check_run(case.checked.config)
+
+
+def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
+    """`config`: as preflight resolved it. `devices`: check that torch finds the devices on this machine. Raises
+    ConfigError with all mistakes, after all findings."""
     mistakes = [*(_devices(config) if devices else ()), *architectures(config)]
-    lines = list(_models(config))
+    yield from _models(config)
     try:
         tokenizer = load_tokenizer(config.models.student)
     except TokenizerError as error:
@@ -82,14 +88,17 @@ def check_run(config: RunConfig, *, devices: bool = True) -> list[str]:
             dropped = ", ".join(f"{n} {reason} ({rows.details[reason]})" for reason, n in rows.dropped.items())
             mistakes.append(f"{key}: none of the {rows.read:,} rows that were read is usable: {dropped}")
             continue
-        lines += _describe(key, rows, tokenizer)
-        lines += _reward(rows, config)
+        yield from _describe(key, rows, tokenizer)
+        yield from _reward(key, rows, config)
         if key == "learner.tasks.prompts" and not tasks.eval_prompts and config.learner.eval_every:
-            lines += _held_out(rows.rows, tasks)
+            yield from _held_out(key, rows.rows, tasks)
         mistakes += _too_long_for_teachers(key, rows, config)
     if mistakes:
         raise ConfigError(*mistakes)
-    return lines
+
+
+def _found(subject: str, measured: str, status: Status = "ok", advice: str = "") -> Finding:
+    return Finding(check="prompts", subject=subject, status=status, measured=measured, advice=advice)
 
 
 def read_rows(
@@ -120,63 +129,74 @@ def read_rows(
     return found
 
 
-def _describe(key: str, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _describe(key: str, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     of = "" if rows.read == rows.rows else f" of {rows.rows:,}, at equal distances"
-    yield f"{key}: {rows.path}: {rows.read:,} rows read{of}, {len(rows.lengths):,} of them can be used"
+    yield _found(key, f"{rows.path}: {rows.read:,} rows read{of}, {len(rows.lengths):,} of them can be used")
     for reason, n in rows.dropped.items():
-        yield f"  dropped: {n:,} {reason}, the first: {rows.details[reason]}"
-    yield f"  tokens per prompt: {_spread(rows.lengths)}"
+        advice = "correct the rows, or the limit that is named"
+        yield _found(key, f"dropped: {n:,} {reason}, the first: {rows.details[reason]}", "warning", advice)
+    yield _found(key, f"tokens per prompt: {_spread(rows.lengths)}")
     if rows.teacher_lengths != rows.lengths:
-        yield f"  what teachers read: {_spread(rows.teacher_lengths)}"
+        yield _found(key, f"what teachers read: {_spread(rows.teacher_lengths)}")
     assert rows.first is not None and rows.first.ids is not None
-    yield from _shown("the first prompt", rows.first.ids.tolist(), tokenizer)
+    yield from _shown(key, "the first prompt", rows.first.ids.tolist(), tokenizer)
     if len(rows.first.teacher_ids):
-        yield from _shown("what teachers read of it", rows.first.teacher_ids.tolist(), tokenizer)
+        yield from _shown(key, "what teachers read of it", rows.first.teacher_ids.tolist(), tokenizer)
 
 
-def _reward(rows: PromptRows, config: RunConfig) -> Iterator[str]:
+def _reward(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
     """What judges the rows, and how many of their ground truths it can read."""
     name, all_rows = config.learner.tasks.env, len(rows.ground_truths)
     if not all_rows:
         return
     n_there = sum(truth is not None for truth in rows.ground_truths)
+    there = f"{n_there:,} of {all_rows:,} rows have a ground_truth"
     environment = config.environments.get(name)
     options = environment.options if environment is not None else {}
     if environment is None or environment.name != "single_turn":
-        yield f"  reward: that of the environment {name}; {n_there:,} of {all_rows:,} rows have a ground_truth"
+        yield _found(key, f"reward: that of the environment {name}; {there}")
         return
     reward = str(options.get("reward", "answer"))
     if reward != "answer" or {"reward_options", "answer_pattern"} & options.keys():
-        yield f"  reward: {reward} of single_turn; {n_there:,} of {all_rows:,} rows have a ground_truth"
+        yield _found(key, f"reward: {reward} of single_turn; {there}")
         return
     check = AnswerCheck()
     readable = sum(check.reward(f"#{truth}", truth) == 1.0 for truth in rows.ground_truths)
-    yield (
-        f"  reward: answer of single_turn, 1 for the right number behind the last #; it can read the ground_truth of "
-        f"{readable:,} of {all_rows:,} rows"
+    yield _found(
+        key,
+        "reward: answer of single_turn, 1 for the right number behind the last #; it can read the ground_truth of "
+        f"{readable:,} of {all_rows:,} rows",
     )
     if readable < n_there:
         other = next(t for t in rows.ground_truths if t is not None and check.reward(f"#{t}", t) != 1.0)
-        yield (
-            f"  warning: {n_there - readable:,} ground truths are no numbers, the first is {other:.60}: their rewards "
-            "are always 0; another reward or answer_pattern reads them (docs/rewards.md)"
+        yield _found(
+            key,
+            f"{n_there - readable:,} ground truths are no numbers, the first is {other:.60}: their rewards are always "
+            "0",
+            "warning",
+            "another reward or answer_pattern reads them (docs/rewards.md)",
         )
 
 
-def _held_out(n_rows: int, tasks: TaskConfig) -> Iterator[str]:
+def _held_out(key: str, n_rows: int, tasks: TaskConfig) -> Iterator[Finding]:
     """How many rows an evaluation has, and a warning where it was to have more."""
     n, asked = n_held_out(n_rows, tasks.eval_share, tasks.eval_prompts_needed), tasks.eval_prompts_needed
-    yield f"  held out for evaluation: {n:,} of {n_rows:,} rows (learner.tasks.eval_share = {tasks.eval_share:g})"
+    yield _found(
+        key, f"held out for evaluation: {n:,} of {n_rows:,} rows (learner.tasks.eval_share = {tasks.eval_share:g})"
+    )
     if n < asked:
-        yield (
-            f"  warning: {asked:,} evaluation prompts were asked for (greedy {tasks.eval_greedy}, sampled "
-            f"{tasks.eval_sampled}), {n:,} are held out; eval_share = {min(0.5, asked / n_rows):.2g} gives more"
+        yield _found(
+            key,
+            f"{asked:,} evaluation prompts were asked for (greedy {tasks.eval_greedy}, sampled "
+            f"{tasks.eval_sampled}), {n:,} are held out",
+            "warning",
+            f"eval_share = {min(0.5, asked / n_rows):.2g} gives more",
         )
 
 
-def _shown(name: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    yield f"  {name}, as rendered: {tokenizer.decode(ids)!r}"
-    yield f"  its {len(ids)} token ids: {' '.join(map(str, ids))}"
+def _shown(key: str, name: str, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    yield _found(key, f"{name}, as rendered: {tokenizer.decode(ids)!r}")
+    yield _found(key, f"its {len(ids)} token ids: {' '.join(map(str, ids))}")
 
 
 def _spread(lengths: list[int]) -> str:
@@ -197,15 +217,14 @@ def _too_long_for_teachers(key: str, rows: PromptRows, config: RunConfig) -> Ite
             )
 
 
-def _models(config: RunConfig) -> Iterator[str]:
+def _models(config: RunConfig) -> Iterator[Finding]:
     named = {"models.student": config.models.student}
     named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
     for key, name in named.items():
         size = check_weights(key, Path(name)).parameters
-        there = f", {size / 1e6:,.1f} million parameters" if size else ""
+        yield _found(key, f"{name}, {size / 1e6:,.1f} million parameters" if size else name)
         if not size and has_no_weights(Path(name)):
-            there = "; warning: it has no weights: this plan is from config.json alone, and a run needs them"
-        yield f"{key}: {name}{there}"
+            yield _found(key, "it has no weights: this plan is from config.json alone, and a run needs them", "warning")
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

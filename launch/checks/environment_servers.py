@@ -10,14 +10,16 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from stillhouse.actors.envs.registry import UnknownEnvironment, find_environment
+from stillhouse.launch.checks.finding import Case, Finding, Impossible
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
 
 WAIT_S: Final = 5.0
+JUDGE: Final = "start the judge's server before the run"
 PORTS: Final = {"http": 80, "https": 443}
 
 
-class Server(NamedTuple):
+class EnvironmentServer(NamedTuple):
     """A server that an environment needs."""
 
     key: str
@@ -29,23 +31,33 @@ class Server(NamedTuple):
 
 def check_environment_servers(config: RunConfig) -> None:
     """Raises ConfigError with all servers at whose address nothing listens."""
-    if mistakes := silent_servers(config):
-        raise ConfigError(*mistakes)
+    if silent := [one for one in _asked(config) if one.status == "failed"]:
+        raise ConfigError(*(one.text() for one in silent))
 
 
-def silent_servers(config: RunConfig) -> list[str]:
-    """A line for each server at whose address nothing listens. Nothing is asked where the actors of the run are on
-    other machines."""
+def environment_servers(case: Case) -> Iterator[Finding]:
+    """Whether something listens at each address."""
+    if not (findings := list(_asked(case.config))):
+        raise Impossible("no environment and no judge of this run is on a server that this machine must reach")
+    yield from findings
+
+
+def _asked(config: RunConfig) -> Iterator[Finding]:
+    """Nothing is asked where the actors of the run are on other machines."""
     if config.launch.backend != "local" or not config.actors:
-        return []
-    return [
-        f"{one.key}: nothing answers at {_shown(one.address)} ({error}); {one.start}"
-        for one in _servers(config)
-        if (error := _silent(one.address))
-    ]
+        return
+    for one in _servers(config):
+        error, at = _silent(one.address), _shown(one.address)
+        yield Finding(
+            check="environment servers",
+            subject=one.key,
+            status="failed" if error else "ok",
+            measured=f"nothing answers at {at} ({error})" if error else f"something listens at {at}",
+            advice=one.start,
+        )
 
 
-def _servers(config: RunConfig) -> Iterator[Server]:
+def _servers(config: RunConfig) -> Iterator[EnvironmentServer]:
     """Those that the environments of the run name, by an option that the environment's `server` tells, and judges."""
     for name, environment in config.environments.items():
         key, options = f"actor.environments.{name}.options", environment.options
@@ -55,13 +67,13 @@ def _servers(config: RunConfig) -> Iterator[Server]:
             continue
         match declared:
             case (str(option), str(start)) if isinstance(options.get(option), str) and options[option]:
-                yield Server(f"{key}.{option}", options[option], f"start it before the run: {start}")
+                yield EnvironmentServer(f"{key}.{option}", options[option], f"start it before the run: {start}")
             case _:
                 pass
         match options:
             case {"reward": "judge", "reward_options": Mapping() as of_judge}:
                 url = cast("Mapping[str, Any]", of_judge).get("base_url")
-                yield Server(f"{key}.reward_options.base_url", str(url), "start the judge's server before the run")
+                yield EnvironmentServer(f"{key}.reward_options.base_url", str(url), JUDGE)
             case _:
                 pass
 

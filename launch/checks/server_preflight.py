@@ -52,8 +52,7 @@ class Found(NamedTuple):
         for plan in self.plans:
             added = f", with {' '.join(plan.added)}" if plan.added else ""
             lines.append(f"{plan.name}: on {plan.place}, by {plan.launch.python}{added}")
-        text = self.placement.text
-        return [*lines, text, *self._order(), *self.memory, *(f"not on this machine: {one}" for one in self.not_here)]
+        return [*lines, self.placement.text or "devices are chosen by each worker", *self._order()]
 
     def _order(self) -> Iterator[str]:
         """The order of start on each GPU that servers share."""

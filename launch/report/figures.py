@@ -315,7 +315,7 @@ def failures_text(snapshot: Snapshot | None) -> str:
     return f"{sum(each.n for each in snapshot.failures):,}, newest {newest.reason}: {newest.newest}"
 
 
-class News:
+class Announcements:
     """Compares snapshots and reports, once each, workers that join or leave, the first failure of each kind, and
     trackers that lose rows."""
 

@@ -25,7 +25,7 @@ from stillhouse.launch.buffer_link import BufferLink, read_address, read_listeni
 from stillhouse.launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from stillhouse.launch.processes.backend import ProcessBackend
 from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount, Worker, said
-from stillhouse.launch.report.figures import News, RunView, failures_text, learner_stats
+from stillhouse.launch.report.figures import Announcements, RunView, failures_text, learner_stats
 from stillhouse.launch.report.status import StatusView
 from stillhouse.launch.report.summary import Saved, save_error
 from stillhouse.launch.store_guard import StoreGuard
@@ -78,7 +78,7 @@ class RunSupervisor(Watch):
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
         self._store = store
-        self._news = News(self._crew.workers)
+        self._news = Announcements(self._crew.workers)
         self._memory = MemoryGauge()
         self._activities = {buffer.name: Activity() for buffer in self._buffers}
         self._buffer_looked_s = self._hosts_looked_s = 0.0

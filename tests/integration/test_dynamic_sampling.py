@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stillhouse import builtin
-from stillhouse.tools.audit.record import Batch, RecordFile
+from stillhouse.tools.audit.record import RecordedBatch, RecordFile
 from tests.integration.conftest import Launched
 from tests.integration.test_exactly_once import fates, interrupt
 from tests.integration.test_whole_run import assert_balanced
@@ -89,7 +89,7 @@ def test_groups_of_equal_rewards_are_dropped_and_truncated_rollouts_masked_as_th
     fates, rewards, trained = dict[str, tuple[str, str]](), defaultdict[int, set[float | None]](set), Counter[str]()
     with RecordFile(run.record) as file:
         for place in file.places():
-            if not isinstance(batch := place.record, Batch):
+            if not isinstance(batch := place.record, RecordedBatch):
                 continue
             for one in batch.settled or ():
                 (rollout_id,) = (i for i in said if i.startswith(f"train-{one.task_id}-{one.sample_index}-"))

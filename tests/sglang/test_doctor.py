@@ -8,9 +8,9 @@ import msgspec
 import psutil
 import pytest
 
+from stillhouse.launch.checks.finding import Finding
 from stillhouse.sglang_server.servers import Servers, SGLangServer
-from stillhouse.tools.doctor.command import Report, main
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.command import DoctorReport, main
 from tests.sglang.conftest import READY_S, TEACHER, start
 
 SERVED = "servers,off-by-one,temperature,known-text,replica-noise,weights-taken"
@@ -19,7 +19,7 @@ SERVED = "servers,off-by-one,temperature,known-text,replica-noise,weights-taken"
 def examined(tmp_path: Path, *arguments: str) -> list[Finding]:
     report = tmp_path / "report.json"
     main([f"--json={report}", f"--run-dir={tmp_path / 'run'}", "--device=cpu", *arguments])
-    return msgspec.json.decode(report.read_bytes(), type=Report).findings
+    return msgspec.json.decode(report.read_bytes(), type=DoctorReport).findings
 
 
 def of(found: list[Finding], check: str, subject: str) -> Finding:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stillhouse.tools.audit.record import Batch, Item
+from stillhouse.tools.audit.record import Item, RecordedBatch
 from stillhouse.tools.audit.report import EQUAL_GROUPS, TRUNCATED, Faults, Where
 
 
@@ -24,7 +24,7 @@ class GroupCount:
         self._filters = filters
         self._faults = faults
 
-    def add(self, batch: Batch, trained: Sequence[tuple[Item, int]]) -> None:
+    def add(self, batch: RecordedBatch, trained: Sequence[tuple[Item, int]]) -> None:
         """`trained`: the items that the step trained, and of how many tokens each."""
         if self._filters.truncated:
             for item, n_tokens in trained:

@@ -1,8 +1,7 @@
 """Reads the file that `learner.record` names: MAGIC, then records of head (kind, sizes, CRC), MessagePack header, blob.
 
 Headers are unpacked with msgpack, not with msgspec, which wrote them: this shows if only the writer's library can read
-them. Structs here hold only what is counted. Unknown fields are ignored and fields that older files lack have defaults,
-so one reader is enough for all files.
+them. Structs here hold only what is counted, and ignore other fields.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SampledRollout(msgspec.Struct, frozen=True):
     """A rollout in a batch."""
 
     rollout_id: str
@@ -69,7 +68,7 @@ class Sampled(msgspec.Struct, frozen=True):
 class Item(msgspec.Struct, frozen=True):
     """A rollout in a batch, and the position of its frames in the blob."""
 
-    item: Sampled
+    item: SampledRollout
     offline: bool
     frames: tuple[tuple[str, tuple[int, ...]], ...]
     start: int
@@ -100,33 +99,31 @@ class Resumed(msgspec.Struct, frozen=True):
 
     version: Version
     parent: Version | None = None
-    """The version whose weights it continued from; files of older Stillhouse versions lack it."""
+    """The version whose weights it continued from."""
 
 
-class Batch(msgspec.Struct, frozen=True):
+class RecordedBatch(msgspec.Struct, frozen=True):
     """The optimizer step that took `version` to the next one."""
 
     batch_id: int
     version: Version
     items: tuple[Item, ...]
-    tasks_done: tuple[int, ...] = ()
-    settled: tuple[Settled, ...] | None = None
-    """Samples settled since the step before. None: an older file, which has whole tasks only."""
-    masked: tuple[str, ...] | None = None
-    """Rollouts that the step left out. None: an older file, which does not say."""
+    settled: tuple[Settled, ...] = ()
+    """Samples settled since the step before."""
+    masked: tuple[str, ...] = ()
+    """Rollouts that the step left out."""
 
     @property
     def trained_items(self) -> list[Item]:
         """The items without those mixed in from another file and those left out."""
-        left_out = self.masked or ()
-        return [item for item in self.items if not item.offline and item.item.rollout_id not in left_out]
+        return [item for item in self.items if not item.offline and item.item.rollout_id not in self.masked]
 
 
-Record: TypeAlias = Begin | Resumed | Batch
-_KINDS: Final[tuple[type[Record], ...]] = (Begin, Resumed, Batch)
+Record: TypeAlias = Begin | Resumed | RecordedBatch
+_KINDS: Final[tuple[type[Record], ...]] = (Begin, Resumed, RecordedBatch)
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """A record and its position in the file."""
 
     record: Record
@@ -149,7 +146,7 @@ class RecordFile:
         except OSError as error:
             raise AuditError(f"the record {path} cannot be read: {error.strerror}") from error
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[RecordPlace]:
         """Yield all complete records. Raises AuditError if the file is damaged or not a record file."""
         stream, at = self._stream, len(MAGIC)
         stream.seek(0)
@@ -168,14 +165,14 @@ class RecordFile:
                 if end == self._size:
                     break  # a power failure may leave the last record incomplete
                 raise AuditError(f"{self.path} is damaged at byte {at}: a checksum is wrong; nothing can be counted")
-            yield Place(self._decode(kind, header_at, header_bytes), header_at, header_bytes, blob_at)
+            yield RecordPlace(self._decode(kind, header_at, header_bytes), header_at, header_bytes, blob_at)
             at = end
         self.torn_bytes = self._size - at
 
-    def batch(self, place: Place) -> Batch:
+    def batch(self, place: RecordPlace) -> RecordedBatch:
         """Read the batch at a place that `places` gave."""
-        record = self._decode(_KINDS.index(Batch), place.header_at, place.header_bytes)
-        assert isinstance(record, Batch)
+        record = self._decode(_KINDS.index(RecordedBatch), place.header_at, place.header_bytes)
+        assert isinstance(record, RecordedBatch)
         return record
 
     def runs(self, item: Item, blob_at: int) -> list[tuple[int, int]]:

@@ -19,7 +19,16 @@ import yaml
 
 from stillhouse.tools.audit.groups import Filters, GroupCount
 from stillhouse.tools.audit.history import History
-from stillhouse.tools.audit.record import AuditError, Batch, Begin, Item, Place, RecordFile, Resumed, Version
+from stillhouse.tools.audit.record import (
+    AuditError,
+    Begin,
+    Item,
+    RecordedBatch,
+    RecordFile,
+    RecordPlace,
+    Resumed,
+    Version,
+)
 from stillhouse.tools.audit.report import NOT_RECORDED, OTHER_TOKENS, RECORDED_TWICE, Faults, Report, Where
 from stillhouse.tools.audit.samples import Frontier, SampleCount
 from stillhouse.tools.audit.tokens import TokenCount
@@ -40,7 +49,7 @@ the run's own ledger. Exit code 0: all is well; 4: something is wrong, with plac
 """
 
 
-class Settings(NamedTuple):
+class AuditSettings(NamedTuple):
     """The keys of a run's config.yaml that an audit needs."""
 
     record: Path
@@ -56,8 +65,6 @@ class Row(NamedTuple):
     version: Version
     """The version that the step made, or under which the learner continued."""
     tokens: int
-    nonfinite: int
-    """Rollouts left out of the step because they were not finite."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -105,17 +112,15 @@ def audit(run: Path, record: Path | None = None) -> Report:
 class _Count:
     """The state of one audit."""
 
-    def __init__(self, run: Path, settings: Settings, rows: list[Row], file: RecordFile) -> None:
+    def __init__(self, run: Path, settings: AuditSettings, rows: list[Row], file: RecordFile) -> None:
         self._run, self._rows, self._file = run, rows, file
         self._faults = Faults()
         self._notes: list[str] = []
         self._history = History()
         self._begin: Begin | None = None
-        self._batches: dict[Version, Place] = {}
+        self._batches: dict[Version, RecordPlace] = {}
         """Keyed by the version that the batch was trained against."""
-        self._left: list[Place] = []
-        self._maybe_less: set[Version] = set()
-        """Versions made by kept steps whose record does not say which rollouts were left out."""
+        self._left: list[RecordPlace] = []
         self._read_history()
         self._kept = self._history.kept()
         self._bound = self._widest_bound(settings.bound)
@@ -157,7 +162,7 @@ class _Count:
                     self._begin = self._begin or place.record
                 case Resumed(version, parent):
                     self._history.begin(version, parent)
-                case Batch(batch_id, version):
+                case RecordedBatch(batch_id, version):
                     self._remember(place, batch_id, version)
         if self._begin is None or not self._batches:
             raise AuditError(f"{self._file.path} has no batch; there is nothing to count")
@@ -177,7 +182,7 @@ class _Count:
                 f"the record does not say from which versions these continued: {epochs}; inferred by step"
             )
 
-    def _remember(self, place: Place, batch_id: int, version: Version) -> None:
+    def _remember(self, place: RecordPlace, batch_id: int, version: Version) -> None:
         self._history.step(version)
         if version in self._batches:
             detail = "another batch was recorded for this step before"
@@ -206,16 +211,13 @@ class _Count:
                 items.append((item, sum(end - start for start, end in runs)))
             self._groups.add(batch, items)
             trained[Version(version.epoch, version.step + 1)] = tokens.tokens - before
-            if batch.masked is None:
-                self._maybe_less.add(Version(version.epoch, version.step + 1))
         return trained
 
     def _compare_rows(self, trained: Mapping[Version, int]) -> None:
         """Check that metrics.jsonl has the same number of tokens for each step."""
         for row in self._rows:
             recorded = trained.get(row.version)
-            less = row.nonfinite and row.version in self._maybe_less
-            if row.kind == "step" and not less and recorded is not None and recorded != row.tokens:
+            if row.kind == "step" and recorded is not None and recorded != row.tokens:
                 detail = f"metrics.jsonl has {row.tokens} tokens for the step that made it, the record {recorded}"
                 self._faults.add(OTHER_TOKENS, Where(step=row.version, detail=detail))
 
@@ -246,7 +248,7 @@ class _Count:
         return bound
 
 
-def read_settings(run: Path, record: Path | None) -> Settings:
+def read_settings(run: Path, record: Path | None) -> AuditSettings:
     """Raises AuditError if the folder is not a run's, or the run has no record."""
     file = run / "config.yaml"
     try:
@@ -263,11 +265,11 @@ def read_settings(run: Path, record: Path | None) -> Settings:
     path = path / DEFAULT_NAME if path.is_dir() else path
     if not path.is_file():
         raise AuditError(f"the record {path} is missing; give its path with --record FILE, or {HOW_TO_RECORD}")
-    return Settings(path, bound, size, read_filters(plain))
+    return AuditSettings(path, bound, size, read_filters(plain))
 
 
 def read_filters(config: object) -> Filters:
-    """Files of older Stillhouse versions have neither key."""
+    """Whether each of the two is on."""
     return Filters(*(bool(_at(config, "buffer", key)) for key in ("dynamic_sampling", "mask_truncated")))
 
 
@@ -278,8 +280,7 @@ def read_rows(file: Path) -> Iterator[Row]:
             try:
                 row = json.loads(line)
                 version = Version(int(row["epoch"]), int(row["step"]))
-                tokens, nonfinite = (int(row.get(f"train/{name}", 0)) for name in ("tokens", "items_nonfinite"))
-                yield Row(str(row["kind"]), version, tokens, nonfinite)
+                yield Row(str(row["kind"]), version, int(row.get("train/tokens", 0)))
             except (ValueError, KeyError, TypeError):
                 continue
 

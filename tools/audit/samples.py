@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from stillhouse.tools.audit.record import Batch, Settled, Version
+from stillhouse.tools.audit.record import RecordedBatch, Settled, Version
 from stillhouse.tools.audit.report import SETTLED_TWICE, SETTLED_WRONG, SKIPPED_SAMPLES, SKIPPED_TASKS, Faults, Where
 from stillhouse.tools.audit.tokens import TokenCount
 
@@ -43,36 +43,28 @@ class SampleCount:
         default_factory=dict[tuple[int, int], tuple[Version, Settled]]
     )
     """(task, sample) -> the step in which it was settled."""
-    tasks_done: dict[int, Version] = field(default_factory=dict[int, Version])
     abandoned: dict[tuple[int, int], Version] = field(default_factory=dict[tuple[int, int], Version])
     """Samples that an abandoned step trained."""
     group_sizes: dict[int, int] = field(default_factory=dict[int, int])
-    by_sample: bool = True
-    """Whether every kept batch lists settled samples; older files list whole tasks."""
 
     @property
     def fates(self) -> dict[str, int]:
         """Samples settled by kept steps, by fate and reason."""
         return dict(Counter(_fate(settled) for _, settled in self.settled.values()))
 
-    def leave(self, batch: Batch) -> None:
+    def leave(self, batch: RecordedBatch) -> None:
         """Record a step that is not on the kept branch."""
         for item in batch.items:
             if not item.offline:
                 self.abandoned.setdefault(item.item.sample, batch.version)
                 self.group_sizes[item.item.task_id] = item.item.group_size
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: RecordedBatch) -> None:
         """Record a step of the kept branch."""
         for item in batch.items:
             if not item.offline:
                 self.group_sizes[item.item.task_id] = item.item.group_size
-        for task_id in batch.tasks_done:
-            if (before := self.tasks_done.setdefault(task_id, batch.version)) != batch.version:
-                self._twice(batch.version, task_id, None, f"the whole task, before at step {before.step}")
-        if batch.settled is None:
-            self.by_sample = False
-        for settled in batch.settled or ():
+        for settled in batch.settled:
             key = (settled.task_id, settled.sample_index)
             if key in self.settled:
                 step, before = self.settled[key]
@@ -91,22 +83,13 @@ class SampleCount:
                 self._wrong(version, key, f"settled as {_fate(settled)}, and trained at step {last}")
             if last is None and settled.fate == "trained":
                 self._wrong(version, key, "settled as trained, and no kept step trained a token of it")
-        for task_id, version in {} if self.by_sample else self.tasks_done.items():
-            for sample in range(self.group_sizes.get(task_id, 0)):
-                last = tokens.last_step((task_id, sample))
-                if last is not None and last > version.step:
-                    self._wrong(version, (task_id, sample), f"the whole task is done, and trained at step {last} again")
         if frontier is None:
             return
         for task_id in range(frontier.next_task_id):
             size = frontier.group_sizes.get(task_id, self.group_sizes.get(task_id, self.group_size))
-            if self.by_sample:
-                self._expect_samples(frontier, task_id, size)
-            elif task_id not in frontier.group_sizes:
-                self._expect_trained(task_id, size, tokens)
-        if self.by_sample:
-            self._expect_nothing_behind(frontier)
-            self._expect_parts(frontier, tokens)
+            self._expect_samples(frontier, task_id, size)
+        self._expect_nothing_behind(frontier)
+        self._expect_parts(frontier, tokens)
 
     def _expect_samples(self, frontier: Frontier, task_id: int, size: int) -> None:
         """Check that each sample is either settled by a kept step before the checkpoint or open in it."""
@@ -123,15 +106,6 @@ class SampleCount:
             self._skipped_task(task_id, missing)
         else:
             self._skipped_samples(task_id, missing)
-
-    def _expect_trained(self, task_id: int, size: int, tokens: TokenCount) -> None:
-        """Check what older files allow: of a completed task something was trained, and what an abandoned step trained
-        of it was trained again."""
-        missing = [sample for sample in range(size) if tokens.last_step((task_id, sample)) is None]
-        if len(missing) == size:
-            self._skipped_task(task_id, missing)
-        else:
-            self._skipped_samples(task_id, [sample for sample in missing if (task_id, sample) in self.abandoned])
 
     def _expect_nothing_behind(self, frontier: Frontier) -> None:
         """Check that the checkpoint knows all settled samples of later tasks, which an earlier learner offered."""
@@ -169,7 +143,7 @@ class SampleCount:
         steps = [self.abandoned[task_id, sample] for sample in samples if (task_id, sample) in self.abandoned]
         return f"trained at the abandoned step {min(steps)} only" if steps else "in no recorded step"
 
-    def _twice(self, version: Version, task_id: int, sample: int | None, detail: str) -> None:
+    def _twice(self, version: Version, task_id: int, sample: int, detail: str) -> None:
         self.faults.add(SETTLED_TWICE, Where(step=version, task=task_id, sample=sample, detail=detail))
 
     def _wrong(self, version: Version, sample: tuple[int, int], detail: str) -> None:

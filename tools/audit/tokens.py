@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stillhouse.tools.audit.history import History
-from stillhouse.tools.audit.record import Batch, Item, Sampled, Version
+from stillhouse.tools.audit.record import Item, RecordedBatch, SampledRollout, Version
 from stillhouse.tools.audit.report import (
     BEGUN_ANEW,
     OVER_BOUND,
@@ -18,7 +18,7 @@ from stillhouse.tools.audit.report import (
 )
 
 
-class Trained(NamedTuple):
+class TrainedTokens(NamedTuple):
     """Tokens [start, end) that a kept step trained."""
 
     start: int
@@ -33,7 +33,7 @@ class TokenCount:
         self._history = history
         self._bound = bound
         self._faults = faults
-        self._rollouts: dict[str, list[Trained]] = {}
+        self._rollouts: dict[str, list[TrainedTokens]] = {}
         self._samples: dict[tuple[int, int], list[str]] = {}
         """(task, sample) -> its rollouts with trained tokens."""
         self._distances: dict[tuple[Version, Version], int | None] = {}
@@ -58,14 +58,14 @@ class TokenCount:
                 found[sample] = sum(part.end - part.start for part in parts)
         return found
 
-    def add(self, batch: Batch, item: Item, runs: Sequence[tuple[int, int]]) -> None:
+    def add(self, batch: RecordedBatch, item: Item, runs: Sequence[tuple[int, int]]) -> None:
         """`runs`: ranges of tokens of the item that the batch trained."""
         for start, end in runs:
             self._once(batch, item.item, start, end)
             self._in_bound(batch, item.item, start, end)
             self.tokens += end - start
 
-    def _once(self, batch: Batch, sampled: Sampled, start: int, end: int) -> None:
+    def _once(self, batch: RecordedBatch, sampled: SampledRollout, start: int, end: int) -> None:
         rollouts = self._samples.setdefault(sampled.sample, [])
         if rollouts and sampled.rollout_id not in rollouts:
             detail = f"tokens of {', '.join(rollouts)} are kept, too"
@@ -80,9 +80,9 @@ class TokenCount:
                 detail = f"{n} tokens, before at step {first.step}"
                 where = _where(batch, sampled, (max(start, first.start), min(end, first.end)), detail)
                 self._faults.add(kind, where, n)
-        own.append(Trained(start, end, batch.version.step))
+        own.append(TrainedTokens(start, end, batch.version.step))
 
-    def _in_bound(self, batch: Batch, sampled: Sampled, start: int, end: int) -> None:
+    def _in_bound(self, batch: RecordedBatch, sampled: SampledRollout, start: int, end: int) -> None:
         known = 0
         for span in sampled.spans:
             low, high = max(start, span.start), min(end, span.end)
@@ -113,7 +113,7 @@ class TokenCount:
         return self._distances[key]
 
 
-def _covered(parts: Sequence[Trained], start: int, end: int) -> int:
+def _covered(parts: Sequence[TrainedTokens], start: int, end: int) -> int:
     """Number of tokens of [start, end) that are in any of the parts."""
     n, at = 0, start
     for part in sorted(parts):
@@ -123,7 +123,7 @@ def _covered(parts: Sequence[Trained], start: int, end: int) -> int:
     return n
 
 
-def _where(batch: Batch, sampled: Sampled, tokens: tuple[int, int], detail: str) -> Where:
+def _where(batch: RecordedBatch, sampled: SampledRollout, tokens: tuple[int, int], detail: str) -> Where:
     return Where(
         step=batch.version,
         batch=batch.batch_id,

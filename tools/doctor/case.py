@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from stillhouse.launch.checks import preflight
+from stillhouse.launch.checks.finding import Case, Impossible
 from stillhouse.launch.config.command_line import CommandLine, resolve_config
 from stillhouse.launch.config.pools import TeacherPool, teacher_pools
 from stillhouse.launch.config.run import RunConfig
@@ -16,17 +17,13 @@ from stillhouse.launch.runfolder import choose_path
 T = TypeVar("T")
 
 
-class Impossible(Exception):
-    """A check cannot be made here; the message is the reason."""
-
-
 class _Outcome(NamedTuple):
     value: object
     error: str
 
 
-class Case:
-    """One run before its start. Used by one thread."""
+class ModelCase(Case):
+    """One run before its start, with what checks of models share. Used by one thread."""
 
     def __init__(
         self,
@@ -36,19 +33,14 @@ class Case:
         checked: preflight.Checked | None,
         mistakes: tuple[str, ...] = (),
     ) -> None:
-        """`config`: as the launcher resolved it; if it refused it, with the models that could be found. `run_path`: the
-        folder that the run would have, which may not exist. `scratch`: a folder that is deleted afterwards."""
-        self.config: Final = config
-        self.run_path: Final = run_path
+        """`scratch`: a folder that is deleted afterwards."""
+        super().__init__(config, run_path, checked, mistakes)
         self.scratch: Final = scratch
-        self.mistakes: Final = mistakes
-        """Why a run with this configuration would not start."""
-        self._checked = checked
         self._made: dict[str, _Outcome] = {}
         self._closers: list[Callable[[], None]] = []
 
     @classmethod
-    def of(cls, line: CommandLine, scratch: Path) -> Case:
+    def of(cls, line: CommandLine, scratch: Path) -> ModelCase:
         """The run of this command line. Raises LaunchError when it cannot even be read."""
         config = resolve_config(line)
         run_path = choose_path(line.run_dir, resume=line.resume, name=line.name)
@@ -59,13 +51,6 @@ class Case:
             found, _ = preflight.find_models(config)
             return cls(preflight.with_folders(config, found), run_path, scratch, None, error.mistakes)
         return cls(checked.config, run_path, scratch, checked)
-
-    @property
-    def checked(self) -> preflight.Checked:
-        """Raises Impossible for a configuration that the launcher refuses."""
-        if self._checked is None:
-            raise Impossible("the configuration is refused, see above")
-        return self._checked
 
     @property
     def pools(self) -> tuple[TeacherPool, ...]:

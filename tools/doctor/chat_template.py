@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.engines.base import Int32s
+from stillhouse.launch.checks.finding import Finding
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.data import open_prompts
 from stillhouse.learner.prompts.records import PromptRecord
@@ -16,8 +17,7 @@ from stillhouse.learner.prompts.rendering import render, with_template
 from stillhouse.learner.prompts.tasks import Rendered, RenderedPrompts
 from stillhouse.models.files import TokenizerError
 from stillhouse.models.tokenizer import render_text
-from stillhouse.tools.doctor.case import Case
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.case import ModelCase
 from stillhouse.tools.doctor.tokenizers import tokenizer_of
 
 ROWS: Final = 8
@@ -26,7 +26,7 @@ WRITTEN_BY_OTHERS: Final = ("system", "user", "tool")
 """Roles whose text must reach the student. Of former answers, templates may leave the reasoning out."""
 
 
-def rows_of(case: Case) -> list[Rendered]:
+def rows_of(case: ModelCase) -> list[Rendered]:
     """Rows of the training prompts at equal distances, rendered as the learner does; unusable ones are left out."""
 
     def read() -> list[Rendered]:
@@ -50,7 +50,7 @@ class Trip(NamedTuple):
     again: list[int]
 
 
-def chat_template(case: Case) -> Iterator[Finding]:
+def chat_template(case: ModelCase) -> Iterator[Finding]:
     """Over a few rows of the training prompts."""
     tokenizer, tasks = tokenizer_of(case, case.config.models.student), case.config.learner.tasks
     rows = rows_of(case)

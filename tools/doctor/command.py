@@ -21,13 +21,14 @@ from typing import Final
 
 import msgspec
 
+from stillhouse.launch.checks.finding import Finding
 from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.launch.processes.slots import said
 from stillhouse.launch.runfolder import choose_path
 from stillhouse.protocol.children import kill_group
-from stillhouse.tools.doctor.finding import Begun, Ended, Finding, News, Orders
+from stillhouse.tools.doctor.messages import CheckBegun, CheckEnded, ExaminerMessage, Orders
 from stillhouse.tools.doctor.table import CHECKS
 
 USAGE: Final = """\
@@ -45,11 +46,9 @@ REDRAW_S: Final = 0.5
 LOG_LINES: Final = 8
 ENDED_WAIT_S: Final = 10.0
 OWN_FLAGS: Final = ("only", "json", "timeout_s")
-OF_RUN: Final = ("resume", "help")
-"""Switches of a run that mean something here."""
 
 
-class Report(msgspec.Struct, frozen=True):
+class DoctorReport(msgspec.Struct, frozen=True):
     """The file of --json."""
 
     ok: bool
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         return interrupted()
     failed = [finding for finding in findings if finding.status == "failed"]
     if "json" in own:
-        report = msgspec.json.encode(Report(not failed, findings))
+        report = msgspec.json.encode(DoctorReport(not failed, findings))
         try:
             Path(own["json"]).write_bytes(msgspec.json.format(report, indent=2) + b"\n")
         except OSError as error:
@@ -139,7 +138,7 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 def _shown(arguments: Sequence[str], only: tuple[str, ...], timeout_s: float) -> Iterator[Finding]:
     """Examine, and print each finding when it comes."""
-    progress = Progress()
+    progress = ProgressLine()
     try:
         for finding in examined(arguments, only, timeout_s, progress.show):
             progress.clear()
@@ -149,7 +148,7 @@ def _shown(arguments: Sequence[str], only: tuple[str, ...], timeout_s: float) ->
         progress.clear()
 
 
-class Progress:
+class ProgressLine:
     """The check that is being made, on a terminal only."""
 
     def __init__(self) -> None:
@@ -209,7 +208,7 @@ class Examiner:
                 env=worker_environment(1),
                 start_new_session=True,  # Ctrl-C in the terminal reaches this process only
             )
-        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[ExaminerMessage | None] = queue.SimpleQueue()
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
         self._process.stdin.close()
@@ -237,12 +236,12 @@ class Examiner:
             except queue.Empty:
                 continue
             match news:
-                case Begun(check, limit_s):
+                case CheckBegun(check, limit_s):
                     self.check, began_s = check, time.monotonic()
                     deadline_s = began_s + limit_s
                 case Finding():
                     yield news
-                case Ended(check):
+                case CheckEnded(check):
                     self.ended.append(check)
                 case None:
                     code = self._process.wait(ENDED_WAIT_S)
@@ -259,7 +258,7 @@ class Examiner:
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
-                self._news.put(msgspec.json.decode(line, type=News))
+                self._news.put(msgspec.json.decode(line, type=ExaminerMessage))
         self._news.put(None)
 
     def _last_words(self) -> str:

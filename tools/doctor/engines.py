@@ -12,6 +12,7 @@ import msgspec
 
 from stillhouse.engines.base import ScoringEngine
 from stillhouse.engines.provider import API_KEY_VARIABLE, SERVERS, Student, StudentSource
+from stillhouse.launch.checks.finding import Finding, Impossible
 from stillhouse.launch.config.pools import TeacherPool, WorkerGroup, engine_of, worker_groups
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.processes.slots import RestartBudget
@@ -20,8 +21,7 @@ from stillhouse.launch.servers.watch import ServerWatch
 from stillhouse.launch.workers.launch_plan import new_api_key
 from stillhouse.launch.workers.start_role import StartRole
 from stillhouse.protocol.context import RoleContext, WorkerRole
-from stillhouse.tools.doctor.case import Case, Impossible
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.case import ModelCase
 
 LOOK_EVERY_S: Final = 0.2
 LOG_LINES: Final = 4
@@ -38,7 +38,7 @@ def starting_s(config: RunConfig) -> float:
     return max((group.settings.server.start_timeout_s for group in launched_groups(config)), default=0.0)
 
 
-def servers(case: Case) -> Iterator[Finding]:
+def servers(case: ModelCase) -> Iterator[Finding]:
     """Start one server of each kind that the run would start: the first actor's, and each pool's first teacher's."""
     attached = [url for group in worker_groups(case.config) for url in group.settings.urls]
     if not case.checked.servers.plans:
@@ -62,7 +62,7 @@ def servers(case: Case) -> Iterator[Finding]:
     )
 
 
-def _started(case: Case) -> ServerWatch:
+def _started(case: ModelCase) -> ServerWatch:
     def start() -> ServerWatch:
         plans = list(_first_plans(case))
         launch = case.config.launch
@@ -86,7 +86,7 @@ def _started(case: Case) -> ServerWatch:
     return case.once("starting servers", start)
 
 
-def _first_plans(case: Case) -> Iterator[ServerPlan]:
+def _first_plans(case: ModelCase) -> Iterator[ServerPlan]:
     by_worker = {plan.worker: plan for plan in case.checked.servers.plans}
     for group in launched_groups(case.config):
         if group.workers and group.workers[0] in by_worker:
@@ -98,7 +98,7 @@ def _tail(text: str) -> str:
     return " | ".join([line for line in text.splitlines() if line.strip() and not line[0].isspace()][-LOG_LINES:])
 
 
-def context(case: Case, role: WorkerRole, index: int, server_url: str) -> RoleContext[RunConfig]:
+def context(case: ModelCase, role: WorkerRole, index: int, server_url: str) -> RoleContext[RunConfig]:
     """What the launcher would give to the worker."""
     (case.scratch / SERVERS).mkdir(exist_ok=True)
     start = StartRole(
@@ -117,7 +117,7 @@ def context(case: Case, role: WorkerRole, index: int, server_url: str) -> RoleCo
     return start.context(case.checked.config, case.scratch)
 
 
-def _url(case: Case, group: WorkerGroup, offset: int) -> str:
+def _url(case: ModelCase, group: WorkerGroup, offset: int) -> str:
     """URL of the server of the group's worker number `offset`; empty for an embedded engine."""
     if group.engine.servers is None:
         return ""
@@ -130,12 +130,12 @@ def _url(case: Case, group: WorkerGroup, offset: int) -> str:
     return watch.url(worker)
 
 
-def _group(case: Case, key: str) -> WorkerGroup:
+def _group(case: ModelCase, key: str) -> WorkerGroup:
     return next(group for group in worker_groups(case.checked.config) if group.key == key)
 
 
 @contextmanager
-def student(case: Case, wake: Callable[[], None] = lambda: None) -> Generator[tuple[StudentSource, Student]]:
+def student(case: ModelCase, wake: Callable[[], None] = lambda: None) -> Generator[tuple[StudentSource, Student]]:
     """The engine of the first actor."""
     group = _group(case, "actor")
     ctx = context(case, "actor", 0, _url(case, group, 0))
@@ -146,7 +146,7 @@ def student(case: Case, wake: Callable[[], None] = lambda: None) -> Generator[tu
 
 
 @contextmanager
-def scorer(case: Case, pool: TeacherPool, offset: int) -> Generator[ScoringEngine]:
+def scorer(case: ModelCase, pool: TeacherPool, offset: int) -> Generator[ScoringEngine]:
     """The engine of the pool's teacher number `offset`."""
     group = _group(case, pool.key)
     ctx = context(case, "teacher", pool.first + offset, _url(case, group, offset))
@@ -154,7 +154,7 @@ def scorer(case: Case, pool: TeacherPool, offset: int) -> Generator[ScoringEngin
         yield engine
 
 
-def replicas(case: Case, pool: TeacherPool) -> int:
+def replicas(case: ModelCase, pool: TeacherPool) -> int:
     """How many teachers of the pool can be compared here."""
     group = _group(case, pool.key)
     if group.settings.urls:
@@ -162,7 +162,7 @@ def replicas(case: Case, pool: TeacherPool) -> int:
     return 1 if group.engine.servers is not None else max(1, min(group.n, EMBEDDED_REPLICAS))
 
 
-def exact(case: Case, group_key: str) -> bool:
+def exact(case: ModelCase, group_key: str) -> bool:
     """Whether the engine computes in float32 on a CPU, so that it agrees with another program to 1e-4."""
     group = _group(case, group_key)
     if group.engine.servers is not None:

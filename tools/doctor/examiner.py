@@ -16,34 +16,39 @@ from pathlib import Path
 
 import msgspec
 
+from stillhouse.launch.checks.finding import Check, Finding, Impossible, of_message
 from stillhouse.launch.config.command_line import parse_arguments
+from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.children import die_with_parent
-from stillhouse.tools.doctor.case import Case, Impossible
-from stillhouse.tools.doctor.finding import Begun, Ended, Finding, News, Orders
-from stillhouse.tools.doctor.table import CHECKS, Check
+from stillhouse.tools.doctor.case import ModelCase
+from stillhouse.tools.doctor.messages import CheckBegun, CheckEnded, ExaminerMessage, Orders
+from stillhouse.tools.doctor.table import CHECKS
 
 
-def examine(orders: Orders, send: Callable[[News], None]) -> None:
+def examine(orders: Orders, send: Callable[[ExaminerMessage], None]) -> None:
     """Make all checks that are asked for and not made yet."""
-    case = Case.of(parse_arguments(orders.arguments), Path(orders.scratch))
+    case = ModelCase.of(parse_arguments(orders.arguments), Path(orders.scratch))
     try:
         for check in CHECKS:
             if check.name in orders.done or (orders.only and check.name not in orders.only):
                 continue
-            send(Begun(check.name, orders.timeout_s + check.longer_s(case.config)))
+            send(CheckBegun(check.name, orders.timeout_s + check.longer_s(case.config)))
             for finding in findings(check, case):
                 send(finding)
-            send(Ended(check.name))
+            send(CheckEnded(check.name))
     finally:
         case.close()
 
 
-def findings(check: Check, case: Case) -> Iterator[Finding]:
+def findings(check: Check[ModelCase], case: ModelCase) -> Iterator[Finding]:
     """What the check reports. If it cannot be made, or fails itself, that is its report."""
     try:
         yield from check.examine(case)
     except Impossible as reason:
         yield Finding(check=check.name, status="skipped", measured=str(reason))
+    except ConfigError as error:
+        for mistake in error.mistakes:
+            yield of_message(check.name, "failed", mistake)
     except Exception as error:
         traceback.print_exc()
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -63,7 +68,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever libraries print goes to the log
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
 
-    def send(news: News) -> None:
+    def send(news: ExaminerMessage) -> None:
         out.write(msgspec.json.encode(news) + b"\n")
 
     examine(orders, send)

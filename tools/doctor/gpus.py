@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Final
 
-from stillhouse.tools.doctor.case import Case, Impossible
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.launch.checks.finding import Finding, Impossible
+from stillhouse.tools.doctor.case import ModelCase
 
 TIMEOUT_S: Final = 20.0
 USED_MIB: Final = 1024
@@ -23,7 +23,7 @@ SLOW_LINKS: Final = {
 FAST: Final = "NVLink (NV), or one PCIe switch (PIX, PXB)"
 
 
-def gpus(case: Case) -> Iterator[Finding]:
+def gpus(case: ModelCase) -> Iterator[Finding]:
     """Each GPU, the links between those that the placement uses, and NCCL."""
     from stillhouse.launch.machine.machine import find_machine
 

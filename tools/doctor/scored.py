@@ -8,9 +8,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from stillhouse.engines.base import Float32s, Int32s, ScoreRequest, ScoringEngine
+from stillhouse.launch.checks.finding import Impossible
 from stillhouse.launch.config.pools import TeacherPool
 from stillhouse.tools.doctor import engines, reference
-from stillhouse.tools.doctor.case import Case, Impossible
+from stillhouse.tools.doctor.case import ModelCase
 from stillhouse.tools.doctor.written import answers, ground_truths, reference_logprobs
 
 TEMPERATURES: Final = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
@@ -24,7 +25,7 @@ class Text(NamedTuple):
     start: int
 
 
-class Scores(NamedTuple):
+class TextScores(NamedTuple):
     """The scores of one teacher, a list entry per text."""
 
     alone: list[Float32s]
@@ -38,7 +39,7 @@ class Scores(NamedTuple):
     vocab_tokens: int
 
 
-def texts(case: Case) -> list[Text]:
+def texts(case: ModelCase) -> list[Text]:
     """All answers as teachers read them, then the rows' own answers to the same prompts."""
     written = answers(case)
     found = [Text(one.of_teacher, len(one.read_ids)) for one in written]
@@ -49,11 +50,11 @@ def texts(case: Case) -> list[Text]:
     return found
 
 
-def scores(case: Case, pool: TeacherPool, offset: int = 0) -> Scores:
+def scores(case: ModelCase, pool: TeacherPool, offset: int = 0) -> TextScores:
     """By the pool's teacher number `offset`."""
     what = f"scoring by the teacher-{pool.first + offset} of pool {pool.name}"
 
-    def ask() -> Scores:
+    def ask() -> TextScores:
         asked = texts(case)
         with engines.scorer(case, pool, offset) as engine:
             longest = max(len(text.ids) for text in asked)
@@ -64,12 +65,12 @@ def scores(case: Case, pool: TeacherPool, offset: int = 0) -> Scores:
     return case.once(what, ask)
 
 
-def score(engine: ScoringEngine, asked: Sequence[Text]) -> Scores:
+def score(engine: ScoringEngine, asked: Sequence[Text]) -> TextScores:
     """Ask in each way."""
     alone = [engine.score([ScoreRequest(text.ids, 1)])[0].logprobs for text in asked]
     nothing = ScoreRequest(asked[0].ids, len(asked[0].ids))
     *among, of_nothing = engine.score([*(ScoreRequest(text.ids, text.start) for text in reversed(asked)), nothing])
-    return Scores(
+    return TextScores(
         alone,
         [result.logprobs for result in reversed(among)],
         [_grown(engine, text, f"doctor-{i}") for i, text in enumerate(asked)],
@@ -85,7 +86,7 @@ def _grown(engine: ScoringEngine, text: Text, rollout_id: str) -> Float32s:
     return np.concatenate([first.logprobs, second.logprobs])
 
 
-def reference_scores(case: Case, pool: TeacherPool) -> list[reference.Float64s]:
+def reference_scores(case: ModelCase, pool: TeacherPool) -> list[reference.Float64s]:
     """The reference's log-probs of all texts, [len(TEMPERATURES), tokens after the first]."""
     model = pool.config.models.teacher
 

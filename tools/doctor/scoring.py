@@ -13,12 +13,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stillhouse.launch.checks.finding import Finding, Status
 from stillhouse.launch.config.pools import TeacherPool
 from stillhouse.teachers.self_check import LOUD_NATS
 from stillhouse.tools.doctor import engines
-from stillhouse.tools.doctor.case import Case
-from stillhouse.tools.doctor.finding import Finding, Status
-from stillhouse.tools.doctor.scored import TEMPERATURES, Scores, reference_scores, scores, texts
+from stillhouse.tools.doctor.case import ModelCase
+from stillhouse.tools.doctor.scored import TEMPERATURES, TextScores, reference_scores, scores, texts
 from stillhouse.tools.doctor.written import GREEDY, PROBE, answers, of_student, written
 
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
@@ -34,7 +34,7 @@ NO_SIGNAL_NATS: Final = 1e-3
 """Mean difference of student and teacher below which they are the same model."""
 
 
-def off_by_one(case: Case) -> Iterator[Finding]:
+def off_by_one(case: ModelCase) -> Iterator[Finding]:
     """Each log-prob belongs to its token: those of the actor's samples, and the teachers' scores."""
     ones = [(one, table) for one, table in zip(answers(case), of_student(case), strict=True) if one.temperature == 1.0]
     yield _aligned(
@@ -58,17 +58,17 @@ def off_by_one(case: Case) -> Iterator[Finding]:
         )
 
 
-def _all_scores(case: Case, got: Scores) -> list[Floats]:
+def _all_scores(case: ModelCase, got: TextScores) -> list[Floats]:
     return [*got.alone, *got.among, *got.grown]
 
 
-def _as_asked(case: Case, expected: Sequence[Floats]) -> list[Floats]:
+def _as_asked(case: ModelCase, expected: Sequence[Floats]) -> list[Floats]:
     """The reference's log-probs in the order of `_all_scores`."""
     answered = [table[text.start - 1 :] for text, table in zip(texts(case), expected, strict=True)]
     return [*expected, *answered, *answered]
 
 
-def _aligned(case: Case, key: str, subject: str, got: Floats, expected: Floats, wrong: str) -> Finding:
+def _aligned(case: ModelCase, key: str, subject: str, got: Floats, expected: Floats, wrong: str) -> Finding:
     fine, _ = limits(case, key)
     if len(got) != len(expected):
         apart, status = math.inf, "failed"
@@ -103,7 +103,7 @@ def _shift(got: Floats, expected: Floats, fine: float) -> str:
     return ""
 
 
-def temperature(case: Case) -> Iterator[Finding]:
+def temperature(case: ModelCase) -> Iterator[Finding]:
     """Reported log-probs of samples are at the sampling temperature, scores at 1."""
     refused = written(case).refused
     yield _refuses(case, refused) if refused else _sampled_at(case)
@@ -111,7 +111,7 @@ def temperature(case: Case) -> Iterator[Finding]:
         yield _scored_at(case, pool)
 
 
-def _refuses(case: Case, why: str) -> Finding:
+def _refuses(case: ModelCase, why: str) -> Finding:
     """An engine that takes one temperature only is fine for a run at that one."""
     asked = case.config.learner.tasks.temperature
     return Finding(
@@ -125,7 +125,7 @@ def _refuses(case: Case, why: str) -> Finding:
     )
 
 
-def _sampled_at(case: Case) -> Finding:
+def _sampled_at(case: ModelCase) -> Finding:
     pairs = zip(answers(case), of_student(case), strict=True)
     probed = [(one, table) for one, table in pairs if one.temperature == PROBE]
     got = np.concatenate([one.logprobs for one, _ in probed])
@@ -147,7 +147,7 @@ def _sampled_at(case: Case) -> Finding:
     )
 
 
-def _scored_at(case: Case, pool: TeacherPool) -> Finding:
+def _scored_at(case: ModelCase, pool: TeacherPool) -> Finding:
     tables = reference_scores(case, pool)
     got = np.concatenate(scores(case, pool).alone)
     by_temperature = [_apart(got, np.concatenate([table[k] for table in tables])) for k in range(len(TEMPERATURES))]
@@ -172,7 +172,7 @@ def _scored_at(case: Case, pool: TeacherPool) -> Finding:
     )
 
 
-def known_text(case: Case) -> Iterator[Finding]:
+def known_text(case: ModelCase) -> Iterator[Finding]:
     """The teacher gives known text a much higher probability than chance."""
     own = answers(case)
     for pool in case.pools:
@@ -197,7 +197,7 @@ def known_text(case: Case) -> Iterator[Finding]:
         )
 
 
-def replica_noise(case: Case) -> Iterator[Finding]:
+def replica_noise(case: ModelCase) -> Iterator[Finding]:
     """A token's score must not depend on its batch or its teacher by as much as student and teacher differ."""
     for pool in case.pools:
         sampled = [i for i, one in enumerate(answers(case)) if one.temperature == 1.0]
@@ -208,11 +208,11 @@ def replica_noise(case: Case) -> Iterator[Finding]:
         yield _beside_signal(case, pool, np.concatenate(noise), sampled, 1 + len(other))
 
 
-def _answer(case: Case, alone: Sequence[Floats], i: int) -> npt.NDArray[np.float64]:
+def _answer(case: ModelCase, alone: Sequence[Floats], i: int) -> npt.NDArray[np.float64]:
     return alone[i][texts(case)[i].start - 1 :].astype(np.float64)
 
 
-def _beside_signal(case: Case, pool: TeacherPool, noise: Floats, sampled: Sequence[int], replicas: int) -> Finding:
+def _beside_signal(case: ModelCase, pool: TeacherPool, noise: Floats, sampled: Sequence[int], replicas: int) -> Finding:
     """`noise`: absolute differences. The signal: s - q of sampled tokens, as the objective uses it."""
     s = np.concatenate([of_student(case)[i][0] for i in sampled])
     q = np.concatenate([_answer(case, scores(case, pool).alone, i) for i in sampled])
@@ -242,7 +242,7 @@ def _beside_signal(case: Case, pool: TeacherPool, noise: Floats, sampled: Sequen
     )
 
 
-def limits(case: Case, key: str) -> tuple[float, float]:
+def limits(case: ModelCase, key: str) -> tuple[float, float]:
     """Mean distance from the reference, in nats, up to which an engine is fine, and above which it is wrong. `key`: of
     its group of workers."""
     return EXACT_NATS if engines.exact(case, key) else ROUNDED_NATS

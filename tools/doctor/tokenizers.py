@@ -8,23 +8,23 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.launch.checks.finding import Finding, Impossible
 from stillhouse.launch.checks.model_files import differences
 from stillhouse.launch.checks.turn_ends import closing_id, ends_of
 from stillhouse.models.description import known_vocabulary_size
 from stillhouse.models.tokenizer import as_chat_tokenizer, load_tokenizer, stop_token_ids
 from stillhouse.protocol.handshake import vocab_tokens
-from stillhouse.tools.doctor.case import Case, Impossible
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.case import ModelCase
 
 
-def tokenizer_of(case: Case, model: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(case: ModelCase, model: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's folder. Raises Impossible where the folder was not found."""
     if not Path(model).is_dir():
         raise Impossible(f"no folder {model!r}")
     return case.once(f"the tokenizer of {model}", lambda: load_tokenizer(model))
 
 
-def tokenizer_maps(case: Case) -> Iterator[Finding]:
+def tokenizer_maps(case: ModelCase) -> Iterator[Finding]:
     """As transformers loads them, added tokens included; the configuration's own check reads tokenizer.json alone."""
     ours = tokenizer_of(case, case.config.models.student).get_vocab()
     yield _rows("student", case.config.models.student, ours)
@@ -62,7 +62,7 @@ def _rows(subject: str, model: str, vocabulary: Mapping[str, int]) -> Finding:
     )
 
 
-def turn_ends(case: Case) -> Iterator[Finding]:
+def turn_ends(case: ModelCase) -> Iterator[Finding]:
     """The ids at which the student stops, those of the teachers, and the one that the chat template writes."""
     student = case.config.models.student
     tokenizer = tokenizer_of(case, student)

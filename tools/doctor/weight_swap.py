@@ -20,6 +20,7 @@ import torch
 
 from stillhouse.engines.base import Float32s, GenerationRequest, Int32s
 from stillhouse.engines.provider import Student
+from stillhouse.launch.checks.finding import Finding, Impossible
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.config.pools import engine_of
 from stillhouse.models.loading import load_causal_lm
@@ -27,8 +28,7 @@ from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.messages import Membership, Sampling, WeightPlan, WeightVersion
 from stillhouse.tools.doctor import engines, reference
-from stillhouse.tools.doctor.case import Case, Impossible
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.tools.doctor.case import ModelCase
 from stillhouse.tools.doctor.scoring import limits
 from stillhouse.tools.doctor.written import answers, write
 from stillhouse.weights.checkpoint_names import checkpoint_pieces
@@ -58,7 +58,7 @@ class Sent(NamedTuple):
     """From the publication until the engine had it."""
 
 
-def weights_taken(case: Case) -> Iterator[Finding]:
+def weights_taken(case: ModelCase) -> Iterator[Finding]:
     """Send two versions."""
     config = case.checked.config
     if config.learner.frozen:
@@ -82,7 +82,7 @@ def weights_taken(case: Case) -> Iterator[Finding]:
     yield _judged(case, members, changed, new, old, again)
 
 
-def _judged(case: Case, members: Members, changed: Sent, new: float, old: float, again: float) -> Finding:
+def _judged(case: ModelCase, members: Members, changed: Sent, new: float, old: float, again: float) -> Finding:
     fine, bad = limits(case, "actor")
     kind = "its server" if members.kind == "servers" else "the embedded engine"
     measured = (
@@ -104,7 +104,7 @@ def _judged(case: Case, members: Members, changed: Sent, new: float, old: float,
     )
 
 
-def _sent(case: Case, members: Members, prompts: Sequence[Int32s]) -> tuple[Sent, Sent]:
+def _sent(case: ModelCase, members: Members, prompts: Sequence[Int32s]) -> tuple[Sent, Sent]:
     config = case.checked.config
     model = load_causal_lm(config.models.student, device="cpu", dtype="float32", attention="packed")
     own = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -126,7 +126,7 @@ def _sent(case: Case, members: Members, prompts: Sequence[Int32s]) -> tuple[Sent
     return changed, back
 
 
-def _publisher(case: Case, model: Any, members: Members, receiver: WeightReceiver) -> Publisher:
+def _publisher(case: ModelCase, model: Any, members: Members, receiver: WeightReceiver) -> Publisher:
     """As the learner makes it (learner.worker)."""
     config = case.checked.config.weights
     canary = None

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 
 from stillhouse.engines.base import Float32s, GenerationEngine, GenerationRequest, Int32s
+from stillhouse.launch.checks.finding import Impossible
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.learner.prompts.tasks import Rendered
 from stillhouse.protocol.messages import Sampling
 from stillhouse.tools.doctor import engines, reference
-from stillhouse.tools.doctor.case import Case, Impossible
+from stillhouse.tools.doctor.case import ModelCase
 from stillhouse.tools.doctor.chat_template import rows_of
 from stillhouse.tools.doctor.tokenizers import tokenizer_of
 
@@ -30,7 +31,7 @@ POLL_S: Final = 0.05
 replace = msgspec.structs.replace
 
 
-class Answer(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """One answer."""
 
     row: Rendered
@@ -51,25 +52,25 @@ class Answer(NamedTuple):
         return np.concatenate([self.read_ids, self.ids])
 
 
-class Written(NamedTuple):
+class WrittenAnswers(NamedTuple):
     """What the student wrote."""
 
-    answers: list[Answer]
+    answers: list[WrittenAnswer]
     refused: str
     """Why the engine refuses `PROBE`; empty: it does not."""
 
 
-def answers(case: Case) -> list[Answer]:
+def answers(case: ModelCase) -> list[WrittenAnswer]:
     """Answers to a few prompts, at temperature 0, 1 and `PROBE`."""
     return written(case).answers
 
 
-def written(case: Case) -> Written:
+def written(case: ModelCase) -> WrittenAnswers:
     """See `answers`."""
     return case.once("writing answers with the actor's engine", lambda: _write(case))
 
 
-def _write(case: Case) -> Written:
+def _write(case: ModelCase) -> WrittenAnswers:
     rows = sorted(rows_of(case), key=lambda row: len(_ids(row)) > PROMPT_TOKENS)[:PROMPTS]
     if not rows:
         raise Impossible("no prompt can be used")
@@ -78,18 +79,18 @@ def _write(case: Case) -> Written:
         rows = [row for row in rows if len(_ids(row)) + length <= student.max_context]
         if not rows:
             raise Impossible(f"no prompt leaves room for an answer in {student.max_context} tokens")
-        found: list[Answer] = []
+        found: list[WrittenAnswer] = []
         for temperature in (GREEDY, 1.0):
             found += _at(student.engine, rows, temperature, length, source.stop_token_ids)
         try:
-            return Written([*found, *_at(student.engine, rows, PROBE, length, source.stop_token_ids)], "")
+            return WrittenAnswers([*found, *_at(student.engine, rows, PROBE, length, source.stop_token_ids)], "")
         except ValueError as error:  # where it could not say what was sampled at another temperature
-            return Written(found, str(error))
+            return WrittenAnswers(found, str(error))
 
 
 def _at(
     engine: GenerationEngine, rows: Sequence[Rendered], temperature: float, length: int, stops: tuple[int, ...]
-) -> Iterator[Answer]:
+) -> Iterator[WrittenAnswer]:
     sampling = Sampling(temperature=temperature, max_new_tokens=length)
     requests = [
         GenerationRequest(f"doctor-{temperature}-{i}", _ids(row), replace(sampling, seed=i), length, stops)
@@ -97,7 +98,7 @@ def _at(
     ]
     for row, (ids, logprobs) in zip(rows, write(engine, requests), strict=True):
         read = row.teacher_ids if len(row.teacher_ids) else _ids(row)
-        yield Answer(row, _ids(row), read, ids, logprobs, temperature)
+        yield WrittenAnswer(row, _ids(row), read, ids, logprobs, temperature)
 
 
 def write(engine: GenerationEngine, requests: Sequence[GenerationRequest]) -> list[tuple[Int32s, Float32s]]:
@@ -126,7 +127,7 @@ def _ids(row: Rendered) -> Int32s:
 
 
 def reference_logprobs(
-    case: Case, model: str, texts: Sequence[Int32s], temperatures: Sequence[float]
+    case: ModelCase, model: str, texts: Sequence[Int32s], temperatures: Sequence[float]
 ) -> list[reference.Float64s]:
     """By tools.doctor.reference. Raises Impossible for a model that is too large for this machine."""
     try:
@@ -135,7 +136,7 @@ def reference_logprobs(
         raise Impossible(str(error)) from error
 
 
-def of_student(case: Case) -> list[reference.Float64s]:
+def of_student(case: ModelCase) -> list[reference.Float64s]:
     """The reference's log-probs of all `answers`, [2, tokens of the answer]: at temperature 1, and at that of the
     answer."""
 
@@ -151,7 +152,7 @@ def of_student(case: Case) -> list[reference.Float64s]:
     return case.once("our own forward pass of the student", compute)
 
 
-def ground_truths(case: Case) -> list[Int32s]:
+def ground_truths(case: ModelCase) -> list[Int32s]:
     """The rows' own answers as ids; none for rows without."""
     tokenizer = tokenizer_of(case, case.config.models.student)
     found: list[Int32s] = []

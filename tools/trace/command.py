@@ -13,7 +13,7 @@ from stillhouse.launch.config.tree import get
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from stillhouse.launch.runfolder import find_run
 from stillhouse.tools.trace.figures import read_figures
-from stillhouse.tools.trace.merge import Written, merge
+from stillhouse.tools.trace.merge import WrittenTrace, merge
 
 FILE: Final = "trace.json.gz"
 USAGE: Final = f"""\
@@ -73,7 +73,7 @@ def write_trace(run: Path, out: Path) -> Iterator[str]:
         yield f"{label}: {text}"
 
 
-def describe(written: Written) -> Iterator[str]:
+def describe(written: WrittenTrace) -> Iterator[str]:
     """What was written, and what is missing."""
     yield f"trace: {written.path} ({written.events:,} events, {written.arrows:,} arrows); open it at ui.perfetto.dev"
     lost = written.lost

@@ -31,7 +31,7 @@ JOINED: Final = "joined"
 """Folder of the run folder that has a folder of each launcher that joined."""
 
 
-class Place(NamedTuple):
+class SlicePlace(NamedTuple):
     """A slice that an arrow begins or ends at."""
 
     process: int
@@ -40,15 +40,15 @@ class Place(NamedTuple):
     ended_ns: int
 
 
-class Piece(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens [start, end) of a rollout, and the slice that was about them."""
 
     start: int
     end: int
-    place: Place
+    place: SlicePlace
 
 
-class Source(NamedTuple):
+class TraceSource(NamedTuple):
     """One file of events."""
 
     path: Path
@@ -57,7 +57,7 @@ class Source(NamedTuple):
     """1 for a worker's first process, 2 for the one after a restart."""
 
 
-class Lost(msgspec.Struct, kw_only=True):
+class LostEvents(msgspec.Struct, kw_only=True):
     """What the trace lacks, over all files."""
 
     dropped: int = 0
@@ -70,20 +70,20 @@ class Lost(msgspec.Struct, kw_only=True):
     """Files without a header that can be read."""
 
 
-class Written(NamedTuple):
+class WrittenTrace(NamedTuple):
     """What was written."""
 
     path: Path
     events: int
     arrows: int
-    lost: Lost
+    lost: LostEvents
     clocks: tuple[str, ...]
     """About the clocks of other machines."""
 
 
-def merge(run: Path, out: Path) -> Written:
+def merge(run: Path, out: Path) -> WrittenTrace:
     """Write the trace of the run in folder `run`. Raises LaunchError when it has no events, and OSError."""
-    lost = Lost()
+    lost = LostEvents()
     sources = find_sources(run, lost)
     if not sources:
         raise LaunchError(
@@ -100,7 +100,7 @@ def merge(run: Path, out: Path) -> Written:
         with _open(draft, packed=out.name.endswith(".gz")) as file:
             writer = _Writer(file, sources, {boot: one.ns - home_ns for boot, one in moved.items()})
             for process, source in enumerate(sources):
-                writer.process(process, _events(source.path, Lost()))
+                writer.process(process, _events(source.path, LostEvents()))
             writer.links(links)
             home = sources[0].header.boot
             said = tuple(one.said(_host(sources, boot)) for boot, one in moved.items() if boot != home)
@@ -108,10 +108,10 @@ def merge(run: Path, out: Path) -> Written:
         draft.replace(out)
     finally:
         draft.unlink(missing_ok=True)
-    return Written(out, writer.events, len(links), lost, said)
+    return WrittenTrace(out, writer.events, len(links), lost, said)
 
 
-def find_sources(run: Path, lost: Lost) -> list[Source]:
+def find_sources(run: Path, lost: LostEvents) -> list[TraceSource]:
     """The files of a run, of all its processes and launches, and of those that joined it on a machine that sees the
     run folder."""
     paths = [*run.glob(f"{FOLDER}/*.jsonl"), *run.glob(f"{JOINED}/*/{FOLDER}/*.jsonl")]
@@ -124,10 +124,10 @@ def find_sources(run: Path, lost: Lost) -> list[Source]:
                 lost.files += 1
     found.sort(key=lambda one: (_rank(one[1].role), len(one[1].worker), one[1].worker, one[1].unix_ns))
     seen: defaultdict[str, int] = defaultdict(int)
-    sources: list[Source] = []
+    sources: list[TraceSource] = []
     for path, header in found:
         seen[header.worker] += 1
-        sources.append(Source(path, header, seen[header.worker]))
+        sources.append(TraceSource(path, header, seen[header.worker]))
     return sources
 
 
@@ -135,11 +135,11 @@ def _rank(role: str) -> int:
     return ROLES.index(role) if role in ROLES else len(ROLES)
 
 
-def _host(sources: Iterable[Source], boot: str) -> str:
+def _host(sources: Iterable[TraceSource], boot: str) -> str:
     return next(source.header.host for source in sources if source.header.boot == boot)
 
 
-def _events(path: Path, lost: Lost) -> Iterator[list[Any]]:
+def _events(path: Path, lost: LostEvents) -> Iterator[list[Any]]:
     """The events of a file. What cannot be read is counted in `lost`."""
     dropped = 0
     with path.open("rb") as lines:
@@ -160,7 +160,7 @@ def _events(path: Path, lost: Lost) -> Iterator[list[Any]]:
     lost.dropped += dropped
 
 
-def _offsets(sources: list[Source], links: list[tuple[str, Place, Place]]) -> dict[str, Offset]:
+def _offsets(sources: list[TraceSource], links: list[tuple[str, SlicePlace, SlicePlace]]) -> dict[str, Offset]:
     wall: dict[str, int] = {}
     for source in sources:
         wall.setdefault(source.header.boot, source.header.unix_ns - source.header.monotonic_ns)
@@ -173,11 +173,11 @@ class _Arrows:
     """Collects the ends of arrows."""
 
     def __init__(self) -> None:
-        self._sent: defaultdict[str, list[Piece]] = defaultdict(list)
-        self._scored: defaultdict[str, list[Piece]] = defaultdict(list)
-        self._trained: defaultdict[str, list[Piece]] = defaultdict(list)
-        self._broadcast: dict[str, Place] = {}
-        self._swapped: list[tuple[str, Place]] = []
+        self._sent: defaultdict[str, list[TokenRange]] = defaultdict(list)
+        self._scored: defaultdict[str, list[TokenRange]] = defaultdict(list)
+        self._trained: defaultdict[str, list[TokenRange]] = defaultdict(list)
+        self._broadcast: dict[str, SlicePlace] = {}
+        self._swapped: list[tuple[str, SlicePlace]] = []
 
     def read(self, process: int, events: Iterable[list[Any]]) -> None:
         """Take what the events of one process say."""
@@ -185,16 +185,16 @@ class _Arrows:
             if event[0] != "X":
                 continue
             _, track, name, began_ns, ended_ns, figures = event
-            place = Place(process, track, began_ns, ended_ns)
+            place = SlicePlace(process, track, began_ns, ended_ns)
             match track, name:
                 case "segments", "send":
-                    self._sent[figures["rollout"]].append(Piece(figures["start"], figures["end"], place))
+                    self._sent[figures["rollout"]].append(TokenRange(figures["start"], figures["end"], place))
                 case "scoring", "score":
                     for rollout, start, end in figures["items"]:
-                        self._scored[rollout].append(Piece(start, end, place))
+                        self._scored[rollout].append(TokenRange(start, end, place))
                 case "learner", "train":
                     for rollout, start, end in figures["items"]:
-                        self._trained[rollout].append(Piece(start, end, place))
+                        self._trained[rollout].append(TokenRange(start, end, place))
                 case "publication", "broadcast":
                     self._broadcast[figures["version"]] = place
                 case "engine", "swap":
@@ -202,7 +202,7 @@ class _Arrows:
                 case _:
                     pass
 
-    def links(self) -> Iterator[tuple[str, Place, Place]]:
+    def links(self) -> Iterator[tuple[str, SlicePlace, SlicePlace]]:
         """All arrows: name, cause and effect."""
         for rollout, sent in self._sent.items():
             scored, trained = self._scored.get(rollout, []), self._trained.get(rollout, [])
@@ -218,14 +218,14 @@ class _Arrows:
                 yield "weights", self._broadcast[version], place
 
 
-def _overlapping(piece: Piece, others: Iterable[Piece]) -> list[Piece]:
+def _overlapping(piece: TokenRange, others: Iterable[TokenRange]) -> list[TokenRange]:
     return [one for one in others if one.start < piece.end and piece.start < one.end]
 
 
 class _Writer:
     """Writes Chrome's trace-event format. Processes and tracks have numbers from 1."""
 
-    def __init__(self, file: TextIO, sources: list[Source], offset_ns: dict[str, int]) -> None:
+    def __init__(self, file: TextIO, sources: list[TraceSource], offset_ns: dict[str, int]) -> None:
         self._file, self._sources, self._offset_ns = file, sources, offset_ns
         self._tracks: list[dict[str, int]] = [{} for _ in sources]
         self.events = 0
@@ -255,7 +255,7 @@ class _Writer:
                 case _:
                     pass  # an event of a later version
 
-    def links(self, links: Iterable[tuple[str, Place, Place]]) -> None:
+    def links(self, links: Iterable[tuple[str, SlicePlace, SlicePlace]]) -> None:
         """Write the arrows. Each begins in the middle of its first slice, or before it if the second one begins before
         that, and ends where the second one begins."""
         for number, (name, cause, effect) in enumerate(links, start=1):

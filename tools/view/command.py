@@ -25,9 +25,9 @@ from stillhouse.recording.writer import record_path
 from stillhouse.tools.view.heads import Heads
 from stillhouse.tools.view.live_record import LiveRecord, has_batch
 from stillhouse.tools.view.page import Facts, Page
-from stillhouse.tools.view.rollouts import Found, choose, find_rollouts, read
+from stillhouse.tools.view.rollouts import FoundRollout, choose, find_rollouts, read
 from stillhouse.tools.view.serve import LOOK_EVERY_S, LiveView, run_end, serve
-from stillhouse.tools.view.vocabulary import Decoder, Pieces, open_decoder
+from stillhouse.tools.view.vocabulary import TextDecoder, TokenTexts, open_decoder
 
 FILE: Final = "view.html"
 MAX_MB: Final = 128
@@ -49,7 +49,7 @@ and opens it in a browser. It works while the run goes on, and shows what was re
 """
 
 
-class Asked(NamedTuple):
+class ViewOptions(NamedTuple):
     """The parsed command line."""
 
     run: Path
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> Asked:
+def parse(arguments: Sequence[str]) -> ViewOptions:
     """Parse the command line. Raises ConfigError with all mistakes."""
     words, values, positional, opens, live = list(arguments), dict[str, str](), list[str](), True, False
     mistakes: list[str] = []
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         raise ConfigError(*(f"view: {mistake}" for mistake in mistakes))
     record = Path(values["--record"]).expanduser() if "--record" in values else None
     run = find_run(positional[0], "view")
-    return Asked(run, record, values.get("--tokenizer", ""), int(max_mb), opens, live, int(port))
+    return ViewOptions(run, record, values.get("--tokenizer", ""), int(max_mb), opens, live, int(port))
 
 
 def find_record(run: Path) -> Path:
@@ -131,13 +131,13 @@ def find_record(run: Path) -> Path:
     return Path(str(named)).expanduser()
 
 
-def write_view(asked: Asked) -> Path:
+def write_view(asked: ViewOptions) -> Path:
     """Write the page of a run and print what it holds. Returns its path. Raises LaunchError and RecordError."""
     with Recording(asked.record or find_record(asked.run)) as recording:
         decoder, notes = _decoder(recording.header, asked.tokenizer)
         found = find_rollouts(recording)
         chosen = choose(found, asked.max_mb * 1_000_000)
-        page = Page(Pieces(decoder), Heads(recording.header.config))
+        page = Page(TokenTexts(decoder), Heads(recording.header.config))
         for one in chosen:
             page.add(read(recording, one))
         notes = (*_sampled(found, chosen, asked.max_mb), *notes, *_about(recording))
@@ -151,16 +151,16 @@ def write_view(asked: Asked) -> Path:
     return file
 
 
-def show_live(asked: Asked) -> int:
+def show_live(asked: ViewOptions) -> int:
     """Serve the page until Ctrl-C. Returns the exit code. Raises LaunchError, RecordError and OSError."""
     try:
         path = record_path(asked.record or find_record(asked.run))
         _wait_for_batch(asked.run, path)
         header = read_header(path)
         decoder, notes = _decoder(header, asked.tokenizer)
-        with LiveRecord(path, Pieces(decoder), asked.max_mb * 1_000_000, Heads(header.config)) as record:
+        with LiveRecord(path, TokenTexts(decoder), asked.max_mb * 1_000_000, Heads(header.config)) as record:
 
-            def facts(found: Sequence[Found]) -> Facts:
+            def facts(found: Sequence[FoundRollout]) -> Facts:
                 return _facts(header, path, len(found), (*_partly(found, record.page.n_rollouts), *notes))
 
             view = LiveView(asked.run, record, facts)
@@ -196,7 +196,7 @@ def _facts(header: RecordHeader, record: Path, n_rollouts: int, notes: tuple[str
     )
 
 
-def _partly(found: Sequence[Found], n_shown: int) -> Iterator[str]:
+def _partly(found: Sequence[FoundRollout], n_shown: int) -> Iterator[str]:
     if n_shown < len(found):
         yield (
             f"of the {len(found):,} rollouts that were recorded when this page was made it shows {n_shown:,}, whole "
@@ -204,7 +204,7 @@ def _partly(found: Sequence[Found], n_shown: int) -> Iterator[str]:
         )
 
 
-def _decoder(header: RecordHeader, given: str) -> tuple[Decoder | None, tuple[str, ...]]:
+def _decoder(header: RecordHeader, given: str) -> tuple[TextDecoder | None, tuple[str, ...]]:
     """The tokenizer, or None and a note. `given`: folder that was asked for. Raises ConfigError if that one does not
     fit."""
     student = given or str(get(header.config, "models.student") or "")
@@ -216,7 +216,7 @@ def _decoder(header: RecordHeader, given: str) -> tuple[Decoder | None, tuple[st
         return None, (f"tokens are shown as ids: {error}; name the student's tokenizer with --tokenizer DIR",)
 
 
-def _sampled(found: Sequence[Found], chosen: Sequence[Found], max_mb: int) -> Iterator[str]:
+def _sampled(found: Sequence[FoundRollout], chosen: Sequence[FoundRollout], max_mb: int) -> Iterator[str]:
     if len(chosen) < len(found):
         n_tasks, n_shown = (len({(one.offline, one.item.task_id) for one in some}) for some in (found, chosen))
         yield (

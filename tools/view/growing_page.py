@@ -25,7 +25,7 @@ from stillhouse.tools.view.page import (
     encoded_columns,
 )
 from stillhouse.tools.view.rollouts import Read
-from stillhouse.tools.view.vocabulary import Pieces
+from stillhouse.tools.view.vocabulary import TokenTexts
 
 LIVE_SCRIPTS: Final = (*SCRIPTS, "live.js")
 ROW_BYTES: Final = 100
@@ -55,7 +55,7 @@ class StaleCursor(Exception):
 class GrowingPage(Page):
     """`n_bytes` grows with what is added, about as the file would."""
 
-    def __init__(self, pieces: Pieces, number: int, heads: Heads | None = None) -> None:
+    def __init__(self, pieces: TokenTexts, number: int, heads: Heads | None = None) -> None:
         """`number`: of this page, as in Cursor."""
         super().__init__(pieces, heads)
         self._number_of_page = number

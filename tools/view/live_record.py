@@ -20,8 +20,8 @@ from stillhouse.recording.format import BatchRecord, Branches, RecordError, Reco
 from stillhouse.recording.reader import Kept, Recording, read_rollout
 from stillhouse.tools.view.growing_page import GrowingPage
 from stillhouse.tools.view.heads import Heads
-from stillhouse.tools.view.rollouts import Found, choose, find_rollouts, read
-from stillhouse.tools.view.vocabulary import Pieces
+from stillhouse.tools.view.rollouts import FoundRollout, choose, find_rollouts, read
+from stillhouse.tools.view.vocabulary import TokenTexts
 
 REFRESH_BYTES: Final = 8 << 20
 """Bytes of the record that one refresh reads, or one batch if that is larger."""
@@ -49,7 +49,7 @@ def has_batch(path: Path) -> bool:
 class LiveRecord:
     """An open record and its page. A context manager; one thread at a time."""
 
-    def __init__(self, path: Path, pieces: Pieces, max_bytes: int, heads: Heads | None = None) -> None:
+    def __init__(self, path: Path, pieces: TokenTexts, max_bytes: int, heads: Heads | None = None) -> None:
         """`path` is that of the file. Raises OSError if it cannot be opened."""
         self.path = path
         self._pieces, self._heads = pieces, heads
@@ -72,7 +72,7 @@ class LiveRecord:
         self._end = 0
         self._n_loads = 0
 
-    def load(self) -> tuple[Found, ...]:
+    def load(self) -> tuple[FoundRollout, ...]:
         """Make a page of the record as it is. Returns all rollouts of it. Raises RecordError."""
         with Recording(self.path) as recording:
             found = find_rollouts(recording)
@@ -126,14 +126,14 @@ class LiveRecord:
     def _batch(self, batch: Kept) -> None:
         self.steps = batch.record.version.step + 1
         for index, record in enumerate(batch.record.items):
-            one = _alone(Found(record.item, record.offline, [(batch, index)]))
+            one = _alone(FoundRollout(record.item, record.offline, [(batch, index)]))
             key = _key(one)
             row = self._rows.get(key)
             if row is not None:
                 if self.full:
                     continue
                 row.items += one.items
-                self.page.update(row.number, read(self, Found(one.item, one.offline, row.items)))
+                self.page.update(row.number, read(self, FoundRollout(one.item, one.offline, row.items)))
             elif key in self._not_shown:
                 if record.item.final:
                     self._not_shown.discard(key)
@@ -146,7 +146,7 @@ class LiveRecord:
                     self._add(one)
         self.full = self.full or self.page.n_bytes >= self._max_bytes
 
-    def _add(self, one: Found) -> None:
+    def _add(self, one: FoundRollout) -> None:
         self._rows[_key(one)] = _Row(self.page.n_rollouts, one.items)
         self.page.add(read(self, one))
 
@@ -159,18 +159,18 @@ class LiveRecord:
             row.items[:] = items
             if items:
                 newest, _ = items[-1]
-                self.page.update(row.number, read(self, Found(newest.record.items[0].item, key[0], items)))
+                self.page.update(row.number, read(self, FoundRollout(newest.record.items[0].item, key[0], items)))
             else:
                 self.page.abandon(row.number)
 
 
-def _key(one: Found) -> Key:
+def _key(one: FoundRollout) -> Key:
     return (one.offline, one.item.rollout_id)
 
 
-def _alone(one: Found) -> Found:
+def _alone(one: FoundRollout) -> FoundRollout:
     """The same rollout, without the other rollouts of its batches, which would be kept in memory."""
-    return Found(one.item, one.offline, [(_cut(batch, index), 0) for batch, index in one.items])
+    return FoundRollout(one.item, one.offline, [(_cut(batch, index), 0) for batch, index in one.items])
 
 
 def _cut(batch: Kept, index: int) -> Kept:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from stillhouse.protocol.messages import Branch, VersionSpan
 from stillhouse.tools.view.heads import Heads
 from stillhouse.tools.view.rollouts import Read
-from stillhouse.tools.view.vocabulary import Pieces
+from stillhouse.tools.view.vocabulary import TokenTexts
 from stillhouse.tools.view.worst_tokens import worst_tokens
 
 HERE: Final = Path(__file__).parent
@@ -91,7 +91,7 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Page:
     """Collects rollouts; `html` gives the file."""
 
-    def __init__(self, pieces: Pieces, heads: Heads | None = None) -> None:
+    def __init__(self, pieces: TokenTexts, heads: Heads | None = None) -> None:
         self._pieces = pieces
         self._heads = heads
         self._blocks: list[bytearray] = []

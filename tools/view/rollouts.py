@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stillhouse.launch.given import DATA
 from stillhouse.protocol.messages import BatchItem, VersionSpan, WeightVersion
 from stillhouse.recording.format import Branches, RecordHeader, Rollout
 from stillhouse.recording.reader import Kept, Recording
+from stillhouse.tools.write.given import DATA
 
 _IDS, _BEHAVIOUR, _TRAIN_MASK, _TEACHER, _PAYLOADS = range(5)
 """Places of an item's frames (protocol.messages.BatchItem)."""
@@ -29,7 +29,7 @@ TOP_K_BYTES: Final = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRollout:
     """A rollout, and the items of the record that hold parts of it, in the order of their steps."""
 
     item: BatchItem
@@ -46,7 +46,7 @@ class Found:
         return ROLLOUT_BYTES + TOP_K_BYTES * n_sent + self.item.end * token
 
 
-class Trained(NamedTuple):
+class TrainedRange(NamedTuple):
     """Tokens [start, end) that one step trained, all sampled by one version."""
 
     start: int
@@ -73,10 +73,10 @@ class Read:
     sampled_L: npt.NDArray[np.bool_]
     behaviour_L: npt.NDArray[np.float32]
     behaviour_known: bool
-    """False for text of unknown origin (launch.given): nobody's log-probs were recorded."""
+    """False for text of unknown origin (tools.write.given): nobody's log-probs were recorded."""
     teacher_ML: npt.NDArray[np.float32]
     scored_ML: npt.NDArray[np.bool_]
-    trained: tuple[Trained, ...]
+    trained: tuple[TrainedRange, ...]
     parts: tuple[Rollout, ...] = field(repr=False)
     """The items that it was put together from."""
 
@@ -93,21 +93,21 @@ class Read:
         return max((one.staleness for one in self.trained if one.staleness is not None), default=None)
 
 
-def find_rollouts(recording: Recording) -> list[Found]:
+def find_rollouts(recording: Recording) -> list[FoundRollout]:
     """All rollouts of the kept branch, in the order in which they first appear."""
-    found: dict[tuple[bool, str], Found] = {}
+    found: dict[tuple[bool, str], FoundRollout] = {}
     for batch in recording.batches:
         for index, record in enumerate(batch.record.items):
             key = (record.offline, record.item.rollout_id)
             before = found[key].items if key in found else []
-            found[key] = Found(record.item, record.offline, [*before, (batch, index)])
+            found[key] = FoundRollout(record.item, record.offline, [*before, (batch, index)])
     return list(found.values())
 
 
-def choose(found: Sequence[Found], most_bytes: int) -> list[Found]:
+def choose(found: Sequence[FoundRollout], most_bytes: int) -> list[FoundRollout]:
     """As many of the rollouts as fit into a page of this size, and at least those of one task. Whole tasks are chosen,
     evenly spaced over the run, so that rollouts of one prompt stay together."""
-    tasks: dict[tuple[bool, int], list[Found]] = {}
+    tasks: dict[tuple[bool, int], list[FoundRollout]] = {}
     for one in found:
         tasks.setdefault((one.offline, one.item.task_id), []).append(one)
     groups = list(tasks.values())
@@ -123,7 +123,7 @@ def choose(found: Sequence[Found], most_bytes: int) -> list[Found]:
     return [one for one in found if id(one) in chosen]
 
 
-class Source(Protocol):
+class RolloutSource(Protocol):
     """What `read` needs of a record: a `Recording`, or one that is still written to."""
 
     @property
@@ -134,7 +134,7 @@ class Source(Protocol):
     def rollout(self, batch: Kept, index: int) -> Rollout: ...
 
 
-def read(recording: Source, found: Found) -> Read:
+def read(recording: RolloutSource, found: FoundRollout) -> Read:
     """Read one rollout. Raises RecordError for frames that cannot be read."""
     records = [batch.record for batch, _ in found.items]
     parts = [recording.rollout(batch, index) for batch, index in found.items]
@@ -146,7 +146,7 @@ def read(recording: Source, found: Found) -> Read:
     behaviour_L = newest[_BEHAVIOUR].copy()
     teacher_ML = newest[_TEACHER].reshape(len(item.teachers), n).copy()
     in_batch_L = np.zeros(n, np.bool_)
-    trained: list[Trained] = []
+    trained: list[TrainedRange] = []
     left_out = False
     for record, part in zip(records, parts, strict=True):
         mask_L = _whole(part.arrays[_TRAIN_MASK], n)
@@ -159,7 +159,7 @@ def read(recording: Source, found: Found) -> Read:
             continue
         for start, end, sampled_by in _runs(mask_L, part.item.spans):
             staleness = None if found.offline else recording.branches.distance(sampled_by, record.version)
-            trained.append(Trained(start, end, record.version, staleness))
+            trained.append(TrainedRange(start, end, record.version, staleness))
     given = found.offline or recording.header.writer == "data"
     unscored = given and item.teachers == (DATA,) and not teacher_ML.any()
     return Read(

@@ -27,7 +27,7 @@ from stillhouse.recording.format import RecordError
 from stillhouse.tools.view.growing_page import Cursor, StaleCursor
 from stillhouse.tools.view.live_record import LiveRecord
 from stillhouse.tools.view.page import Facts
-from stillhouse.tools.view.rollouts import Found
+from stillhouse.tools.view.rollouts import FoundRollout
 
 HOST: Final = "127.0.0.1"
 REFRESH_S: Final = 0.5
@@ -55,7 +55,7 @@ def run_end(run: Path) -> str:
 class LiveView:
     """The page and what was recorded since. All work on the record is done by one thread at a time."""
 
-    def __init__(self, run: Path, record: LiveRecord, facts: Callable[[Sequence[Found]], Facts]) -> None:
+    def __init__(self, run: Path, record: LiveRecord, facts: Callable[[Sequence[FoundRollout]], Facts]) -> None:
         """`facts`: of a page, given all rollouts of the record. Raises RecordError."""
         self.token = secrets.token_urlsafe(24)
         self._run = run

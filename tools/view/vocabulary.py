@@ -19,7 +19,7 @@ _WORD_START: Final = "\u2581"
 """Stands for a space in vocabularies of sentencepiece, which decoding a single token would lose."""
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
     def get_vocab(self) -> dict[str, int]: ...
@@ -27,12 +27,12 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
-def open_decoder(student: str, fingerprint: str) -> Decoder:
+def open_decoder(student: str, fingerprint: str) -> TextDecoder:
     """The tokenizer of a model folder or hub name. Raises TokenizerError if there is none, or if its vocabulary is not
     the one with this fingerprint."""
     name = str(builtin.STUDENT_DIR) if student == BUILTIN else str(Path(student).expanduser())
     try:
-        decoder: Decoder = FileTokenizer(name)
+        decoder: TextDecoder = FileTokenizer(name)
     except TokenizerError:
         from stillhouse.models.tokenizer import (
             load_tokenizer,  # imports torch, for the few models without tokenizer.json
@@ -46,10 +46,10 @@ def open_decoder(student: str, fingerprint: str) -> Decoder:
     return decoder
 
 
-class Pieces:
+class TokenTexts:
     """Numbers the token ids that a page uses from 0 on, and gives the text of each."""
 
-    def __init__(self, decoder: Decoder | None) -> None:
+    def __init__(self, decoder: TextDecoder | None) -> None:
         """`decoder`: None if there is no tokenizer; a token's text is then its id."""
         self._decoder = decoder
         self._raw = {i: text for text, i in decoder.get_vocab().items()} if decoder is not None else {}

@@ -233,11 +233,21 @@ def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
         (
             "City {}",
             (),
-            ("of 0 of 130 rows", "warning: 130 ground truths are no numbers, the first is City 0"),
+            (
+                "of 0 of 130 rows",
+                "warning: learner.tasks.prompts: 130 ground truths are no numbers",
+            ),
         ),
         ("1,{:03}.", (), ("ground_truth of 130 of 130 rows",)),
         ("{}", ("--learner.tasks.eval_share=0.5",), ("held out for evaluation: 12 of 130 rows",)),
-        ("{}", (), ("held out for evaluation: 3 of 130 rows", "warning: 12 evaluation prompts were asked for")),
+        (
+            "{}",
+            (),
+            (
+                "held out for evaluation: 3 of 130 rows",
+                "warning: learner.tasks.prompts: 12 evaluation prompts were asked for",
+            ),
+        ),
         (
             "City {}",
             ("--actor.environments.single_turn.options={answer_pattern: 'is (.*)'}",),

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from stillhouse.launch.report.prometheus import exposition
-from tests.launch.report.test_prometheus import ROOT, full
+from tests.launch.report.test_prometheus import ROOT, exposition, full
 from tests.patience import PATIENCE_S
 
 BOARD = ROOT / "examples" / "grafana" / "stillhouse.json"

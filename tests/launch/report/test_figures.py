@@ -9,7 +9,17 @@ import pytest
 from rich.console import Console
 
 from stillhouse.launch.join.joiner import JoinStatus
-from stillhouse.launch.report.figures import News, Rates, RunView, SteadyLimit, clock, plural, short, staleness
+from stillhouse.launch.report.figures import (
+    Announcements,
+    Figures,
+    Rates,
+    RunView,
+    SteadyLimit,
+    clock,
+    plural,
+    short,
+    staleness,
+)
 from stillhouse.launch.report.status import LineStatus, StatusView, TableStatus, line, make_status, table
 from stillhouse.learner.reports.attribution import BoundVerdict
 from stillhouse.protocol.messages import Ledger, LedgerCounts, PeerView, Role, RolloutFailures, Snapshot, WeightVersion
@@ -53,6 +63,14 @@ def snapshot(time_s: float, step: int, *peers: PeerView) -> Snapshot:
 def view(snap: Snapshot | None, ending: str | None = None) -> RunView:
     workers = {"buffer-0": True, "learner-0": True, "actor-0": True, "actor-1": True, "teacher-0": True}
     return RunView(100.0, 65.0, 40, snap, workers, 1, 2**30, ending)
+
+
+def drawn(figures: Figures) -> str:
+    """The table, wide enough for all of it."""
+    console = Console(width=600)
+    with console.capture() as capture:
+        console.print(table(figures))
+    return capture.get()
 
 
 def test_tokens_per_second_come_from_the_totals_of_two_moments() -> None:
@@ -131,7 +149,7 @@ def test_workers_that_joined_are_counted_listed_by_their_names_and_forgotten_whe
 
 
 def test_workers_that_join_or_leave_are_reported_once_and_not_at_the_end_of_the_run() -> None:
-    news = News({"actor-0": True})
+    news = Announcements({"actor-0": True})
     joined = msgspec.structs.replace(peer("actor", 0), name="actor-x-0")
     gone = msgspec.structs.replace(joined, alive=False)
     assert list(news.take(snapshot(1.0, 1, peer("actor", 0), joined))) == ["1 actor joined the run: actor-x-0"]
@@ -187,13 +205,7 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
             "stopped by SIGINT",
         )
     )
-    if style == "line":
-        text = line(figures)
-    else:
-        console = Console(width=200)
-        with console.capture() as capture:
-            console.print(table(figures))
-        text = capture.get()
+    text = line(figures) if style == "line" else drawn(figures)
     both = ("12/40", "200", "0.312", "reward 0.75", "length 31.5, 4% truncated")
     only_table = (
         "0.500",
@@ -255,37 +267,26 @@ def test_rollouts_that_fail_are_seen_with_their_number_and_newest_cause() -> Non
     said = "66, newest env_error_KeyError: actor-0: KeyError: 'tool' [red](at env.py:7 in step)"
     figures = Rates().figures(view(failing()))
     assert f"| FAILED ROLLOUTS {said[:45]}... |" in line(figures)
-    console = Console(width=200)
-    with console.capture() as shown:
-        console.print(table(figures))
-    assert said in shown.get(), "not taken for markup"
+    assert said in drawn(figures), "not taken for markup"
     assert "FAILED" not in line(Rates().figures(view(snapshot(1.0, 0, peer("learner", 0)))))
 
 
-def test_checkpoints_that_could_not_be_written_are_seen() -> None:
+@pytest.mark.parametrize(
+    ("gauge", "short_text", "long_text"),
+    [
+        ("checkpoints_failed_total", "CHECKPOINTS NOT WRITTEN 2", "2 could not be written"),
+        ("ema_failures_total", "AVERAGES NOT SENT 2", "2 could not be sent to teachers"),
+    ],
+)
+def test_what_the_learner_could_not_write_or_send_is_seen(gauge: str, short_text: str, long_text: str) -> None:
     for n_failed in (0.0, 2.0):
-        learner = msgspec.structs.replace(peer("learner", 0), stats={"checkpoints_failed_total": n_failed, "step": 3.0})
+        learner = msgspec.structs.replace(peer("learner", 0), stats={gauge: n_failed, "step": 3.0})
         figures = Rates().figures(view(snapshot(1.0, 0, learner)))
-        console = Console(width=200)
-        with console.capture() as shown:
-            console.print(table(figures))
-        assert ("CHECKPOINTS NOT WRITTEN 2" in line(figures)) == (n_failed > 0)
-        assert ("2 could not be written" in shown.get()) == (n_failed > 0)
-
-
-def test_averages_that_teachers_did_not_get_are_seen() -> None:
-    for n_failed in (0.0, 2.0):
-        learner = msgspec.structs.replace(peer("learner", 0), stats={"ema_failures_total": n_failed, "step": 3.0})
-        figures = Rates().figures(view(snapshot(1.0, 0, learner)))
-        console = Console(width=200)
-        with console.capture() as shown:
-            console.print(table(figures))
-        assert ("AVERAGES NOT SENT 2" in line(figures)) == (n_failed > 0)
-        assert ("2 could not be sent to teachers" in shown.get()) == (n_failed > 0)
+        assert (short_text in line(figures)) == (long_text in drawn(figures)) == (n_failed > 0)
 
 
 def test_the_first_failure_of_each_kind_is_an_event() -> None:
-    news = News({})
+    news = Announcements({})
     assert list(news.take(snapshot(1.0, 0))) == []
     assert list(news.take(failing())) == [
         "a rollout failed (env_timeout): actor-1: reset took longer",
@@ -300,10 +301,7 @@ def test_many_reasons_for_lost_tokens_do_not_fill_the_line() -> None:
     many = msgspec.structs.replace(
         snapshot(1.0, 3, peer("learner", 0)), ledger=Ledger(COUNTS, COUNTS, tokens, {}, COUNTS)
     )
-    console = Console(width=600)
-    with console.capture() as shown:
-        console.print(table(Rates().figures(view(many))))
-    (text,) = [row for row in shown.get().splitlines() if row.startswith("lost")]
+    (text,) = [row for row in drawn(Rates().figures(view(many))).splitlines() if row.startswith("lost")]
     text = text.strip()
     assert "dropped env_error_Error199 200, dropped env_error_Error198 199" in text
     assert "194 other reasons 18.9k tokens" in text and len(text) < 600
@@ -319,10 +317,7 @@ def test_teachers_that_are_held_back_and_hedges_are_seen() -> None:
     assert "held back" not in usual and "hedges" not in usual
     figures = Rates().figures(view(worse))
     assert "held back: teacher-1: leaving" in line(figures) and "hedges sent 5 won 3 wasted 1" in line(figures)
-    console = Console(width=200)
-    with console.capture() as shown:
-        console.print(table(figures))
-    assert "sent 5 won 3 wasted 1" in shown.get() and "teacher-1: leaving" in shown.get()
+    assert "sent 5 won 3 wasted 1" in drawn(figures) and "teacher-1: leaving" in drawn(figures)
 
 
 @pytest.mark.parametrize(("n", "said"), [(1, "1 batch of"), (7, "7 batches of")])
@@ -330,11 +325,8 @@ def test_batches_of_equal_rewards_in_a_row_are_seen(n: int, said: str) -> None:
     calm = snapshot(1.0, 3, peer("learner", 0, 5))
     for queues, shown in (({}, False), ({"batches_equal_in_a_row": 0}, False), ({"batches_equal_in_a_row": n}, True)):
         figures = Rates().figures(view(msgspec.structs.replace(calm, queues=queues)))
-        console = Console(width=200)
-        with console.capture() as drawn:
-            console.print(table(figures))
         expected = f"{said} rollouts in a row dropped"
-        assert (f"EQUAL REWARDS: {expected} | step 3" in line(figures)) == (expected in drawn.get()) == shown
+        assert (f"EQUAL REWARDS: {expected} | step 3" in line(figures)) == (expected in drawn(figures)) == shown
 
 
 def test_before_the_learner_is_there_the_status_says_who_is() -> None:

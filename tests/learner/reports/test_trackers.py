@@ -15,7 +15,7 @@ from stillhouse.launch.checks import preflight
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.report.figures import News
+from stillhouse.launch.report.figures import Announcements
 from stillhouse.learner.reports.metrics import MetricsWriter
 from stillhouse.learner.reports.settings import without_secrets
 from stillhouse.learner.reports.trackers import feed
@@ -143,7 +143,7 @@ def test_names_are_checked_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_console_says_once_that_rows_are_lost() -> None:
-    news = News(())
+    news = Announcements(())
     learner = peer("learner", "learner-0", 0)
     for lost in (0.0, 1.0, 7.0):
         learner.stats["tracker_lost_wandb"] = lost

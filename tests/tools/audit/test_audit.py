@@ -13,7 +13,7 @@ import pytest
 from stillhouse.protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
 from stillhouse.recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
 from stillhouse.tools.audit import record, report
-from stillhouse.tools.audit.record import AuditError, Batch, RecordFile, Resumed, Version
+from stillhouse.tools.audit.record import AuditError, RecordedBatch, RecordFile, Resumed, Version
 from stillhouse.tools.audit.run import audit, main
 from tests.patience import PATIENCE_S
 from tests.tools.audit.written import Written, batch, begin, group, item, resumed, trained
@@ -205,31 +205,6 @@ def test_settled_as_trained_without_a_token_and_trained_after_it_was_settled(run
     assert faults(run) == {report.SETTLED_WRONG: 2}
 
 
-class TestFilesOfOlderVersions:
-    """They tell of whole tasks only."""
-
-    def test_clean(self, run: Written) -> None:
-        """Task 1 has one sample of which nothing was trained: it may have been dropped."""
-        run.record(batch((0, 0), *group(0), done=[0]), batch((0, 1), item(1, 0, (2, 4), by=(0, 1)), done=[1]))
-        run.checkpoint((0, 2), 3, outstanding={2: []})
-        assert faults(run) == {}
-
-    def test_a_task_told_done_that_only_an_abandoned_step_trained(self, run: Written) -> None:
-        run.record(
-            batch((0, 0), *group(0), done=[0]),
-            batch((0, 1), *group(1, by=(0, 1)), item(2, 1, (2, 4), by=(0, 1)), done=[]),
-            resumed((1, 1)),
-            batch((1, 1), item(2, 0, (2, 4), by=(1, 1)), done=[1, 2]),
-        )
-        run.checkpoint((1, 2), 3)
-        assert faults(run) == {report.SKIPPED_TASKS: 1, report.SKIPPED_SAMPLES: 1}
-        assert places(run, report.SKIPPED_SAMPLES) == ["task 2, sample 1: trained at the abandoned step 0.1 only"]
-
-    def test_a_task_told_done_twice_and_trained_after_that(self, run: Written) -> None:
-        run.record(batch((0, 0), *group(0), done=[0]), batch((0, 1), item(0, 0, (9, 11), by=(0, 1)), done=[0]))
-        assert faults(run) == {report.SETTLED_TWICE: 1, report.SETTLED_WRONG: 1}
-
-
 def test_a_step_that_was_not_recorded_and_one_recorded_twice(run: Written) -> None:
     one, two, three = steps(0, 1, 2)
     run.record(one, three, three)
@@ -246,17 +221,15 @@ def test_another_number_of_tokens_than_metrics_tells(run: Written) -> None:
     run.record(*steps(0, 1))
     run.metrics(("step", (0, 1), 8), ("step", (0, 2), 7))
     assert faults(run) == {report.OTHER_TOKENS: 1}
-    run.metrics(("step", (0, 1), 8), ("step", (0, 2), 7), nonfinite=1)
-    assert faults(run) == {}, "a file of an older version does not say which rollouts were left out of a step"
 
 
 def test_a_rollout_that_was_left_out_is_not_trained(run: Written) -> None:
     left_out, fate = "train-0-1-0", [(0, 1, "masked", "non_finite")]
     run.record(batch((0, 0), *group(0), settled=[*trained((0, 0)), *fate], masked=[left_out]))
-    run.metrics(("step", (0, 1), 4), nonfinite=1)
+    run.metrics(("step", (0, 1), 4))
     run.checkpoint((0, 1), 1)
     assert faults(run) == {} and audit(run.path).tokens == 4
-    run.metrics(("step", (0, 1), 8), nonfinite=1)
+    run.metrics(("step", (0, 1), 8))
     assert faults(run) == {report.OTHER_TOKENS: 1}
 
 
@@ -386,8 +359,8 @@ def test_what_a_learner_writes_is_read(tmp_path: Path) -> None:
         _, went_on, last = list(opened.places())
         assert went_on.record == Resumed(Version(1, 7), Version(0, 7))
         found = opened.batch(last)
-        assert isinstance(found, Batch) and (found.batch_id, found.version) == (5, Version(1, 7))
-        assert (found.tasks_done, found.settled) == ((3,), (record.Settled(3, 1, "masked", "stale"),))
+        assert isinstance(found, RecordedBatch) and (found.batch_id, found.version) == (5, Version(1, 7))
+        assert found.settled == (record.Settled(3, 1, "masked", "stale"),)
         assert found.masked == ("train-3-2-0",)
         (read,) = found.items
         assert read.item.sample == (3, 1) and read.item.spans == ((Version(1, 7), 2, 6),)

@@ -85,12 +85,10 @@ def item(
 def batch(
     version: Version,
     *items: tuple[dict[str, Any], bytes],
-    settled: Sequence[Settled] | None = None,
-    done: Sequence[int] | None = None,
-    masked: Sequence[str] | None = None,
+    settled: Sequence[Settled] = (),
+    masked: Sequence[str] = (),
     batch_id: int = 0,
 ) -> bytes:
-    """`settled`, `masked`: as new files have it; `done`: tasks, as old files have it."""
     at, listed = 0, list[dict[str, Any]]()
     for about, stored in items:
         listed.append({**about, "start": at, "stored_bytes": len(stored)})
@@ -100,10 +98,9 @@ def batch(
         "version": version,
         "staleness": {0: 1},
         "items": listed,
+        "settled": settled,
+        "masked": masked,
     }
-    header |= {} if settled is None else {"settled": settled}
-    header |= {} if done is None else {"tasks_done": done}
-    header |= {} if masked is None else {"masked": masked}
     return record(2, header, b"".join(stored for _, stored in items))
 
 
@@ -132,12 +129,9 @@ class Written:
     def record(self, *records: bytes) -> None:
         self.file.write_bytes(MAGIC + begin() + b"".join(records))
 
-    def metrics(self, *rows: tuple[str, Version, int], nonfinite: int = 0) -> None:
+    def metrics(self, *rows: tuple[str, Version, int]) -> None:
         """(kind, version, tokens)."""
-        lines = [
-            {"kind": kind, "epoch": epoch, "step": step, "train/tokens": n, "train/items_nonfinite": nonfinite}
-            for kind, (epoch, step), n in rows
-        ]
+        lines = [{"kind": kind, "epoch": epoch, "step": step, "train/tokens": n} for kind, (epoch, step), n in rows]
         (self.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def checkpoint(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stillhouse import builtin
+from stillhouse.launch.checks.finding import Finding
 from stillhouse.launch.config.command_line import parse_arguments
-from stillhouse.tools.doctor.case import Case
+from stillhouse.tools.doctor.case import ModelCase
 from stillhouse.tools.doctor.examiner import findings
-from stillhouse.tools.doctor.finding import Finding
 from stillhouse.tools.doctor.table import CHECKS
 
 Examine = Callable[..., list[Finding]]
@@ -20,14 +20,15 @@ ENGINES = "tests.tools.doctor.faulty_engines"
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Iterator[Callable[..., Case]]:
+def case(tmp_path: Path) -> Iterator[Callable[..., ModelCase]]:
     """`case(*arguments)`: the run of a command line."""
-    made: list[Case] = []
+    made: list[ModelCase] = []
 
-    def make(*arguments: str) -> Case:
+    def make(*arguments: str) -> ModelCase:
         scratch = tmp_path / f"scratch-{len(made)}"
         scratch.mkdir()
-        made.append(Case.of(parse_arguments([f"--run-dir={tmp_path / 'run'}", "--device=cpu", *arguments]), scratch))
+        line = parse_arguments([f"--run-dir={tmp_path / 'run'}", "--device=cpu", *arguments])
+        made.append(ModelCase.of(line, scratch))
         return made[-1]
 
     yield make
@@ -36,7 +37,7 @@ def case(tmp_path: Path) -> Iterator[Callable[..., Case]]:
 
 
 @pytest.fixture
-def examine(case: Callable[..., Case]) -> Examine:
+def examine(case: Callable[..., ModelCase]) -> Examine:
     """`examine("disk", *arguments)`: what that check reports."""
 
     def run(name: str, *arguments: str) -> list[Finding]:

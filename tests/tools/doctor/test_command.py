@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from stillhouse.tools.doctor.command import Report, main, split_own
-from stillhouse.tools.doctor.finding import Finding
+from stillhouse.launch.checks.finding import Finding
+from stillhouse.tools.doctor.command import DoctorReport, main, split_own
 from stillhouse.tools.doctor.table import CHECKS
 from tests.patience import SLOWNESS
 from tests.tools.doctor.conftest import ENGINES
@@ -29,7 +29,7 @@ def test_all_checks_of_the_built_in_run_pass(capsys: pytest.CaptureFixture[str],
     report, before = tmp_path / "report.json", set(psutil.Process().children(recursive=True))
     assert main([f"--json={report}", "--device=cpu", f"--run-dir={tmp_path / 'run'}"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    found = msgspec.json.decode(report.read_bytes(), type=Report)
+    found = msgspec.json.decode(report.read_bytes(), type=DoctorReport)
     assert found.ok and list(dict.fromkeys(one.check for one in found.findings)) == [check.name for check in CHECKS]
     assert lines[:-1] == [finding.line() for finding in found.findings]
     assert lines[-1].startswith("0 failed, ") and lines[-1].endswith("nothing was left running")
@@ -76,20 +76,20 @@ def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_p
     assert code == 1
     assert any("FAILED   off by one: KeyError: 'no such layer' (at broken_engine.py:4)" in line for line in lines)
     assert any("skipped  temperature: " in line and "failed, see above" in line for line in lines)
-    assert sum(line.startswith("ok       disk") for line in lines) == 2
+    assert sum(line.startswith("ok       disk: ") for line in lines) == 1
 
 
 def test_a_refused_configuration_still_gets_the_other_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device=cpu", "--teacher=no/such/folder"]) == 1
     out = capsys.readouterr().out
-    assert "FAILED   configuration: models.teacher: no folder 'no/such/folder'" in out
-    assert "ok       disk (room)" in out and "skipped  known text: the configuration is refused, see above" in out
+    assert "FAILED   configuration (models.teacher): no folder 'no/such/folder'" in out
+    assert "ok       disk: " in out and "skipped  known text: the configuration is refused, see above" in out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only=dsik"], "--only: got dsik, expected names of checks: configuration, open-files"),
+        (["--only=dsik"], "--only: got dsik, expected names of checks: configuration, memory"),
         (["--timeout-s=soon"], "--timeout-s: got 'soon', expected seconds above 0"),
         (["--json"], "--json: needs a value"),
         (["--learner.lrr=1"], "did you mean"),

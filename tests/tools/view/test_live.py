@@ -21,9 +21,9 @@ from stillhouse.tools.view import live_record
 from stillhouse.tools.view.command import main
 from stillhouse.tools.view.live_record import LiveRecord
 from stillhouse.tools.view.page import Facts
-from stillhouse.tools.view.rollouts import Found
+from stillhouse.tools.view.rollouts import FoundRollout
 from stillhouse.tools.view.serve import LiveView, serving
-from stillhouse.tools.view.vocabulary import Pieces
+from stillhouse.tools.view.vocabulary import TokenTexts
 from tests.patience import PATIENCE_S, Limit
 from tests.tools.view import made_record as made
 from tests.tools.view.slow_reader import recorded
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 MB = 1_000_000
 
 
-def facts(found: Sequence[Found]) -> Facts:
+def facts(found: Sequence[FoundRollout]) -> Facts:
     return Facts(run="r", record="f", writer="student", n_rollouts=len(found), alternatives_of="teacher", notes=())
 
 
@@ -112,7 +112,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def live(run: Path, go: Go, max_bytes: int = 10 * MB) -> None:
     async def body() -> None:
-        with LiveRecord(run / "batches.record", Pieces(None), max_bytes) as record:
+        with LiveRecord(run / "batches.record", TokenTexts(None), max_bytes) as record:
             view = LiveView(run, record, facts)
             async with serving(view, 0) as address, aiohttp.ClientSession() as session:
                 await go(Browser(session, address), view)

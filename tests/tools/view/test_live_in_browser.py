@@ -11,7 +11,7 @@ import pytest
 
 from stillhouse.tools.view.live_record import LiveRecord
 from stillhouse.tools.view.serve import LiveView, serving
-from stillhouse.tools.view.vocabulary import Pieces
+from stillhouse.tools.view.vocabulary import TokenTexts
 from tests.patience import PATIENCE_S, Limit
 from tests.tools.view import made_record as made
 from tests.tools.view.browser import Tab, chromium, tab
@@ -30,7 +30,7 @@ def browser() -> str:
 
 def live(run: Path, go: Go, max_bytes: int = 10 * MB) -> None:
     async def body() -> None:
-        with LiveRecord(run / "batches.record", Pieces(None), max_bytes) as record:
+        with LiveRecord(run / "batches.record", TokenTexts(None), max_bytes) as record:
             view = LiveView(run, record, facts)
             async with serving(view, 0) as address, tab(run.parent / "profile") as page:
                 await page.open(address)
@@ -117,7 +117,7 @@ def test_the_end_of_the_run_and_of_the_server_are_said(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with tab(tmp_path / "profile") as page:
-            with LiveRecord(run / "batches.record", Pieces(None), MB) as record:
+            with LiveRecord(run / "batches.record", TokenTexts(None), MB) as record:
                 async with serving(LiveView(run, record, facts), 0) as address:
                     await page.open(address)
                     said = "byId('live').textContent"

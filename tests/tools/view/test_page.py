@@ -16,7 +16,7 @@ from stillhouse.protocol.messages import Branch
 from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.tools.view.command import main
 from stillhouse.tools.view.heads import Heads
-from stillhouse.tools.view.rollouts import Found, choose
+from stillhouse.tools.view.rollouts import FoundRollout, choose
 from tests.tools.view import made_record as made
 from tests.tools.view.slow_reader import PageRead, Seen, recorded
 
@@ -154,7 +154,7 @@ def test_a_record_that_is_too_large_is_shown_in_whole_groups_over_the_whole_run_
 
 def test_one_group_is_shown_even_if_it_is_larger_than_the_page_should_be() -> None:
     item = made.rollout(np.random.default_rng(0), "a", prompt=[7]).item
-    found = [Found(item, False, [])]
+    found = [FoundRollout(item, False, [])]
     assert choose(found, 1) == found and choose([], 1) == []
 
 

@@ -8,11 +8,10 @@ from typing import Final, NamedTuple
 
 import psutil
 
+from stillhouse.launch.checks.finding import Case, Finding
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.servers.plan import launched_groups, reachable_host
 from stillhouse.protocol.addresses import free_port
-from stillhouse.tools.doctor.case import Case
-from stillhouse.tools.doctor.finding import Finding
 
 CONNECT_TIMEOUT_S: Final = 3.0
 

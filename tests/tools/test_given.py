@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
-from stillhouse.launch import write
 from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
 from stillhouse.learner.objectives.registry import DIVERGENCE
@@ -23,6 +22,7 @@ from stillhouse.protocol.topk_codec import decode_top_k
 from stillhouse.recording.format import RecordError
 from stillhouse.recording.reader import Recording
 from stillhouse.replay.command import main as replay
+from stillhouse.tools.write import command as write
 
 ROWS = [
     {"prompt": "1+2=", "response": "3"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stillhouse.builtin import TEACHER_DIR
-from stillhouse.launch import write
+from stillhouse.tools.write import command as write
 
 
 def test_the_student_is_the_teacher_is_never_trained_and_reads_the_text_for_teachers(

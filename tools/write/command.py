@@ -9,7 +9,7 @@ text when it writes, and the recording has the prompts without it (`learner.writ
     stillhouse write FILE --from ROWS --student DIR
 
 records text that is there instead: prompts with responses, for SFT, or for distillation with `teacher.top_k`
-(`launch.given`).
+(`tools.write.given`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stillhouse.launch import run
 from stillhouse.launch.checks.model_files import find_model
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
 from stillhouse.launch.errors import WRONG_CONFIG_EXIT_CODE, ConfigError, LaunchError, refuse
-from stillhouse.launch.given import write_given
+from stillhouse.tools.write.given import write_given
 
 RECIPE: Final = (
     "--learner.eval_every=0",
