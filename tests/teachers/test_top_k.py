@@ -101,7 +101,10 @@ def test_numbers_that_cannot_be_sent_fail_their_item_with_a_reason() -> None:
     scorer = Unsorted.load(STUDENT_DIR, TeacherConfig(device="cpu"))
     with (
         ScriptedBuffer() as peer,
-        teacher(peer.address, scorer, TeacherConfig(device="cpu", top_k=5), vocab_tokens=VOCAB) as (ended, _),
+        teacher(peer.address, scorer, TeacherConfig(device="cpu", top_k=5, tail="pooled"), vocab_tokens=VOCAB) as (
+            ended,
+            _,
+        ),
     ):
         peer.send(m.ScoreWork((m.ScoreItem(1, "train-0-0-0", 0, 4, 1, 4),)), [np.ones(4, np.int32)], to=TEACHER)
         (failed,) = peer.expect(m.ScoreFailed)
