@@ -98,19 +98,14 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     max_held_segments: NonNegativeInt = 64
     """Segments of a rollout that may wait for a missing earlier one. Further ones are rejected."""
 
-    journal: bool = True
-    """Write everything to RUN/journal before acknowledging it, so that a buffer that dies is restarted and continues
-    where it was. Off: the death of the buffer ends the run."""
     journal_sync: Sync = "process"
-    """Failure that acknowledged data must survive. `process`: the death of the buffer process. `disk`: a power failure,
-    at the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the last
-    moments; this is detected, and the run resumes from its last checkpoint."""
+    """Everything is written to RUN/journal before it is acknowledged, so that a buffer that dies is restarted and
+    continues where it was. Failure that this must survive: `process`: the death of the buffer process. `disk`: a power
+    failure, at the cost of one disk flush per turn of the buffer's loop. With `process`, a power failure may lose the
+    last moments; this is detected, and the run resumes from its last checkpoint."""
     journal_log_mb: PositiveInt = 256
     """Size of what came since the last image of the state, in MiB, at which the next image is made (later if the image
     is large). The disk needs room for as much, for all that is held, and for an image."""
-    journal_reserve_mb: NonNegativeInt = 64
-    """Disk space to reserve, in MiB, so that scores and trained batches can still be journaled when the disk is full.
-    New work is then no longer accepted."""
 
     @property
     def encrypted(self) -> bool:

@@ -46,13 +46,7 @@ class GivenUp(msgspec.Struct, frozen=True, array_like=True, tag="given_up"):
     reason: str
 
 
-class IntakeChanged(msgspec.Struct, frozen=True, array_like=True, tag="intake"):
-    """New work is no longer accepted because of `trouble`. Empty: it is accepted again."""
-
-    trouble: str
-
-
-Entry: TypeAlias = Joined | Left | FromPeer | GivenUp | IntakeChanged
+Entry: TypeAlias = Joined | Left | FromPeer | GivenUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,7 @@ class _Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
 
 class _Turn(msgspec.Struct, frozen=True, array_like=True):
     now_s: float
-    entries: list[Joined | Left | _Said | GivenUp | IntakeChanged]
+    entries: list[Joined | Left | _Said | GivenUp]
     tick_s: float | None = None
     refused: dict[str, int] | None = None
 
@@ -183,8 +177,6 @@ class Core:
                     outgoing += self.state.peer_lost(turn.now_s, role, name)
                 case GivenUp(reason):
                     outgoing += self.state.give_up(reason)
-                case IntakeChanged(trouble):
-                    outgoing += self.state.intake_changed(turn.now_s, trouble)
         if turn.tick_s is not None:
             outgoing += self.state.tick(turn.tick_s)
         return [self._completed(out) for out in outgoing]

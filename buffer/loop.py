@@ -4,8 +4,8 @@
     every TICK_S    -> a tick     }  one turn -> core.apply -> journal.write -> server.send
     SIGTERM         -> give up   /      (once the learner has left, or stays too long)
 
-Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, segments and
-tasks are discarded unread: they have acknowledgements of their own, so their senders keep them and send them again.
+Nothing is sent before the turn that caused it is in the journal. While the journal cannot be written, the loop waits:
+its peers keep what is not acknowledged, and send it again. After ROOM_S the buffer gives up.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from stillhouse.buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, encode_turn
+from stillhouse.buffer.core import Core, Entry, GivenUp, Joined, Left, Turn, encode_turn
+from stillhouse.buffer.journal.database import StoreUnwritable
 from stillhouse.buffer.journal.freezer import no_garbage_collection
 from stillhouse.buffer.journal.image import make_checked_image
 from stillhouse.buffer.journal.imaging import Outcome
-from stillhouse.buffer.journal.journal import RETRY_S, Journal
+from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.recovery import CoreClock, Started
+from stillhouse.buffer.journal.store import Blob
 from stillhouse.buffer.peers import Outgoing
-from stillhouse.protocol.flow import ack_keys
 from stillhouse.protocol.messages import (
     Batch,
     Message,
     Refused,
     ScoresAck,
-    Segment,
     SegmentAck,
     Shutdown,
     Snapshot,
-    TasksOffered,
 )
 from stillhouse.protocol.printable import in_one_line
 from stillhouse.protocol.ratelimit import RateLimitedLog
@@ -53,6 +52,10 @@ LEARNER_LEAVES_S: Final = 60.0
 (systemd, Slurm), it needs the buffer for its last checkpoint. A second SIGTERM ends the wait."""
 REPLAY_S: Final = 5.0
 """CPU seconds that a restart may need to replay the journal's turns. After as many, a new image takes their place."""
+RETRY_S: Final = 0.5
+ROOM_S: Final = 10.0
+"""Longest time for which the journal may not be writable, e.g. on a full disk. Then the run ends: less than the
+launcher's patience with a buffer that does nothing."""
 IMAGE_SHARE: Final = 10
 """Images take at most a tenth of the time spent on turns: where they are large, they are made less often."""
 STATUS_EVERY_S: Final = 30.0
@@ -88,7 +91,7 @@ class BufferLoop:
     def __init__(self, server: Server, started: Started, sigterms: SigtermCount) -> None:
         self._server = server
         self._core: Core = started.core
-        self._journal: Journal | None = started.journal
+        self._journal: Journal = started.journal
         self._clock = CoreClock(started.newest_s)
         self._sigterms = sigterms
         self._next_tick_s = 0.0
@@ -96,8 +99,8 @@ class BufferLoop:
         self._next_count_s = 0.0
         self._refused_before = dict(started.core.refused)
         self._refused_here: dict[str, int] = {}
-        self._put_off_total = 0
         self._refusals = RateLimitedLog(log)
+        self._unwritable = RateLimitedLog(log)
         self._held_back: dict[str, str] = {}
         """Teachers with an open circuit breaker, as last logged."""
         self._applied_s = 0.0
@@ -110,7 +113,7 @@ class BufferLoop:
         """SIGTERM came before the learner had finished the run."""
 
     def __repr__(self) -> str:
-        return f"BufferLoop({self._server!r}, {self._core!r}, {self._journal!r}, put_off={self._put_off_total})"
+        return f"BufferLoop({self._server!r}, {self._core!r}, {self._journal!r})"
 
     def run(self) -> None:
         """Run until the run is over and all peers have left."""
@@ -154,15 +157,10 @@ class BufferLoop:
 
     def _turn(self) -> None:
         """One poll and, when it is time, one tick."""
-        if self._journal is not None:
-            self._journal.mend(time.monotonic())
-            if self._journal.blocked:
-                time.sleep(RETRY_S / 4)
-                return
         self._server.set_published(self._core.state.published)
         events = self._server.poll(max(0.0, self._next_tick_s - time.monotonic()))
         now_s = self._clock()
-        entries = [*self._change_of_intake(), *self._entries(events)]
+        entries = self._entries(events)
         tick_s = None
         if time.monotonic() >= self._next_tick_s:
             self._next_tick_s = time.monotonic() + TICK_S
@@ -201,16 +199,30 @@ class BufferLoop:
         for _, _, message, _ in outgoing if trace.tracing() else ():
             if isinstance(message, Batch) and message.items:
                 trace.done("buffer", "batch", began_ns, step=message.version.step + 1, rollouts=len(message.items))
-        journal = self._journal
-        if journal is not None:
-            encoded = encode_turn(turn, blobs_total)
-            journal.write(encoded.body, time.monotonic(), encoded.blobs)
+        self._commit(*encode_turn(turn, blobs_total))
         self._send(outgoing)
-        if journal is not None:
-            self._tend_image(journal, turn.newest_s)
+        self._tend_image(turn.newest_s)
 
-    def _tend_image(self, journal: Journal, now_s: float) -> None:
+    def _commit(self, body: bytes, blobs: Sequence[Blob]) -> None:
+        """Write a turn to the journal, as soon as that is possible. Raises StoreUnwritable if it is not within ROOM_S,
+        or if the run is to end."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                return self._journal.write(body, blobs)
+            except StoreUnwritable as error:
+                waited_s = time.monotonic() - began_s
+                if waited_s > ROOM_S or self._sigterms.count:
+                    raise StoreUnwritable(
+                        f"the journal could not be written for {waited_s:.0f} s: {error}; make room on the disk of the "
+                        "run's folder (expected some buffer.journal_log_mb), and use --resume"
+                    ) from error
+                self._unwritable.warning(f"the journal cannot be written: {error}; the buffer waits until it can")
+                time.sleep(RETRY_S)
+
+    def _tend_image(self, now_s: float) -> None:
         """Start an image when it is time, and log what became of it."""
+        journal = self._journal
         finished = journal.tend_image()
         if finished is not None:
             self._image_s = finished.cpu_s
@@ -238,22 +250,15 @@ class BufferLoop:
     def _entries(self, events: Sequence[Event]) -> list[Entry]:
         entries: list[Entry] = []
         hellos = iter(self._server.hellos)
-        trouble = self._journal is not None and self._journal.trouble
         for event in events:
             match event:
                 case PeerUp():
                     entries.append(Joined(next(hellos)))
                 case PeerDown(role, name):
                     entries.append(Left(role, name))
-                case FromPeer(received=received) if trouble and is_new_work(received.message):
-                    self._put_off_total += 1
                 case FromPeer():
                     entries.append(event)
         return entries
-
-    def _change_of_intake(self) -> list[Entry]:
-        trouble = "" if self._journal is None else self._journal.trouble
-        return [IntakeChanged(trouble)] if trouble != self._core.state.intake_trouble else []
 
     def _new_refusals(self) -> dict[str, int] | None:
         refused = self._server.refused
@@ -262,8 +267,3 @@ class BufferLoop:
         self._refused_here = refused
         codes = dict.fromkeys((*self._refused_before, *refused))
         return {code: self._refused_before.get(code, 0) + refused.get(code, 0) for code in codes}
-
-
-def is_new_work(message: object) -> bool:
-    """Return True for a message that may be put off: it is large, and its sender keeps it until it is acknowledged."""
-    return isinstance(message, (Segment, TasksOffered)) and bool(ack_keys(message))

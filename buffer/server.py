@@ -121,14 +121,12 @@ def main(
                 raise
             final = loop.snapshot()
             _write_ledger(folder, final)
-            if started.journal is not None:
-                started.journal.remove()
+            started.journal.remove()
             return exit_code(final, terminated=loop.terminated)
     finally:
         if server is not None:
             server.close()
-        if started.journal is not None:
-            started.journal.close()
+        started.journal.close()
 
 
 def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, started: Started) -> Server:

@@ -62,8 +62,6 @@ class BufferState:
         self._config = config
         self._phase: Literal["running", "finished", "failed"] = "running"
         self._phase_reason = ""
-        self.intake_trouble = ""
-        """Reason why no new work is accepted at the moment; empty if it is."""
         self._peers = PeerTable()
         self._teacher_weights: dict[str, m.WeightsRef] = {}
         """Newest weights for the teachers of a pool, which start with their own."""
@@ -179,22 +177,12 @@ class BufferState:
         """Check for overdue leases, overdue tickets and idle release."""
         if self._phase == "running":
             self._arrivals.jobs_given_up(self._scoring.expire(now_s))
-            while not self.intake_trouble and (rollout := self._tickets.overdue(now_s)) is not None:
+            while (rollout := self._tickets.overdue(now_s)) is not None:
                 self._arrivals.fail(rollout, "ticket_timeout", tell_actor=True)
             self._batches.tick(now_s)
-            if not self.intake_trouble:
-                share = self._batches.actors_to_ask(now_s, self._tickets.round_s, self._scoring.usual_s)
-                self._tickets.ask_for_segments(share)
+            share = self._batches.actors_to_ask(now_s, self._tickets.round_s, self._scoring.usual_s)
+            self._tickets.ask_for_segments(share)
             self._pump(now_s)
-        return self._out.take()
-
-    def intake_changed(self, now_s: float, trouble: str) -> list[Outgoing]:
-        """Stop issuing tickets while new segments and tasks are not accepted because of `trouble`. Empty: resume. In
-        the meantime no ticket times out, because the server discards the segments that would show progress."""
-        if self.intake_trouble and not trouble:
-            self._tickets.all_heard(now_s)
-        self.intake_trouble = trouble
-        self._pump(now_s)
         return self._out.take()
 
     def give_up(self, reason: str) -> list[Outgoing]:
@@ -239,7 +227,6 @@ class BufferState:
             peers=tuple(
                 peer.view(now_s, len(self._batches.leased) if peer.role == "learner" else None) for peer in self._peers
             ),
-            intake_trouble=self.intake_trouble,
             forgotten=dict(self._peers.forgotten),
             failures=self._life.book.failures.records,
         )
@@ -346,8 +333,7 @@ class BufferState:
             return
         self._scoring.dispatch(now_s)
         self._learner.form_batch(now_s)
-        if not self.intake_trouble:
-            self._tickets.dispatch(now_s)
+        self._tickets.dispatch(now_s)
         self._learner.ask_for_tasks()
 
     def _new_peer(self, now_s: float, role: Role, name: str, incarnation: str, pool: str, former: Peer | None) -> Peer:

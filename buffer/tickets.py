@@ -117,11 +117,6 @@ class TicketDesk:
         self._running[rollout.rollout_id] = rollout
         self._running.move_to_end(rollout.rollout_id)
 
-    def all_heard(self, now_s: float) -> None:
-        """Restart all timeouts, because for a while segments were not accepted."""
-        for rollout in list(self._running.values()):
-            self.heard(now_s, rollout)
-
     def returned(self, rollout: Rollout) -> None:
         """Note that the rollout no longer runs at its actor."""
         self._running.pop(rollout.rollout_id, None)

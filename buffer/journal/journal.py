@@ -1,17 +1,5 @@
 """The journal: every turn is written here before anything that it caused is sent.
 
-`write(turn)` commits a turn, together with all that wait. It never raises for a full or broken disk. The states are:
-
-    normal      Turns are committed.
-    trouble     A commit failed. The reserve, a file that only occupies space, is deleted, and turns are still written
-                in its space. The owner must accept no new work; small messages (scores, trained batches, credit) go on.
-    in memory   The reserve is used up too, or does not help (read-only or broken disk): turns wait in memory. What was
-                sent in the meantime is known to the peers only. If the buffer dies now, its successor refuses those
-                peers (`peer_ahead`) rather than do anything twice.
-    blocked     The limit of waiting bytes is reached: the owner must stop.
-
-Trouble ends when everything is written and the reserve is complete again.
-
 When the log has grown past `log_bytes` and past twice the size of the image, `wants_image` is true, and the owner
 starts a new image. A fork writes it (`buffer.journal.imaging`). Turns are committed meanwhile, and when the image is
 complete it takes the place of those before it.
@@ -22,7 +10,6 @@ complete it takes the place of those before it.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,9 +20,7 @@ from stillhouse.buffer.journal.database import StoreUnwritable
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.buffer.journal.imaging import Finished, ImageFork, Outcome, discard
 from stillhouse.buffer.journal.store import Blob, Position, Store
-from stillhouse.protocol.atomic_file import not_a_link
 
-RETRY_S: Final = 0.5
 IMAGE_SHARE: Final = 2
 """The log may grow to this many times the size of the image before a new one is made, which bounds the cost of
 images."""
@@ -44,45 +29,20 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The journal of one run, in `folder`. Raises StoreCorrupt and StoreUnwritable only when it is opened."""
+    """The journal of one run, in `folder`. Raises StoreCorrupt and StoreUnwritable."""
 
-    def __init__(self, folder: Path, *, sync: Sync, log_bytes: int, reserve_bytes: int, memory_bytes: int) -> None:
+    def __init__(self, folder: Path, *, sync: Sync, log_bytes: int) -> None:
         self._folder = folder
         self._log_bytes = log_bytes
-        self._reserve_bytes = reserve_bytes
-        self._memory_bytes = memory_bytes
-        self._waiting: list[bytes] = []
-        self._waiting_blobs: list[Blob] = []
-        self._waiting_bytes = 0
         self._next_image_at = log_bytes
-        self._trouble = ""
-        self._retry_at_s = 0.0
         self._flush = sync == "disk"
         self._fork: ImageFork | None = None
         self._fork_position = Position(0, 0, 0)
         """Where the log was when the image was started."""
         self.store = Store(folder, sync=sync)
-        self._reserve = folder / "reserve"
-        if not self._keep_reserve():
-            self._trouble = f"no room for a reserve of {reserve_bytes >> 20} MiB"
 
     def __repr__(self) -> str:
-        state = f"trouble: {self._trouble}" if self._trouble else "taking"
-        return f"Journal({state}, log={self.store.log_bytes >> 10} KiB, waiting={self._waiting_bytes >> 10} KiB)"
-
-    @property
-    def trouble(self) -> str:
-        """Description of what is wrong with the disk; empty if nothing is."""
-        return self._trouble
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Size of the turns that are in memory only."""
-        return self._waiting_bytes
-
-    @property
-    def blocked(self) -> bool:
-        return self._waiting_bytes > self._memory_bytes
+        return f"Journal(log={self.store.log_bytes >> 10} KiB)"
 
     @property
     def wants_image(self) -> bool:
@@ -90,29 +50,23 @@ class Journal:
 
     @property
     def may_start_image(self) -> bool:
-        """Return True if everything is written and no image is being made."""
-        return not self._trouble and self._fork is None
+        """Return True if no image is being made."""
+        return self._fork is None
 
     def image_read(self, n_bytes: int) -> None:
         """Note the size of the present image."""
         self._next_image_at = max(self._log_bytes, IMAGE_SHARE * n_bytes)
 
-    def write(self, body: bytes, now_s: float, blobs: Sequence[Blob] = ()) -> None:
-        """Commit a turn, or keep it in memory if that is impossible now. `now_s`: any clock."""
-        waited = bool(self._waiting)
-        self._waiting.append(body)
-        self._waiting_blobs += blobs
-        self._waiting_bytes += len(body) + sum(len(content) for _, content in blobs)
-        if not waited or now_s >= self._retry_at_s:
-            self._commit(now_s)
-
-    def mend(self, now_s: float) -> None:
-        """Periodically retry to write the waiting turns and to restore the reserve."""
-        if self._trouble and now_s >= self._retry_at_s:
-            self._retry_at_s = now_s + RETRY_S
-            if (not self._waiting or self._commit(now_s)) and self._keep_reserve():
-                log.warning("the journal can be written again; new work is accepted")
-                self._trouble = ""
+    def write(self, body: bytes, blobs: Sequence[Blob] = ()) -> None:
+        """Commit a turn. Raises StoreUnwritable, e.g. on a full disk; nothing is written then, but an image that was
+        being made has given its room to the next try."""
+        try:
+            self.store.append([body], blobs)
+        except StoreUnwritable:
+            if self._fork is not None:
+                self._stop_image()
+                self._no_image("its room is needed")  # not at once again, or it would take that room again
+            raise
 
     def start_image(self, make: Callable[[], Frozen | None]) -> None:
         """Begin an image of the state after all turns so far. `make` as in `ImageFork`: it runs in a fork."""
@@ -160,36 +114,3 @@ class Journal:
         shutil.rmtree(gone, ignore_errors=True)
         self._folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-    def _commit(self, now_s: float) -> bool:
-        """Commit the waiting turns, in the space of the reserve if necessary. Returns False if that fails too."""
-        while True:
-            try:
-                self.store.append(self._waiting, self._waiting_blobs)
-            except StoreUnwritable as error:
-                if not self._trouble:
-                    log.error("the journal cannot be written: %s; no new work is accepted until it can", error)
-                self._trouble = str(error)
-                if self._fork is not None:
-                    self._stop_image()
-                    self._no_image("its room is needed")  # not at once again, or it would take that room again
-                self._retry_at_s = now_s + RETRY_S
-                if not self._reserve.exists() or not discard(self._reserve):
-                    return False
-            else:
-                self._waiting.clear()
-                self._waiting_blobs.clear()
-                self._waiting_bytes = 0
-                return True
-
-    def _keep_reserve(self) -> bool:
-        """Occupy the space that turns will need when the disk is full. Returns False if it is full already."""
-        try:
-            with open(self._reserve, "ab", opener=not_a_link) as file:
-                if os.fstat(file.fileno()).st_size < self._reserve_bytes:
-                    os.posix_fallocate(file.fileno(), 0, self._reserve_bytes)
-        except OSError as error:
-            log.debug("no disk space could be reserved: %s", error)
-            discard(self._reserve)
-            return False
-        return True

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,9 +24,6 @@ from stillhouse.protocol.messages import Ledger, WeightVersion
 from stillhouse.protocol.session import SessionBook
 
 log = logging.getLogger(__name__)
-
-MEMORY_BYTES: Final = 64 << 20
-"""Journal that may wait in memory while the disk cannot be written. After that everything stops."""
 
 
 class JournalError(Exception):
@@ -59,7 +56,7 @@ class Started(NamedTuple):
     """Sessions of the process before this one; None if there was none."""
     newest_s: float | None
     """Reading of the core's clock at which it stopped."""
-    journal: Journal | None
+    journal: Journal
 
 
 def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Started:
@@ -67,15 +64,9 @@ def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Start
     resumed from a checkpoint since then. `goes_on`: a buffer of this run existed before, so that starting anew would
     forget what was acknowledged to peers, and would use the same ids again. Raises JournalError."""
     config = beginning.config
-    if not config.journal:
-        if goes_on:
-            raise JournalError(
-                "a buffer of this run has died, and buffer.journal is false; resume the run from its last checkpoint"
-            )
-        return Started(beginning.core(), None, None, None)
     try:
         _forget_other_run(folder, beginning.run_id)
-        journal = _open(folder, config)
+        journal = Journal(folder, sync=config.journal_sync, log_bytes=config.journal_log_mb << 20)
         try:
             found = journal.store.meta()
             if found is not None:
@@ -94,8 +85,7 @@ def start(folder: Path, beginning: Beginning, *, goes_on: bool = False) -> Start
         raise JournalError(f"the journal is damaged: {error}; {_remedy(folder)}") from error
     except StoreUnwritable as error:
         raise JournalError(
-            f"the journal cannot be opened: {error}; expected a writable folder {folder} that no other buffer has "
-            "open (or set buffer.journal=false: the death of the buffer then ends the run)"
+            f"the journal cannot be opened: {error}; expected a writable folder {folder} that no other buffer has open"
         ) from error
 
 
@@ -109,16 +99,6 @@ class CoreClock:
 
     def __call__(self) -> float:
         return self._clock() + self._ahead_s
-
-
-def _open(folder: Path, config: BufferConfig) -> Journal:
-    return Journal(
-        folder,
-        sync=config.journal_sync,
-        log_bytes=config.journal_log_mb << 20,
-        reserve_bytes=config.journal_reserve_mb << 20,
-        memory_bytes=MEMORY_BYTES,
-    )
 
 
 def _forget_other_run(folder: Path, run_id: str) -> None:

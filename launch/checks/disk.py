@@ -28,7 +28,7 @@ class DiskNeed(NamedTuple):
     least: float
     """One checkpoint, and the journal while little is held."""
     journal: float
-    """Its logs, its reserve and all that the buffer may hold."""
+    """Its logs and all that the buffer may hold."""
     whole: float
     """All that is kept at one time."""
 
@@ -63,13 +63,10 @@ def needed(config: RunConfig) -> DiskNeed:
     averages = 4 * parameters if learner.ema.decay else 0
     checkpoint = float(STEP_BYTES * trained + averages)
     snapshots = 4 * parameters * SNAPSHOTS
-    journal = least_journal = 0.0
-    if buffer.journal:
-        log, reserve = buffer.journal_log_mb << 20, buffer.journal_reserve_mb << 20  # each shard has its own
-        least_journal = float(buffer.shards * (log + reserve))
-        journal = float(buffer.shards * (2 * log + reserve)) + held_bytes(config)
+    logs = float(buffer.shards * (buffer.journal_log_mb << 20))  # each shard has its own
+    journal = 2 * logs + held_bytes(config)
     whole = checkpoint * (learner.keep_checkpoints + 1) + snapshots + averages + journal
-    return DiskNeed(checkpoint, checkpoint + least_journal, journal, whole)
+    return DiskNeed(checkpoint, checkpoint + logs, journal, whole)
 
 
 def held_bytes(config: RunConfig) -> float:

@@ -90,8 +90,6 @@ class Figures:
     expected: int
     joined: str
     """Connected workers of other launchers: `2 actors, 1 teacher`."""
-    intake_trouble: str
-    """Why the buffer accepts no data (its disk is full, say); empty while it does."""
     held_back: Mapping[str, str]
     """Connected teachers that get no work, and why."""
     hedges: Mapping[str, int]
@@ -203,7 +201,6 @@ class Rates:
             running=sum(runs for name, runs in view.workers.items() if not name.startswith("buffer")),
             expected=sum(not name.startswith("buffer") for name in view.workers),
             joined=counted(peer for peer in guests(peers, view.workers) if peer.alive),
-            intake_trouble=snapshot.intake_trouble if snapshot is not None else "",
             held_back={peer.name: peer.held_back for peer in peers if peer.held_back},
             hedges=_hedges(snapshot),
             equal_groups=_equal_groups(snapshot),

@@ -91,8 +91,6 @@ def _of_buffer(snapshot: Snapshot) -> Iterator[Metric]:
     yield by("stillhouse_buffer_events_total", text, "event", {**events})
     failed = {each.reason: each.n for each in snapshot.failures}
     yield by("stillhouse_rollouts_failed_total", "Attempts that actors gave up.", "reason", {**failed})
-    text = "1 while the buffer accepts data, 0 while its disk is full."
-    yield one("stillhouse_buffer_intake", text, not snapshot.intake_trouble)
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:

@@ -102,8 +102,7 @@ def line(f: Figures) -> str:
     if f.step is None:
         there = _connected(f) + (f", {_servers(f)}" if f.view.servers else "")
         return f"[{clock(f.view.elapsed_s)}] starting: {there}" + _ending(f)
-    trouble = f"NO INTAKE: {_cut(f.intake_trouble)} | " if f.intake_trouble else ""
-    trouble += f"ALARM {_cut(alarms)} | " if (alarms := _alarms(f)) else ""
+    trouble = f"ALARM {_cut(alarms)} | " if (alarms := _alarms(f)) else ""
     trouble += f"EQUAL REWARDS: {f.equal_groups} | " if f.equal_groups else ""
     text, ending = f"[{clock(f.view.elapsed_s)}] {trouble}step {f.step}/{f.view.steps}", _cut(_ending(f))
     for part in _parts(f):
@@ -142,8 +141,6 @@ def table(f: Figures) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column()
-    if f.intake_trouble:
-        grid.add_row("NO INTAKE", f.intake_trouble)
     if f.step is None:
         grid.add_row("starting", f"{_connected(f)}, {clock(f.view.elapsed_s)}")
     else:

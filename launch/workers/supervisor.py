@@ -183,8 +183,7 @@ class RunSupervisor(Watch):
             return False
         match worker.role:
             case "buffer":
-                may = self._config.buffer.journal and self._link is not None
-                return code < 0 and may and not self._journal_broke(worker, code)
+                return code < 0 and self._link is not None and not self._journal_broke(worker, code)
             case "learner":
                 return code < 0 and self._link is not None
             case _:
@@ -357,7 +356,7 @@ class RunSupervisor(Watch):
         """Start the buffer once more: from its journal it knows that the run is over, sends Shutdown to workers that
         connect, and writes the ledger. False if that is impossible or not needed."""
         ledger = shard_folder(self._folder.path, buffer.index) / "ledger.json"
-        if self._at_once or not self._config.buffer.journal or ledger.exists():
+        if self._at_once or ledger.exists():
             return False
         if self._link is None or self._budget.died(buffer.name, time.monotonic()) is None:
             return False

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -276,8 +276,6 @@ class Snapshot(msgspec.Struct, frozen=True, tag=True):
     """Trained tokens by distance, since the start."""
     max_staleness: int
     peers: tuple[PeerView, ...]
-    intake_trouble: str = ""
-    """Why new segments and tasks are not accepted at the moment (the journal cannot be written); empty: they are."""
     forgotten: dict[Role, ForgottenPeers] = {}
     """By role. These are not among `peers`."""
     failures: tuple[RolloutFailures, ...] = ()

@@ -38,7 +38,6 @@ def whole_snapshot(parts: Sequence[Snapshot]) -> Snapshot:
         staleness_hist=dict(sorted(summed(part.staleness_hist for part in parts).items())),
         max_staleness=parts[0].max_staleness,
         peers=_peers(parts),
-        intake_trouble="; ".join(dict.fromkeys(part.intake_trouble for part in parts if part.intake_trouble)),
         forgotten=_forgotten(parts),
         failures=_failures(parts),
     )

@@ -14,7 +14,7 @@ import msgspec
 
 from stillhouse.buffer.blobs import Load
 from stillhouse.buffer.config import BufferConfig
-from stillhouse.buffer.core import Core, Entry, GivenUp, IntakeChanged, Joined, Left, Turn, decode_turn, encode_turn
+from stillhouse.buffer.core import Core, Entry, GivenUp, Joined, Left, Turn, decode_turn, encode_turn
 from stillhouse.buffer.journal.image import make_image, restore_image
 from stillhouse.buffer.state import BufferState, Outgoing
 from stillhouse.protocol import messages as m
@@ -84,9 +84,6 @@ class ShadowedState:
         self, now_s: float, role: Role, name: str, message: m.Message, arrays: Sequence[Array] = ()
     ) -> list[Outgoing]:
         return self._take(now_s, FromPeer(role, name, Received(message, tuple(arrays))))
-
-    def intake_changed(self, now_s: float, trouble: str) -> list[Outgoing]:
-        return self._take(now_s, IntakeChanged(trouble))
 
     def give_up(self, reason: str) -> list[Outgoing]:
         return self._take(0.0, GivenUp(reason))

@@ -28,6 +28,7 @@ SCHEMA_OF_VERSION = {
     16: "d02d6899c5b0cf08",
     17: "465c02c8c112d01b",
     18: "58bf99548056ce50",  # top-k payloads and sets in planes of bits; SegmentsWanted
+    19: "528120db4921ffff",  # Snapshot without intake_trouble: a full disk no longer stops intake alone
 }
 
 

@@ -29,7 +29,7 @@ def bash(*words: str) -> list[str]:
         (["--max-s"], ["--max-staleness"]),
         (["--device", ""], ["auto", "cpu", "cuda"]),
         (["--device", "=", "cu"], ["cuda"]),
-        (["--buffer.journal", "f"], ["false"]),
+        (["--buffer.mask_truncated", "f"], ["false"]),
         (["--help", "learner.ta"], ["learner.tasks"]),
         (["jo"], ["join"]),
         (["completion", "f"], ["fish"]),

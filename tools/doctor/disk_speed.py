@@ -48,7 +48,7 @@ def disk_speed(case: Case) -> Iterator[Finding]:
         )
         return
     checkpoint_s = need.checkpoint / speed.bytes_s
-    by_sync = config.buffer.journal and config.buffer.journal_sync == "disk"
+    by_sync = config.buffer.journal_sync == "disk"
     longest_sync_s = SLOW_SYNC_S if by_sync else STUCK_SYNC_S
     slow = checkpoint_s > LONGEST_CHECKPOINT_S or speed.sync_s > longest_sync_s
     yield Finding(

@@ -26,7 +26,7 @@ from tests.patience import PATIENCE_S, eventually
 
 
 def new_journal(folder: Path, log_bytes: int = 1 << 30) -> Journal:
-    return Journal(folder, sync="process", log_bytes=log_bytes, reserve_bytes=0, memory_bytes=1 << 20)
+    return Journal(folder, sync="process", log_bytes=log_bytes)
 
 
 def outcome_of(poll: Callable[[], Finished | None]) -> Finished:
@@ -51,16 +51,16 @@ def test_an_image_has_the_state_of_the_fork_and_the_log_what_came_after(tmp_path
 
     journal = new_journal(tmp_path)
     for turn in (b"one", b"two"):
-        journal.write(turn, 0.0)
+        journal.write(turn)
     journal.start_image(make)
     state[0] = "after"
-    journal.write(b"three", 0.0)
+    journal.write(b"three")
     assert journal.tend_image() is None and not journal.may_start_image
     gate.touch()
     finished = outcome_of(journal.tend_image)
     assert (finished.outcome, finished.n_bytes) == (Outcome.WRITTEN, len(b"before"))
     assert journal.store.log_bytes == len(b"three") and journal.may_start_image
-    journal.write(b"four", 0.0)
+    journal.write(b"four")
     journal.close()
     assert opened(tmp_path) == (b"before", [b"three", b"four"])
 
@@ -68,10 +68,10 @@ def test_an_image_has_the_state_of_the_fork_and_the_log_what_came_after(tmp_path
 def test_an_image_that_no_commit_names_does_not_count(tmp_path: Path) -> None:
     """The buffer dies when the file is complete, or half written."""
     journal = new_journal(tmp_path)
-    journal.write(b"one", 0.0)
+    journal.write(b"one")
     journal.start_image(lambda: Frozen(b"first"))
     outcome_of(journal.tend_image)
-    journal.write(b"two", 0.0)
+    journal.write(b"two")
     write_image(journal.store.next_image, Frozen(b"second"), flush=False)
     orphan = journal.store.next_image
     journal.close()
@@ -150,7 +150,7 @@ def test_an_image_that_cannot_be_made_leaves_the_log(tmp_path: Path, capfd: pyte
         raise RuntimeError("a bug")
 
     journal = new_journal(tmp_path)
-    journal.write(b"one", 0.0)
+    journal.write(b"one")
     journal.start_image(fail)
     assert outcome_of(journal.tend_image).outcome is Outcome.FAILED
     assert "RuntimeError: a bug" in capfd.readouterr().err
@@ -162,14 +162,13 @@ def test_an_image_that_cannot_be_made_leaves_the_log(tmp_path: Path, capfd: pyte
 def test_an_image_that_a_full_disk_does_not_take_is_removed(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 4 << 20) as disk:
         journal = new_journal(disk / "journal", log_bytes=0)
-        journal.write(b"one", 0.0)
+        journal.write(b"one")
         assert journal.wants_image
         journal.start_image(lambda: Frozen(bytes(8 << 20)))
         assert outcome_of(journal.tend_image).outcome is Outcome.DISK
         assert not journal.wants_image or journal.store.log_bytes, "the log must grow first"
         assert not list((disk / "journal").glob("image-*"))
-        journal.write(b"two", 0.0)
-        assert not journal.trouble
+        journal.write(b"two")
         journal.close()
         assert opened(disk / "journal") == (None, [b"one", b"two"])
 
@@ -178,7 +177,7 @@ def test_the_fork_holds_nothing_of_the_buffer_and_dies_with_it(tmp_path: Path) -
     """The buffer is killed while its fork writes: a successor can open the journal at once, and the fork is gone."""
     code = (
         "import os, signal, sys, time; from pathlib import Path; from stillhouse.buffer.journal.journal import Journal;"
-        "journal = Journal(Path(sys.argv[1]), sync='process', log_bytes=1, reserve_bytes=0, memory_bytes=1);"
+        "journal = Journal(Path(sys.argv[1]), sync='process', log_bytes=1);"
         "journal.start_image(lambda: (Path(sys.argv[1], 'writes').touch(), time.sleep(1000)));"
         "print(journal._fork._pid, flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -1,11 +1,11 @@
-"""Store, journal and recovery: what was committed is there, what is damaged is said, a full disk stops intake only."""
+"""Store, journal and recovery: what was committed is there, what is damaged is said, a full disk loses nothing."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -18,7 +18,7 @@ from stillhouse.buffer.core import Joined, Turn, decode_turn, encode_turn
 from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.buffer.journal.imaging import write_image
-from stillhouse.buffer.journal.journal import RETRY_S, Journal
+from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.parts import PART_BYTES
 from stillhouse.buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
 from stillhouse.buffer.journal.store import Store
@@ -32,7 +32,7 @@ from tests.patience import PATIENCE_S
 BEGINNING = Beginning(
     release="r1",
     run_id="run-1",
-    config=BufferConfig(journal_reserve_mb=1),
+    config=BufferConfig(),
     version=WeightVersion(0, 0),
     carried=None,
     vocab_fingerprint=None,
@@ -135,7 +135,6 @@ def test_a_commit_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path, syn
     """No test can cut the power: what LMDB was told is looked at."""
     config = msgspec.structs.replace(BEGINNING.config, journal_sync=sync)
     started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
-    assert started.journal is not None
     flags = started.journal.store._env.flags()  # pyright: ignore[reportPrivateUsage]
     assert (flags["sync"], flags["metasync"]) == ((True, True) if sync == "disk" else (False, False))
     started.journal.close()
@@ -222,16 +221,15 @@ def test_its_files_stay_bounded(tmp_path: Path) -> None:
 
 def begun(folder: Path, *bodies: bytes) -> None:
     started = start(folder, BEGINNING)
-    assert started.journal is not None and started.book is None
+    assert started.book is None
     for body in bodies:
-        started.journal.write(body, 0.0)
+        started.journal.write(body)
     started.journal.close()
 
 
 def restarted(folder: Path, beginning: Beginning = BEGINNING) -> Started:
     started = start(folder, beginning)
-    if started.journal is not None:
-        started.journal.close()
+    started.journal.close()
     return started
 
 
@@ -262,7 +260,7 @@ def test_the_journal_of_another_run_is_removed(tmp_path: Path) -> None:
     ("change", "told"),
     [
         ({"release": "r2"}, "written by release r1 of the buffer's code, this is r2"),
-        ({"config": BufferConfig(journal_reserve_mb=1, max_staleness=7)}, "max_staleness was 4, is 7"),
+        ({"config": BufferConfig(max_staleness=7)}, "max_staleness was 4, is 7"),
     ],
 )
 def test_another_release_or_other_settings_are_refused(tmp_path: Path, change: dict[str, object], told: str) -> None:
@@ -278,55 +276,19 @@ def test_a_damaged_journal_says_what_to_do(tmp_path: Path) -> None:
         start(tmp_path, BEGINNING)
 
 
-def test_without_a_journal_nothing_is_written(tmp_path: Path) -> None:
-    config = BufferConfig(journal=False)
-    started = start(tmp_path / "journal", msgspec.structs.replace(BEGINNING, config=config))
-    assert started.journal is None and not (tmp_path / "journal").exists()
-
-
-# ----------------------------------------------------------------------------------------------------- full disk
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MiB."""
-    with small_disk(tmp_path / "disk", 4 << 20) as folder:
-        yield folder
-
-
-def test_a_full_disk_is_trouble_but_the_reserve_still_takes_turns(disk: Path) -> None:
-    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=1 << 20, memory_bytes=1 << 20)
-    journal.write(b"before", 0.0)
-    others = fill(disk)
-    written = [b"before"]
-    for i in range(20):  # a page or two may still have been free
-        written.append(b"%d" % i * 5000)
-        journal.write(written[-1], 0.1 * i)
-    assert journal.trouble and journal.waiting_bytes == 0, "written, with the space of the reserve"
-    journal.mend(10.0)
-    assert journal.trouble, "the reserve cannot be made again"
-    others.unlink()
-    journal.mend(10.0 + RETRY_S / 2)
-    assert journal.trouble, "not asked again at once"
-    journal.mend(20.0)
-    assert not journal.trouble
-    journal.close()
-    assert opened(disk / "journal")[1] == written
-
-
-def test_without_a_reserve_turns_wait_in_memory_up_to_a_bound_and_are_written_in_order(disk: Path) -> None:
-    journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30, reserve_bytes=0, memory_bytes=1 << 20)
-    others = fill(disk)
-    written: list[bytes] = []
-    while not journal.blocked:
-        written.append(os.urandom(100_000))
-        journal.write(written[-1], 0.0)
-    assert journal.trouble and 1 << 20 < journal.waiting_bytes <= 1 << 21
-    others.unlink()
-    journal.mend(100.0)
-    assert not journal.trouble and not journal.blocked and journal.waiting_bytes == 0
-    journal.close()
-    assert opened(disk / "journal")[1] == written
+def test_a_turn_that_a_full_disk_does_not_take_is_written_when_there_is_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        journal = Journal(disk / "journal", sync="process", log_bytes=1 << 30)
+        others = fill(disk)
+        written: list[bytes] = []
+        with pytest.raises(StoreUnwritable):
+            for _ in range(20):  # a page or two may still have been free
+                journal.write(body := os.urandom(100_000))
+                written.append(body)
+        others.unlink()
+        journal.write(b"after")
+        journal.close()
+        assert opened(disk / "journal")[1] == [*written, b"after"]
 
 
 def test_of_a_heartbeat_the_journal_has_what_decides_something() -> None:

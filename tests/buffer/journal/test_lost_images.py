@@ -35,7 +35,7 @@ def test_a_fork_that_does_not_end_is_killed_and_another_may_follow(
     """Also one that is stopped, which no signal but SIGKILL ends."""
     monkeypatch.setattr(imaging, "LIMIT_S", 0.2)
     journal = new_journal(tmp_path)
-    journal.write(b"one", 0.0)
+    journal.write(b"one")
     journal.start_image(stop_myself)
     pid = fork_of(journal)
     assert outcome_of(journal.tend_image).outcome is Outcome.OVERDUE
@@ -60,7 +60,7 @@ def test_an_image_that_is_complete_just_in_time_counts(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_fork_that_is_killed_leaves_the_log_and_no_file(tmp_path: Path, signum: int) -> None:
     journal = new_journal(tmp_path)
-    journal.write(b"one", 0.0)
+    journal.write(b"one")
 
     def half_write() -> Frozen:
         journal.store.next_image.write_bytes(b"ima")
@@ -71,7 +71,7 @@ def test_a_fork_that_is_killed_leaves_the_log_and_no_file(tmp_path: Path, signum
     os.kill(fork_of(journal), signum)
     assert outcome_of(journal.tend_image).outcome is Outcome.FAILED
     assert not list(tmp_path.glob("image-*"))
-    journal.write(b"two", 0.0)
+    journal.write(b"two")
     journal.close()
     assert opened(tmp_path) == (None, [b"one", b"two"])
 
@@ -91,10 +91,10 @@ def test_where_memory_runs_out_the_fork_dies_and_not_the_buffer(tmp_path: Path) 
 
 
 def test_an_image_that_took_the_room_of_the_log_is_not_tried_again_at_once(tmp_path: Path) -> None:
-    """Its fork would fill the disk again, and intake would stop again and again."""
+    """Its fork would fill the disk again and again."""
     with small_disk(tmp_path / "disk", 16 << 20) as disk:
         journal = new_journal(disk / "journal", log_bytes=1 << 20)
-        journal.write(bytes(1 << 20), 0.0)
+        journal.write(bytes(1 << 20))
         assert journal.wants_image
 
         def fill_the_disk() -> Frozen:
@@ -106,11 +106,11 @@ def test_an_image_that_took_the_room_of_the_log_is_not_tried_again_at_once(tmp_p
 
         journal.start_image(fill_the_disk)
         eventually((tmp_path / "full").exists, "a full disk")
-        journal.write(bytes(1 << 16), 1.0)
-        assert journal.trouble and not journal.waiting_bytes, "written, in the room that the image had"
-        journal.mend(2.0)
-        assert not journal.trouble and not journal.wants_image
-        journal.write(bytes(1 << 20), 3.0)
+        with pytest.raises(StoreUnwritable):
+            journal.write(bytes(1 << 16))
+        journal.write(bytes(1 << 16))  # in the room that the image had
+        assert not journal.wants_image
+        journal.write(bytes(1 << 20))
         assert journal.wants_image, "once the log has grown"
         journal.close()
 
@@ -119,21 +119,19 @@ def test_files_that_cannot_be_removed_are_no_error(tmp_path: Path) -> None:
     """A disk that becomes read-only lets nothing be removed either. `chattr +i` does that to a folder."""
     with small_disk(tmp_path / "disk", 8 << 20) as disk:
         folder = disk / "journal"
-        journal = Journal(folder, sync="process", log_bytes=0, reserve_bytes=1 << 20, memory_bytes=4 << 20)
-        journal.write(b"one", 0.0)
+        journal = Journal(folder, sync="process", log_bytes=0)
+        journal.write(b"one")
         journal.start_image(lambda: Frozen(bytes(16 << 20)))
         fork = psutil.Process(fork_of(journal))
         eventually(lambda: fork.status() == psutil.STATUS_ZOMBIE, "a fork that found no room")
         with fixed(folder):
             assert outcome_of(journal.tend_image).outcome is Outcome.DISK
             fill(disk)
-            journal.write(bytes(2 << 20), 1.0)
-            assert journal.trouble and journal.waiting_bytes == 2 << 20, "kept in memory, as on any broken disk"
-            assert not journal.blocked
+            with pytest.raises(StoreUnwritable):
+                journal.write(bytes(2 << 20))
         (disk / BALLAST).unlink()
         journal.store.next_image.unlink()  # as the next image that is complete does
-        journal.mend(2.0)
-        assert not journal.trouble and not journal.waiting_bytes
+        journal.write(bytes(2 << 20))
         journal.close()
         assert opened(folder) == (None, [b"one", bytes(2 << 20)])
 
@@ -147,13 +145,13 @@ def test_an_error_in_the_commit_that_names_an_image_loses_no_file_that_a_restart
     """The system reports an I/O error, whether or not the commit is on the disk, and perhaps nothing can be read."""
     journal = new_journal(tmp_path)
     for body in (b"first", b"second"):
-        journal.write(b"turn before " + body, 0.0)
+        journal.write(b"turn before " + body)
         if body == b"second":
             fail_once(monkeypatch, journal.store, committed=committed, readable=readable)
         journal.start_image(lambda body=body: Frozen(body))
         outcome_of(journal.tend_image)
     if dies == "after a turn":
-        journal.write(b"last", 0.0)
+        journal.write(b"last")
         assert len(list(tmp_path.glob("image-*"))) == 1, "the other one is removed"
     journal.close()
     image, turns = opened(tmp_path)

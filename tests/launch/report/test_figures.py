@@ -227,9 +227,9 @@ def test_a_line_stays_short_whatever_there_is_to_say() -> None:
     stats = LEARNER | {f"alarm_since_{name}": 123456.0 for name in ("short", "reward", "entropy_low", "truncated")}
     stats |= {"checkpoints_failed_total": 9.0, "ema_failures_total": 9.0}
     seen = snapshot(1.0, 123456, peer("learner", 0, 10**9, stats=stats))
-    worse = msgspec.structs.replace(seen, intake_trouble="no space " * 40, failures=failing().failures)
+    worse = msgspec.structs.replace(seen, failures=failing().failures)
     text = line(Rates().figures(view(worse, "stopped " * 30)))
-    assert len(text) < 160 and "NO INTAKE" in text and "ALARM short" in text and "step 123456" in text
+    assert len(text) < 160 and "ALARM short" in text and "step 123456" in text
 
 
 def test_what_limits_a_run_does_not_flip() -> None:
@@ -248,13 +248,6 @@ def test_a_wait_for_a_shard_is_told_where_there_was_one() -> None:
 
     assert "shards" not in shown(LEARNER)
     assert "shards 20%" in shown(LEARNER | {"wait_shards_fraction": 0.2})
-
-
-def test_a_buffer_that_takes_nothing_in_is_seen_with_its_reason() -> None:
-    usual_snapshot = snapshot(1.0, 3, peer("learner", 0, 5))
-    full = msgspec.structs.replace(usual_snapshot, intake_trouble="No space left on device")
-    assert "NO INTAKE" not in line(Rates().figures(view(usual_snapshot)))
-    assert line(Rates().figures(view(full))).split("] ")[1].startswith("NO INTAKE: No space left on device | step ")
 
 
 def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:7 in step)") -> Snapshot:

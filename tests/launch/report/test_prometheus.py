@@ -75,7 +75,6 @@ def full() -> RunView:
             staleness_hist={0: 100, 1: 300},
             max_staleness=4,
             peers=peers,
-            intake_trouble="disk full",
             forgotten={"actor": ForgottenPeers(1, 1, 100)},
             failures=(RolloutFailures("env_error", 5, "actor-0: x", ("x",)),),
         )
@@ -118,7 +117,6 @@ def test_every_figure_is_that_of_the_snapshot() -> None:
         "stillhouse_staleness_bound_steps": 4,
         "stillhouse_tokens_accepted_total": 1000,
         "stillhouse_tokens_trained_total": 700,
-        "stillhouse_buffer_intake": 0,
         "stillhouse_loss": 0.25,
         "stillhouse_checkpoints_failed_total": 2,
     }

@@ -84,18 +84,16 @@ def test_the_run_goes_on_while_a_shard_does_and_has_failed_when_one_has() -> Non
     assert whole_snapshot([finished, finished]).phase == "finished"
 
 
-def test_versions_troubles_the_forgotten_and_failures_are_those_of_all() -> None:
-    full = "the disk is full"
+def test_versions_the_forgotten_and_failures_are_those_of_all() -> None:
     gone = {"actor": m.ForgottenPeers(1, 2, 3)}
     failures = [(m.RolloutFailures("env_error", n, f"newest {n}", (f"first {n}",)),) for n in (1, 2)]
     parts = [
-        snapshot(version=WeightVersion(1, 4), intake_trouble=full, forgotten=gone, failures=failures[0]),
-        snapshot(version=WeightVersion(1, 5), intake_trouble=full, forgotten=gone, failures=failures[1]),
+        snapshot(version=WeightVersion(1, 4), forgotten=gone, failures=failures[0]),
+        snapshot(version=WeightVersion(1, 5), forgotten=gone, failures=failures[1]),
         snapshot(published=WeightVersion(1, 6)),
     ]
     whole = whole_snapshot(parts)
     assert whole.version == WeightVersion(1, 5) and whole.published == WeightVersion(1, 6)
-    assert whole.intake_trouble == full
     assert whole.forgotten == {"actor": m.ForgottenPeers(2, 4, 6)}
     assert whole.failures == (m.RolloutFailures("env_error", 3, "newest 2", ("first 1",)),)
     assert whole_snapshot(parts[:1]) is parts[0], "one shard is the whole buffer"

@@ -92,22 +92,21 @@ def test_a_disk_without_room_for_the_run(examine: Examine, tmp_path: Path) -> No
     with small_disk(tmp_path / "small", 64 << 20) as folder:
         (found,) = examine("disk", f"--run-dir={folder / 'run'}")
         assert found.status == "failed" and found.figures["free_bytes"] < found.figures["needed_bytes"]
-        small = ("--buffer.journal=false", f"--run-dir={folder / 'run'}")
+        small = ("--buffer.journal_log_mb=1", "--buffer.batch_rollouts=1", f"--run-dir={folder / 'run'}")
         assert [one.status for one in examine("disk", *small)] == ["ok"]
         assert [one.status for one in examine("disk", *small, "--learner.keep_checkpoints=100")] == ["warning"]
 
 
 def test_the_room_for_a_journal_grows_with_shards_and_with_what_is_held(case: Make) -> None:
     def journal_mib(*more: str) -> float:
-        plain = ("--buffer.journal_log_mb=10", "--buffer.journal_reserve_mb=4", "--buffer.batch_rollouts=64")
+        plain = ("--buffer.journal_log_mb=10", "--buffer.batch_rollouts=64")
         return needed(case(*plain, "--learner.tasks.max_new_tokens=1024", *more).config).journal / (1 << 20)
 
     held_mib = 2 * 64 * 1024 * 12 / (1 << 20)  # the bound is 1
-    assert journal_mib() == 24 + held_mib
-    assert journal_mib("--buffer.shards=4") == 4 * 24 + held_mib
-    assert journal_mib("--buffer.max_staleness=4") == 24 + held_mib * 5 / 2
-    assert journal_mib("--teacher.payload=hidden") == 24 + held_mib * (12 + 1024) / 12
-    assert journal_mib("--buffer.journal=false") == 0
+    assert journal_mib() == 20 + held_mib
+    assert journal_mib("--buffer.shards=4") == 4 * 20 + held_mib
+    assert journal_mib("--buffer.max_staleness=4") == 20 + held_mib * 5 / 2
+    assert journal_mib("--teacher.payload=hidden") == 20 + held_mib * (12 + 1024) / 12
 
 
 def test_a_slow_disk(case: Make, monkeypatch: pytest.MonkeyPatch) -> None:
