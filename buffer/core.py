@@ -23,7 +23,7 @@ from stillhouse.protocol.codec import Received, decode, encode
 from stillhouse.protocol.flow import UNNUMBERED
 from stillhouse.protocol.handshake import PeerId
 from stillhouse.protocol.messages import Batch, Heartbeat, Hello, Role, Snapshot
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.session import SessionBook
 
 

@@ -37,7 +37,8 @@ from stillhouse.protocol.messages import (
 )
 from stillhouse.protocol.printable import in_one_line
 from stillhouse.protocol.ratelimit import RateLimitedLog
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sigterm import SigtermCount
 from stillhouse.tracing import events as trace
 

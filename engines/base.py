@@ -173,7 +173,7 @@ class TakesSnapshots(Protocol):
     """A ScoringEngine whose weights can be replaced between two calls of `score`."""
 
     def load_snapshot(self, ref: WeightsRef) -> None:
-        """Replace the weights. Raises weights.sink.SnapshotRefused when the file is missing, damaged, or of another
+        """Replace the weights. Raises weights.errors.SnapshotRefused when the file is missing, damaged, or of another
         architecture; the weights are then unchanged."""
         ...
 

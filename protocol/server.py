@@ -18,7 +18,7 @@ import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 import msgspec
 import zmq
@@ -43,6 +43,7 @@ from stillhouse.protocol.messages import (
 from stillhouse.protocol.printable import in_one_line, printable_texts
 from stillhouse.protocol.ratelimit import OncePerInterval, RateLimitedLog
 from stillhouse.protocol.router import Router, address_of
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.session import Session, SessionBook
 from stillhouse.protocol.sockets import FromRouter
 
@@ -57,28 +58,6 @@ REFUSAL_INTERVAL_S = 1.0
 REMEMBERED_CONNECTIONS = 4096
 
 log = logging.getLogger(__name__)
-
-
-class PeerUp(NamedTuple):
-    role: Role
-    name: str
-    incarnation: str
-    pool: str
-
-
-class PeerDown(NamedTuple):
-    role: Role
-    name: str
-    reason: str
-
-
-class FromPeer(NamedTuple):
-    role: Role
-    name: str
-    received: Received
-
-
-Event: TypeAlias = PeerUp | PeerDown | FromPeer
 
 
 class Server:

@@ -57,7 +57,7 @@ from stillhouse.teachers.held import HeldItem, Scored
 from stillhouse.teachers.leaving import on_sigterm
 from stillhouse.teachers.self_check import self_check
 from stillhouse.tracing import events
-from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.errors import SnapshotRefused
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from stillhouse.buffer.config import BufferConfig
 from stillhouse.buffer.server import BufferAddress
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
-from stillhouse.protocol.server import Event, FromPeer, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerUp
 from tests.patience import PATIENCE_S, Limit
 
 RUN, VOCAB = "run-1", "ab" * 32

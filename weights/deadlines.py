@@ -26,7 +26,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control_messages import Check
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 T = TypeVar("T")
 LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]

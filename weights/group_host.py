@@ -28,10 +28,10 @@ from stillhouse.weights.control import ControlHost
 from stillhouse.weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
 from stillhouse.weights.deadlines import Limits, kind_of
 from stillhouse.weights.delta import Deltas, DeltaSent
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.manifest import Manifest
 from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted
 from stillhouse.weights.staged_weights import Former, Staged
 from stillhouse.weights.transport import DropReason, Result, Setup
 

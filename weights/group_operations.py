@@ -37,7 +37,7 @@ from torch.distributed import TCPStore as _TCPStore  # pyright: ignore[reportPri
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.config import own_nccl_host
 from stillhouse.weights.deadlines import in_thread, wait_patiently
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 log = logging.getLogger(__name__)
 

@@ -26,17 +26,16 @@ from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.tracing import events
 from stillhouse.weights.control import ControlMember, Waker, member_keys
 from stillhouse.weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
-from stillhouse.weights.sink import (
+from stillhouse.weights.errors import (
     DeltaRefused,
     GroupBroken,
     GroupInterrupted,
     Interrupted,
     SnapshotRefused,
-    Taken,
     WeightsDiffer,
-    WeightSink,
     WeightsRefused,
 )
+from stillhouse.weights.sink import Taken, WeightSink
 from stillhouse.weights.wire import WireMember
 
 log = logging.getLogger(__name__)

@@ -11,48 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 from stillhouse.models.safetensors_header import Header, read_header
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.weights.control_messages import Agreed, Round
-
-if TYPE_CHECKING:
-    from stillhouse.weights.wire import WireMember
-
-Interrupted: TypeAlias = Callable[[], str | None]
-"""Called about every 0.1 s during a wait; a reason ends the wait with GroupInterrupted."""
-
-
-class GroupBroken(Exception):
-    """An operation of the group failed or missed its deadline: a member is dead, hung or unreachable. The group cannot
-    be used any more; close it and wait for the next plan."""
-
-
-class GroupInterrupted(Exception):
-    """The owner asked to stop waiting; the message is its reason. Close the group."""
-
-
-class WeightsRefused(Exception):
-    """The received weights are not the announced ones, or cannot be used here."""
-
-
-class WeightsDiffer(WeightsRefused):
-    """The server accepted all weights that were sent, but computes with others."""
-
-
-class DeltaRefused(WeightsRefused):
-    """The difference that was sent does not lead from the weights that are here to the announced ones. The group is
-    fine: whole weights may follow."""
-
-
-class SnapshotRefused(Exception):
-    """The snapshot is missing, is not what its reference says, or cannot be used."""
+from stillhouse.weights.errors import Interrupted, SnapshotRefused
+from stillhouse.weights.wire import WireMember
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,9 @@ from stillhouse.protocol.atomic_file import replacing, sync
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.sink import SnapshotRefused, snapshot_file
+from stillhouse.weights.sink import snapshot_file
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
 from stillhouse.weights.staged_weights import Staged
 

@@ -24,7 +24,7 @@ from stillhouse.protocol.keys import ClientKeys, encrypt_client
 from stillhouse.protocol.monitor import Reconnects
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from stillhouse.weights.control_messages import Piece, Want
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 PIECE_BYTES: Final = 1 << 20
 """Every piece of a version but the last."""

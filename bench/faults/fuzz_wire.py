@@ -43,7 +43,8 @@ with instrumented:
     from stillhouse.protocol.bundle import unbundled
     from stillhouse.protocol.codec import decode, encode
     from stillhouse.protocol.errors import RemoteProtocolError
-    from stillhouse.protocol.server import FromPeer, PeerDown, PeerUp, Server
+    from stillhouse.protocol.server import Server
+    from stillhouse.protocol.server_events import FromPeer, PeerDown, PeerUp
     from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 
 Frames: TypeAlias = list[bytes]

@@ -43,7 +43,8 @@ from stillhouse.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from stillhouse.protocol.server import FromPeer, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.sockets import checksum, new_socket
 
 TOKENS = (32, 1_024, 65_536)

@@ -31,7 +31,8 @@ from stillhouse.engines.sglang.http import RequestRefused, ServerUnavailable
 from stillhouse.engines.sglang.weights import STUDENT, ServerWeights, fetch_file
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.weights.control_messages import Agreed, Round
-from stillhouse.weights.sink import Interrupted, Taken, WeightsRefused
+from stillhouse.weights.errors import Interrupted, WeightsRefused
+from stillhouse.weights.sink import Taken
 from stillhouse.weights.snapshot_format import FILE_NAME
 from stillhouse.weights.wire import WireMember
 

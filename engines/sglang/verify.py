@@ -22,7 +22,7 @@ from stillhouse.engines.sglang.scorer import decode_scores
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
 from stillhouse.weights.control_messages import Check
-from stillhouse.weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+from stillhouse.weights.errors import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 log = logging.getLogger(__name__)
 

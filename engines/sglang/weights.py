@@ -45,17 +45,9 @@ from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.control_messages import Agreed, Check, Round
 from stillhouse.weights.deadlines import in_thread, wait_patiently
+from stillhouse.weights.errors import GroupBroken, Interrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
-from stillhouse.weights.sink import (
-    GroupBroken,
-    Interrupted,
-    SnapshotRefused,
-    Taken,
-    WeightsDiffer,
-    WeightsRefused,
-    snapshot_file,
-    whole_file,
-)
+from stillhouse.weights.sink import Taken, snapshot_file, whole_file
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
 from stillhouse.weights.wire import WireMember
 

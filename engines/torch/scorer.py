@@ -39,7 +39,7 @@ from stillhouse.models.transfer import upload
 from stillhouse.protocol.messages import WeightsRef
 from stillhouse.protocol.payloads.hidden import Bits
 from stillhouse.protocol.payloads.kind import ScoreOptions
-from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.snapshot import read_snapshot
 
 _FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}

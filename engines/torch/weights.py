@@ -18,8 +18,9 @@ from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import Layout
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.deadlines import in_thread, wait_patiently
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, Taken, WeightsRefused
+from stillhouse.weights.sink import Taken
 from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
 from stillhouse.weights.wire import WireMember

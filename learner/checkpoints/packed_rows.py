@@ -1,6 +1,5 @@
 """A part of a file in a file of its own, each piece with its place in the whole: rows of a rank on a host that does not
-see the folder (learner.checkpoints.rows), and what those leave over. Without torch, because the launcher, which fetches
-checkpoints, puts such parts together.
+see the folder (learner.checkpoints.rows).
 
     place (8 bytes) | number of bytes (8 bytes) | the bytes | place | ... | sha256 of all that
 """
@@ -10,20 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 _PLACE: Final = struct.Struct("<QQ")
 _PIECE_BYTES: Final = 1 << 24
-
-
-class Span(NamedTuple):
-    """Bytes [first, end) of the whole file."""
-
-    first: int
-    end: int
 
 
 def pack(packed: Path, pieces: Iterable[tuple[int, memoryview | bytes]]) -> int:
@@ -39,10 +31,9 @@ def pack(packed: Path, pieces: Iterable[tuple[int, memoryview | bytes]]) -> int:
     return written
 
 
-def unpack(packed: Path, file: Path) -> list[Span]:
-    """Write the pieces of a packed file to their places, and say which. Raises OSError; ValueError, writing nothing, if
-    it is damaged."""
-    spans = list[Span]()
+def unpack(packed: Path, file: Path) -> None:
+    """Write the pieces of a packed file to their places. Raises OSError; ValueError, writing nothing, if it is
+    damaged."""
     with packed.open("rb") as stream:
         left, digest = packed.stat().st_size - hashlib.sha256().digest_size, hashlib.sha256()
         end = left
@@ -56,35 +47,10 @@ def unpack(packed: Path, file: Path) -> list[Span]:
         with opened(file) as descriptor:
             while stream.tell() < end:
                 at, n_bytes = _PLACE.unpack(stream.read(_PLACE.size))
-                spans.append(Span(at, at + n_bytes))
                 while n_bytes:
                     data = stream.read(min(n_bytes, _PIECE_BYTES))
                     written = write_at(descriptor, memoryview(data), at)
                     at, n_bytes = at + written, n_bytes - written
-    return spans
-
-
-def pack_rest(packed: Path, file: Path, others: Iterable[Span]) -> int:
-    """Write what these spans leave over of the file. Returns the number of bytes. Raises OSError."""
-
-    def pieces() -> Iterator[tuple[int, bytes]]:
-        with file.open("rb") as stream:
-            for gap in _between(others, file.stat().st_size):
-                stream.seek(gap.first)
-                for at in range(gap.first, gap.end, _PIECE_BYTES):
-                    yield at, stream.read(min(_PIECE_BYTES, gap.end - at))
-
-    return pack(packed, pieces())
-
-
-def _between(spans: Iterable[Span], total_bytes: int) -> Iterator[Span]:
-    at = 0
-    for span in sorted(spans):
-        if span.first > at:
-            yield Span(at, span.first)
-        at = max(at, span.end)
-    if at < total_bytes:
-        yield Span(at, total_bytes)
 
 
 @contextmanager

@@ -1,44 +1,43 @@
-"""Rows of ranks on other hosts, where hosts share no folder. Each rank puts its own into the run's store (`store`), as
-parts of the checkpoint there (learner.checkpoints.stored). Rank 0 fetches a copy into its draft, so that the run's
-folder has the checkpoint that a single process writes, and puts only what is left over into the store."""
+"""Rows of ranks on other hosts, where hosts share no folder. Each rank puts its own into the run's store, below the
+prefix that the checkpoint will have, and rank 0 fetches them into its draft. The checkpoint is then copied into the
+store as that of a single process is; whatever else is below its prefix is removed before
+(learner.checkpoints.stored)."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stillhouse.learner.checkpoints.packed_rows import pack, unpack
-from stillhouse.learner.checkpoints.stored import StoredRows, file_of_rows, name_of_rows
+from stillhouse.learner.checkpoints.stored import prefix_of_draft
 from stillhouse.learner.checkpoints.tensor_file import placed
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.protocol.object_store import Store, StoreError
 
 
-def put_rows(store: Store, draft: str, rank: int, files: Mapping[str, Shares]) -> tuple[int, dict[str, int]]:
-    """Put this rank's rows of these files of the draft into the store. Returns the number of their bytes, and the size
-    of each object by its name. Raises OSError."""
-    written, sizes = 0, dict[str, int]()
+def put_rows(store: Store, draft: str, rank: int, files: Mapping[str, Shares]) -> tuple[int, tuple[str, ...]]:
+    """Put this rank's rows of these files of the draft into the store. Returns the number of their bytes, and the names
+    of the objects. Raises OSError."""
+    written, names = 0, list[str]()
     with tempfile.TemporaryDirectory(prefix="stillhouse-rows-") as folder:
         for file, shares in files.items():
-            packed, name = Path(folder) / file, name_of_rows(draft, file, rank)
+            packed, name = Path(folder) / file, f"{prefix_of_draft(draft)}/rows-{rank}/{file}"
             written += pack(packed, placed(shares, leads=False))
-            sizes[name] = packed.stat().st_size
             store.put(packed, name)
             packed.unlink()
-    return written, sizes
+            names.append(name)
+    return written, tuple(names)
 
 
-def fetch_rows(store: Store, draft: Path, sizes: Mapping[str, int], rows: StoredRows) -> None:
-    """Copy what a rank has put into the store, objects by their sizes, into the draft, and note it in `rows`. Raises
-    OSError."""
-    for name, n_bytes in sizes.items():
-        file = file_of_rows(name)
+def fetch_rows(store: Store, draft: Path, names: Iterable[str]) -> None:
+    """Copy what a rank has put into the store into the draft. Raises OSError."""
+    for name in names:
+        file = name.rpartition("/")[2]
         packed = draft / f"{file}.rows"
         store.get(name, packed)
         try:
-            spans = unpack(packed, draft / file)
+            unpack(packed, draft / file)
         except ValueError as error:
             raise StoreError(f"{store.url_of(name)} is damaged: {error}") from error
         packed.unlink()
-        rows.add(name, n_bytes, spans)

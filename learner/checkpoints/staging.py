@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
-from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, StoredRows
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import Write, written_by_others
 from stillhouse.learner.offline import OfflineMixer
 from stillhouse.learner.prompts.tasks import TaskStream
@@ -48,7 +48,6 @@ def stage_checkpoint(
         ema=ema.state_dict() if ema is not None else {},
         offline=mixer.state() if mixer is not None else None,
     )
-    rows = StoredRows()
     write = partial(
         write_checkpoint,
         draft,
@@ -57,13 +56,13 @@ def stage_checkpoint(
         tokenizer,
         keep=keep,
         adapters=trainer.adapters,
-        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store, rows),
+        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store),
     )
-    return write if stored is None else partial(_write_and_store, write, stored, keep, rows)
+    return write if stored is None else partial(_write_and_store, write, stored, keep)
 
 
-def _write_and_store(write: Write, stored: OwnedCheckpoints, keep: int, rows: StoredRows) -> Path:
+def _write_and_store(write: Write, stored: OwnedCheckpoints, keep: int) -> Path:
     """Raises OSError; if it comes from the store, the checkpoint is in the run's folder all the same."""
     folder = write()
-    stored.add(folder, keep=keep, rows=rows)
+    stored.add(folder, keep=keep)
     return folder

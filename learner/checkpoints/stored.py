@@ -5,13 +5,8 @@
     <store>/owner.json                                     names the complete ones (protocol.store_owner)
     <store>/export/step_000200_epoch_0/...                 what a run with adapters leaves (learner.export)
 
-A checkpoint is made in the run's folder as always, and copied from there. Whoever copies one of these prefixes by hand
-has a checkpoint; but where ranks on other hosts wrote it, the files that ranks write together are in parts, which
-`fetch` puts together (learner.checkpoints.packed_rows):
-
-    .../model.safetensors.rows/1      rows of rank 1, which it has put there itself (learner.checkpoints.rows)
-    .../model.safetensors.rows/rest   all else of that file
-    .../rows.json                     sizes of these objects, by file
+A checkpoint is made in the run's folder as always, and copied from there, so whoever copies one of these prefixes by
+hand has a checkpoint. Ranks on other hosts send rank 0 their rows through the store (learner.checkpoints.rows).
 
 No object is ever renamed. A prefix that owner.json does not name counts as nothing, and the next
 writer removes it. Only the launch that owns the store can have one named. What a learner removes is of its own epoch or
@@ -24,11 +19,9 @@ import fcntl
 import logging
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -52,15 +45,11 @@ from stillhouse.learner.checkpoints.files import (
     verify,
     write_manifest,
 )
-from stillhouse.learner.checkpoints.packed_rows import Span, pack_rest, unpack
 from stillhouse.protocol.atomic_file import not_a_link, sync
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.object_store import Store, StoreError
 from stillhouse.protocol.store_owner import Owner, StoreOwner, read_owner
 
-ROWS: Final = "rows.json"
-_OF_ROWS: Final = ".rows"
-_REST: Final = "rest"
 EXPORT: Final = "export"
 """Merged weights and adapters of a run with LoRA (learner.export), in the run's folder and in its store."""
 _EPOCH: Final = re.compile(r"step_\d+_epoch_(\d+)")
@@ -72,24 +61,6 @@ class Stored(NamedTuple):
     version: WeightVersion
     name: str
     """The name of its prefix in the store."""
-
-
-Parts: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Names of files -> names of the objects that have their parts -> bytes: rows.json. Names are within the prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRows:
-    """What ranks on other hosts have put into the store of one checkpoint, by file."""
-
-    objects: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """Their sizes, by their whole names."""
-    spans: dict[str, list[Span]] = field(default_factory=dict[str, list[Span]])
-
-    def add(self, name: str, n_bytes: int, spans: Iterable[Span]) -> None:
-        file = file_of_rows(name)
-        self.objects.setdefault(file, {})[name] = n_bytes
-        self.spans.setdefault(file, []).extend(spans)
 
 
 class StoredCheckpoints:
@@ -108,15 +79,11 @@ class StoredCheckpoints:
         CheckpointError if it is damaged, and OSError."""
         text = self.store.read(f"{wanted.name}/{MANIFEST}")
         manifest = msgspec.json.decode(text, type=Manifest)
-        parts = self._parts_of(wanted.name, self.store.sizes(wanted.name))
         draft = new_draft(root, wanted.version)
         try:
             for file in manifest.files:
                 (draft / file).parent.mkdir(parents=True, exist_ok=True)
-                if file in parts:
-                    self._get_parts(wanted.name, parts[file], draft / file)
-                else:
-                    self.store.get(f"{wanted.name}/{file}", draft / file)
+                self.store.get(f"{wanted.name}/{file}", draft / file)
                 sync(draft / file)
             (draft / MANIFEST).write_bytes(text)
             try:
@@ -128,23 +95,6 @@ class StoredCheckpoints:
             return add(draft, wanted.version)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-
-    def _get_parts(self, name: str, parts: Iterable[str], file: Path) -> None:
-        """Put a file together. Raises CheckpointError if a part is damaged."""
-        packed = file.with_name(f"{file.name}{_OF_ROWS}")
-        for part in parts:
-            self.store.get(f"{name}/{part}", packed)
-            try:
-                unpack(packed, file)
-            except ValueError as error:
-                raise CheckpointError(f"{self.store.url_of(f'{name}/{part}')}: {error}") from error
-            packed.unlink()
-
-    def _parts_of(self, name: str, sizes: Mapping[str, int]) -> Parts:
-        """None of a checkpoint whose files are whole. Raises MsgspecError."""
-        if f"{name}/{ROWS}" not in sizes:
-            return {}
-        return msgspec.json.decode(self.store.read(f"{name}/{ROWS}"), type=dict[str, dict[str, int]])
 
     def fetch_newest(self, root: Path, *, newer_than: WeightVersion | None) -> FoundCheckpoint:
         """Copy the newest checkpoint that is intact into `root`, if it is newer. `path` is None if there is none."""
@@ -185,10 +135,9 @@ class StoredCheckpoints:
         """None for what is no whole checkpoint."""
         try:
             manifest = msgspec.json.decode(self.store.read(f"{name}/{MANIFEST}"), type=Manifest)
-            parts = self._parts_of(name, sizes)
         except msgspec.MsgspecError:
             return None
-        whole = not _lacking(manifest, parts, name, sizes)
+        whole = not _lacking(manifest, name, sizes)
         return manifest.version if whole and manifest.format == FORMAT else None
 
 
@@ -200,18 +149,16 @@ class OwnedCheckpoints(StoredCheckpoints):
         super().__init__(owner.store)
         self._owner = owner
 
-    def add(self, folder: Path, *, keep: int, former: bool = False, rows: StoredRows | None = None) -> None:
+    def add(self, folder: Path, *, keep: int, former: bool = False) -> None:
         """Copy a complete checkpoint of the run's folder, if it is not there. Delete whatever is incomplete, and all
-        but the `keep` newest. `former`: it is of an epoch before this launch. `rows`: what is there already."""
-        rows = rows or StoredRows()
+        but the `keep` newest. `former`: it is of an epoch before this launch."""
         version, owner = read_manifest(folder).version, self._owner.confirm()
         epoch = owner.epoch + 1 if former else version.epoch
         there = sorted(self._whole(owner, sizes := self.store.sizes(CHECKPOINTS)))
-        kept_rows = frozenset(name for objects in rows.objects.values() for name in objects)
-        self._sweep(sizes, [one.name for one in there], epoch, but=kept_rows)
+        self._sweep(sizes, [one.name for one in there], epoch)
         if version not in (one.version for one in there):
             new = Stored(version, f"{CHECKPOINTS}/{_name_of(version.step, epoch)}")
-            self._put_folder(folder, new.name, rows)
+            self._put_folder(folder, new.name)
             kept = sorted([*there, new])[-keep:]
         else:
             kept = there[-keep:]
@@ -226,45 +173,28 @@ class OwnedCheckpoints(StoredCheckpoints):
         write_manifest(folder, version)
         self._owner.confirm()
         before, name = self.store.sizes(EXPORT), f"{EXPORT}/{_name_of(version.step, version.epoch)}"
-        self._put_folder(folder, name, StoredRows())
+        self._put_folder(folder, name)
         self._sweep(before, [name], version.epoch)
 
-    def _put_folder(self, folder: Path, name: str, rows: StoredRows) -> None:
-        """All but the rows, the manifest last."""
+    def _put_folder(self, folder: Path, name: str) -> None:
+        """The manifest last."""
         manifest = read_manifest(folder)
-        parts: dict[str, dict[str, int]] = {}
         for file in manifest.files:
-            if file in rows.objects:
-                rest = f"{file}{_OF_ROWS}/{_REST}"
-                of_others = {one.removeprefix(f"{name}/"): n for one, n in rows.objects[file].items()}
-                parts[file] = {**of_others, rest: self._put_rest(folder / file, f"{name}/{rest}", rows.spans[file])}
-            else:
-                self.store.put(folder / file, f"{name}/{file}")
+            self.store.put(folder / file, f"{name}/{file}")
         there = self.store.sizes(name)
-        for one, expected in _lacking(manifest, parts, name, there).items():
+        for one, expected in _lacking(manifest, name, there).items():
             raise StoreError(
                 f"{self.store.url_of(one)} has {there.get(one, 0)} bytes in the store, expected {expected}: its server "
                 "lost some"
             )
-        if parts:
-            self.store.put_bytes(f"{name}/{ROWS}", msgspec.json.encode(parts))
         self.store.put_bytes(f"{name}/{MANIFEST}", (folder / MANIFEST).read_bytes())
 
-    def _put_rest(self, file: Path, name: str, spans: Iterable[Span]) -> int:
-        """What others have not put there. Returns the size of the object."""
-        with tempfile.TemporaryDirectory(prefix="stillhouse-rows-") as folder:
-            packed = Path(folder) / file.name
-            pack_rest(packed, file, spans)
-            self.store.put(packed, name)
-            return packed.stat().st_size
-
-    def _sweep(self, sizes: Iterable[str], whole: list[str], epoch: int, *, but: frozenset[str] = frozenset()) -> None:
-        """Remove what learners left that died, or failed, in the middle, and what was replaced. `but`: objects that
-        stay."""
+    def _sweep(self, sizes: Iterable[str], whole: list[str], epoch: int) -> None:
+        """Remove what learners left that died, or failed, in the middle, rows of ranks, and what was replaced."""
         prefixes = dict.fromkeys("/".join(name.split("/")[:2]) for name in sizes)
         for prefix in prefixes:
             if prefix not in whole and _epoch_of(prefix) <= epoch:
-                self.store.delete(name for name in self._objects(prefix) if name not in but)
+                self.store.delete(self._objects(prefix))
 
     def _objects(self, name: str) -> Iterator[str]:
         """The names of its objects, the manifest first: then half of a deleted folder is incomplete."""
@@ -291,21 +221,15 @@ def have_newest(root: Path, url: str) -> None:
         prune(root, keep=1)
 
 
-def name_of_rows(draft: str, file: str, rank: int) -> str:
-    """Name of the object with a rank's rows of a file of this draft: in the prefix that its checkpoint will have."""
+def prefix_of_draft(draft: str) -> str:
+    """The prefix that the checkpoint of this draft will have."""
     checkpoint = draft.removeprefix(TEMPORARY).split("-")[0]
-    return f"{CHECKPOINTS}/{checkpoint}/{file}{_OF_ROWS}/{rank}"
+    return f"{CHECKPOINTS}/{checkpoint}"
 
 
-def file_of_rows(name: str) -> str:
-    """Name of the file whose rows this object has."""
-    return name.split("/")[2].removesuffix(_OF_ROWS)
-
-
-def _lacking(manifest: Manifest, parts: Parts, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
+def _lacking(manifest: Manifest, name: str, sizes: Mapping[str, int]) -> dict[str, int]:
     """The objects of a checkpoint that are not there in full: by their names, the bytes that they should have."""
-    wanted = {f"{name}/{file}": entry.bytes for file, entry in manifest.files.items() if file not in parts}
-    wanted |= {f"{name}/{one}": n for objects in parts.values() for one, n in objects.items()}
+    wanted = {f"{name}/{file}": entry.bytes for file, entry in manifest.files.items()}
     return {one: n for one, n in wanted.items() if sizes.get(one) != n}
 
 

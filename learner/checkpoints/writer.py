@@ -27,7 +27,6 @@ import msgspec
 
 from stillhouse.learner.checkpoints.checkpoint import share_files, write_shares
 from stillhouse.learner.checkpoints.rows import fetch_rows, put_rows
-from stillhouse.learner.checkpoints.stored import StoredRows
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.progress import LearnerProgress
@@ -155,8 +154,8 @@ class _Said(msgspec.Struct, frozen=True):
     """What a rank says of its share."""
 
     n_bytes: int = 0
-    stored: dict[str, int] = {}
-    """Sizes of the objects in the run's store that have the rows; empty: they are in the draft."""
+    stored: tuple[str, ...] = ()
+    """Names of the objects in the run's store that have the rows; none: they are in the draft."""
     errno: int = 0
     """Number of an OSError; 0: none."""
     error: str = ""
@@ -189,8 +188,8 @@ class ShareWriter:
                 said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
             else:
                 files = share_files(weights, moments, adapters=adapters)
-                n_bytes, sizes = put_rows(self._store, draft.name, self._ranks.rank, files)
-                said = _Said(n_bytes=n_bytes, stored=sizes)
+                n_bytes, names = put_rows(self._store, draft.name, self._ranks.rank, files)
+                said = _Said(n_bytes=n_bytes, stored=names)
         except OSError as error:
             said = _Said(errno=error.errno or 0, error=str(error))
         except BaseException as error:
@@ -198,9 +197,9 @@ class ShareWriter:
         self._ranks.post(draft.name, msgspec.json.encode(said))
 
 
-def written_by_others(ranks: Ranks, draft: Path, store: Store | None, rows: StoredRows) -> list[int]:
-    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store, which is
-    noted in `rows`. Raises OSError or RuntimeError if one of them has failed."""
+def written_by_others(ranks: Ranks, draft: Path, store: Store | None) -> list[int]:
+    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store. Raises
+    OSError or RuntimeError if one of them has failed."""
     answers = [msgspec.json.decode(one, type=_Said) for one in ranks.collected(draft.name)]
     for rank, said in enumerate(answers, start=1):
         if said.errno:
@@ -209,5 +208,5 @@ def written_by_others(ranks: Ranks, draft: Path, store: Store | None, rows: Stor
             raise RuntimeError(f"rank {rank} could not write its share of a checkpoint: {said.error}")
     for said in answers:
         if said.stored and store is not None:
-            fetch_rows(store, draft, said.stored, rows)
+            fetch_rows(store, draft, said.stored)
     return [said.n_bytes for said in answers]

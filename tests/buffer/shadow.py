@@ -22,7 +22,7 @@ from stillhouse.protocol.codec import Array, Received, encode
 from stillhouse.protocol.errors import RemoteProtocolError
 from stillhouse.protocol.handshake import Doorkeeper
 from stillhouse.protocol.messages import Role, WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.session import SessionBook
 
 EVENTS_PER_LIFE = 37

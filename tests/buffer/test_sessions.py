@@ -15,7 +15,8 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Frame, Received, decode, encode
 from stillhouse.protocol.handshake import PeerId
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.session import SessionBook
 from stillhouse.protocol.sockets import receive_frames, send_frames
 from tests.buffer.shadow import new_book

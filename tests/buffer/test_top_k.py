@@ -9,7 +9,7 @@ from stillhouse.buffer.core import Core, Turn, decode_turn, encode_turn
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.payloads.hidden import encode_hidden
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.topk_codec import encode_top_k
 from tests.buffer.driver import Driver, v
 from tests.buffer.shadow import no_blobs, restored

@@ -12,7 +12,8 @@ import pytest
 
 from stillhouse.protocol.client import Client
 from stillhouse.protocol.messages import Hello, Segment, SegmentAck, TicketCredit
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from tests.patience import PATIENCE_S, SLOWNESS
 from tests.sim.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
 from tests.sim.chaos.meddling import MEDDLINGS, Meddling

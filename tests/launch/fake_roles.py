@@ -42,7 +42,8 @@ from stillhouse.protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
-from stillhouse.protocol.server import FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import FromPeer, PeerDown, PeerUp
 from stillhouse.sglang_server.servers import answers
 from stillhouse.teachers.leaving import on_sigterm
 from tests.patience import PATIENCE_S

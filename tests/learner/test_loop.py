@@ -39,7 +39,7 @@ from stillhouse.learner.reports.progress import AccountFile, AccountWriter, Lear
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.publisher import Publisher
 from tests.patience import PATIENCE_S

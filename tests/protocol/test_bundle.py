@@ -17,7 +17,8 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES, bundled, unbundled
 from stillhouse.protocol.codec import Frame, decode, encode
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import CHECKSUM_BYTES, checksum, new_socket, receive_frames, send_frames
 from tests.patience import Limit
 from tests.sim.messages import EXAMPLES

@@ -37,7 +37,8 @@ from stillhouse.protocol.errors import (
     SendTimeout,
 )
 from stillhouse.protocol.link import UNREADABLE_IN_WINDOW
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import NO_WAIT_MORE, new_socket, receive_from_router, send_frames
 from tests.patience import PATIENCE_S
 

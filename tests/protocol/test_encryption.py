@@ -26,7 +26,8 @@ from stillhouse.protocol.keys import (
     load_server_keys,
     make_keys,
 )
-from stillhouse.protocol.server import Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import decode, encode
 from stillhouse.protocol.errors import RemoteProtocolError
-from stillhouse.protocol.server import Event, FromPeer, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import Event, FromPeer
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
 

@@ -17,7 +17,8 @@ from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import encode
 from stillhouse.protocol.printable import LineFormatter, in_one_line, printable, printable_texts
-from stillhouse.protocol.server import FromPeer, Server
+from stillhouse.protocol.server import Server
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.sockets import new_socket, send_frames
 from tests.wire import RUN, VOCAB, WAIT_S
 

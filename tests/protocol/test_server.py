@@ -15,7 +15,8 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received, decode, encode
 from stillhouse.protocol.errors import AddressUnusable
 from stillhouse.protocol.handshake import PeerId
-from stillhouse.protocol.server import POLL_MESSAGES, Event, FromPeer, PeerDown, PeerUp, Server
+from stillhouse.protocol.server import POLL_MESSAGES, Server
+from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.session import Session
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit

@@ -28,11 +28,11 @@ from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.sglang_server.servers import Servers, SGLangServer
+from stillhouse.weights.errors import Interrupted
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
 from stillhouse.weights.roster import Members
 from stillhouse.weights.server_checks import LearnerCanary
-from stillhouse.weights.sink import Interrupted
 from stillhouse.weights.staged_weights import tensor_of
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (

@@ -30,12 +30,12 @@ from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.weights.buckets import WholeTensors
 from stillhouse.weights.checkpoint_names import checkpoint_pieces
 from stillhouse.weights.config import WeightsConfig, sent_dtype
+from stillhouse.weights.errors import GroupBroken, Interrupted
 from stillhouse.weights.manifest import Bucket, Manifest
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
 from stillhouse.weights.roster import CheckBy, Members
 from stillhouse.weights.server_checks import LearnerCanary
-from stillhouse.weights.sink import GroupBroken, Interrupted
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
     STUDENT,

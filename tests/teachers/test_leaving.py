@@ -20,7 +20,7 @@ from stillhouse.engines.base import LOGPROBS_ONLY, ScoreOptions, ScoreRequest, S
 from stillhouse.engines.provider import ScorerSource
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.context import ExitCode, RoleContext
-from stillhouse.protocol.server import PeerDown
+from stillhouse.protocol.server_events import PeerDown
 from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.worker import _run  # pyright: ignore[reportPrivateUsage]
 from tests.patience import PATIENCE_S, eventually

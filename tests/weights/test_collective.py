@@ -15,8 +15,8 @@ from torch import Tensor
 
 import stillhouse.weights.transports.collective
 from stillhouse.weights.buckets import Layout, WholeTensors, manifest_of
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, host_store
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, WeightsRefused
 from stillhouse.weights.transports.collective import WeightGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import Fault, doomed_rank, fork_server

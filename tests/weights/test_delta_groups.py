@@ -18,10 +18,10 @@ from stillhouse.weights import delta
 from stillhouse.weights.buckets import Layout
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.delta import DeltaSent
+from stillhouse.weights.errors import DeltaRefused
 from stillhouse.weights.group_operations import connect_store, host_store
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.sink import DeltaRefused
 from stillhouse.weights.staged_weights import Former, StagedWeights
 from stillhouse.weights.transports.collective import WeightGroup
 from tests.patience import PATIENCE_S

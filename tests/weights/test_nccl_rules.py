@@ -23,8 +23,8 @@ from stillhouse.engines.torch.weights import EmbeddedWeights
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import Layout, PackedLayout, WholeTensors, manifest_of
 from stillhouse.weights.control_messages import Agreed, Round
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import host_store, wait_for_device
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted
 from stillhouse.weights.transports.collective import WeightGroup
 from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S, eventually

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from stillhouse.weights.buckets import PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import host_store
 from stillhouse.weights.manifest import Bucket
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted
 from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import fork_server

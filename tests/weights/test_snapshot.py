@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.manifest import ITEM_BYTES
-from stillhouse.weights.sink import SnapshotRefused
 from stillhouse.weights.snapshot import read_snapshot, snapshots, write_snapshot
 from stillhouse.weights.snapshot_format import FILE_NAME
 from tests.full_disk import fill, small_disk

@@ -12,8 +12,8 @@ import torch
 
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.protocol.object_store import Store, StoreError
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.publisher import Publisher
-from stillhouse.weights.sink import SnapshotRefused
 from stillhouse.weights.snapshot import put_snapshot, read_snapshot, write_snapshot
 from tests.patience import PATIENCE_S, eventually
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server

@@ -14,8 +14,8 @@ from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control import ControlHost, Request
 from stillhouse.weights.control_messages import Answer, FromMember, Want
 from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.errors import GroupBroken
 from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import GroupBroken
 from stillhouse.weights.transports import wire
 from stillhouse.weights.transports.wire import WireChannel
 from stillhouse.weights.wire import PIECE_BYTES

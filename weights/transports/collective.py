@@ -39,6 +39,7 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights import delta
 from stillhouse.weights.buckets import BucketLayout, Content, Layout, checksum, checksum_by_place
 from stillhouse.weights.delta import DeltaSent
+from stillhouse.weights.errors import DeltaRefused, GroupBroken, Interrupted, WeightsRefused
 from stillhouse.weights.group_host import Channel, GroupHost
 from stillhouse.weights.group_operations import (
     COMPARED,
@@ -52,7 +53,6 @@ from stillhouse.weights.group_operations import (
 )
 from stillhouse.weights.manifest import Manifest
 from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import DeltaRefused, GroupBroken, Interrupted, WeightsRefused
 from stillhouse.weights.staged_weights import Former
 from stillhouse.weights.transport import Setup
 

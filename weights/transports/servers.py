@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout
+from stillhouse.weights.errors import GroupBroken, Interrupted
 from stillhouse.weights.group_operations import (
     WAIT_SLICE_S,
     BackendName,
@@ -31,7 +32,6 @@ from stillhouse.weights.group_operations import (
 )
 from stillhouse.weights.manifest import Manifest, smallest_tensor_bucket
 from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import GroupBroken, Interrupted
 from stillhouse.weights.transport import Setup, Transport
 from stillhouse.weights.transports.collective import CollectiveTransport
 

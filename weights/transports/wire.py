@@ -24,10 +24,10 @@ import zmq
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.control import ControlHost, Request
 from stillhouse.weights.control_messages import Answer, FromMember
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_host import Channel, GroupHost
 from stillhouse.weights.manifest import Manifest
 from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted
 from stillhouse.weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
 KEPT_PIECES: Final = 2 * WINDOW

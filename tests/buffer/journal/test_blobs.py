@@ -26,7 +26,7 @@ from stillhouse.buffer.state import BufferState
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import VersionSpan, WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from tests.buffer.journal.test_imaging import outcome_of
 from tests.buffer.journal.test_journal import BEGINNING, on_disk
 from tests.buffer.shadow import new_book, no_blobs, restored

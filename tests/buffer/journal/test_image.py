@@ -20,7 +20,7 @@ from stillhouse.buffer.journal.image import make_image, release_hash, restore_im
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from tests.buffer.driver import Driver
 from tests.buffer.shadow import ShadowedState, new_book, no_blobs, restored
 from tests.patience import PATIENCE_S

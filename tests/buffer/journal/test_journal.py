@@ -25,7 +25,7 @@ from stillhouse.buffer.journal.store import Store
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from tests.full_disk import fill, small_disk
 from tests.patience import PATIENCE_S
 

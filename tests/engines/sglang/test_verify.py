@@ -14,7 +14,7 @@ from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.control_messages import Check
-from stillhouse.weights.sink import SnapshotRefused, WeightsDiffer, WeightsRefused
+from stillhouse.weights.errors import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 V1: Final = WeightVersion(0, 1)
 IDS: Final = (3, 1, 4, 1, 5)

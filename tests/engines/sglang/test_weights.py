@@ -18,7 +18,8 @@ from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import manifest_of
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.control_messages import Agreed, Check, Round
-from stillhouse.weights.sink import GroupBroken, GroupInterrupted, SnapshotRefused, Taken, WeightsDiffer, WeightsRefused
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
+from stillhouse.weights.sink import Taken
 from stillhouse.weights.snapshot import write_snapshot
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused

@@ -22,7 +22,7 @@ from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.loading import ModelError
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
-from stillhouse.weights.sink import SnapshotRefused
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.snapshot import write_snapshot
 
 VOCAB, CONTEXT = 67, 48

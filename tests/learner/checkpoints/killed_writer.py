@@ -4,9 +4,8 @@
 
 FOLDER/store is a store with a checkpoint, and FOLDER/here has another one. For n = 0, 1, ... a child process adds it to
 a copy FOLDER/store-n, and is killed before its n-th change there; the last child, which comes to its end, leaves
-FOLDER/done. Children that are killed in the middle of a file, at so many bytes of it, leave FOLDER/cut-<bytes>. Then
-the same once more, with a part of the largest file that a rank on another host has put there: FOLDER/rows-n and
-FOLDER/joint.
+FOLDER/done. Children that are killed in the middle of a file, at so many bytes of it, leave FOLDER/cut-<bytes>. Rows
+that a rank on another host has put there before are gone when the checkpoint has its name.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from stillhouse.learner.checkpoints.packed_rows import Span, pack
-from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, StoredRows, name_of_rows
+from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, prefix_of_draft
 from stillhouse.protocol.object_store import Store
 from stillhouse.protocol.store_owner import StoreOwner
 
@@ -52,19 +50,7 @@ def die_in_a_file(n_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def put_rows(folder: Path, store: Store) -> StoredRows:
-    """As rank 1 does, on another host."""
-    file, rows = "model.safetensors", StoredRows()
-    whole = (folder / "here/step_000020" / file).read_bytes()
-    spans = [Span(at, at + 5_000) for at in (10_000, 30_000)]
-    pack(folder / "packed", [(span.first, whole[span.first : span.end]) for span in spans])
-    name = name_of_rows(".tmp-step_000020_epoch_0-7-abcd", file, 1)
-    store.put(folder / "packed", name)
-    rows.add(name, (folder / "packed").stat().st_size, spans)
-    return rows
-
-
-def add(folder: Path, name: str, doom: Callable[[Path], None], *, joint: bool = False) -> bool:
+def add(folder: Path, name: str, doom: Callable[[Path], None]) -> bool:
     """Add the checkpoint to a copy of this name. Whether the process that did it came to its end."""
     store = folder / name
     shutil.copytree(folder / "store", store)
@@ -72,9 +58,10 @@ def add(folder: Path, name: str, doom: Callable[[Path], None], *, joint: bool = 
     if child == 0:
         try:
             stored = OwnedCheckpoints(StoreOwner(Store(f"file://{store}"), "mine"))
-            rows = put_rows(folder, stored.store) if joint else None
+            rows = f"{prefix_of_draft('.tmp-step_000020_epoch_0-7-abcd')}/rows-1/model.safetensors"
+            stored.store.put_bytes(rows, bytes(5_000))  # as rank 1 does
             doom(store)
-            stored.add(folder / "here/step_000020", keep=1, rows=rows)
+            stored.add(folder / "here/step_000020", keep=1)
             os._exit(0)
         finally:
             os._exit(1)
@@ -88,11 +75,10 @@ def add(folder: Path, name: str, doom: Callable[[Path], None], *, joint: bool = 
 def main(folder: Path) -> None:
     for n_bytes in CUTS:
         add(folder, f"cut-{n_bytes}", lambda _, n_bytes=n_bytes: die_in_a_file(n_bytes))
-    for name, last, joint in (("store", "done", False), ("rows", "joint", True)):
-        n = 0
-        while not add(folder, f"{name}-{n}", lambda store, n=n: die_before_change(n, store), joint=joint):
-            n += 1
-        (folder / f"{name}-{n}").rename(folder / last)
+    n = 0
+    while not add(folder, f"store-{n}", lambda store, n=n: die_before_change(n, store)):
+        n += 1
+    (folder / f"store-{n}").rename(folder / "done")
 
 
 if __name__ == "__main__":

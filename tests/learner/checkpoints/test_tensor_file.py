@@ -3,10 +3,8 @@ reads and writes."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stillhouse.learner.checkpoints.packed_rows import Span, pack, pack_rest, unpack
+from stillhouse.learner.checkpoints.packed_rows import pack, unpack
 from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, placed, write_share
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
@@ -56,21 +54,6 @@ def same(ones: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     )
 
 
-def put_together(parts: list[Path]) -> bytes:
-    """The slow way: byte by byte, by the description of the format alone. No byte is in two parts."""
-    found: dict[int, int] = {}
-    for part in parts:
-        text, checksum = part.read_bytes()[:-32], part.read_bytes()[-32:]
-        assert hashlib.sha256(text).digest() == checksum
-        while text:
-            at, n_bytes = struct.unpack("<QQ", text[:16])
-            for i, byte in enumerate(text[16 : 16 + n_bytes]):
-                assert at + i not in found
-                found[at + i] = byte
-            text = text[16 + n_bytes :]
-    return bytes(found[i] for i in range(len(found)))
-
-
 @settings(max_examples=40, deadline=None)
 @given(SHAPES, st.integers(1, 4), st.integers(0, 30), st.randoms(use_true_random=False))
 def test_any_division_in_any_order_gives_the_same_file(
@@ -87,21 +70,12 @@ def test_any_division_in_any_order_gives_the_same_file(
         if rank:
             rows = placed(share(tensors, rank, n_ranks), leads=False)
             assert pack(folder / f"packed-{rank}", rows) == written[order.index(rank)]
-    spans = list[Span]()
     for rank in order:
         if (packed := folder / f"packed-{rank}").exists():
-            spans += unpack(packed, folder / "fetched")
+            unpack(packed, folder / "fetched")
         else:
             write_share(folder / "fetched", share(tensors, rank, n_ranks), leads=rank == 0)
     assert (folder / "fetched").read_bytes() == alone.read_bytes()
-    n_rest = pack_rest(folder / "packed-rest", folder / "fetched", spans)
-    assert n_rest + sum(end - first for first, end in spans) == n_alone, "each byte is in one part"
-    parts = sorted(folder.glob("packed-*"))
-    random.shuffle(parts)  # type: ignore[attr-defined]
-    assert put_together(parts) == alone.read_bytes()
-    for packed in parts:
-        unpack(packed, folder / "again")
-    assert (folder / "again").read_bytes() == alone.read_bytes()
     assert sum(written) == n_alone == alone.stat().st_size == layout_of(Shares(tensors)).total_bytes
     assert same(load_file(together), tensors)
     save_file(tensors, theirs, metadata={"format": "pt"})
@@ -122,7 +96,8 @@ def test_packed_rows_that_were_damaged_are_refused(tmp_path: Path) -> None:
                 unpack(packed, tmp_path / "file")
     assert not (tmp_path / "file").exists(), "nothing was written"
     packed.write_bytes(whole)
-    assert unpack(packed, tmp_path / "file")
+    unpack(packed, tmp_path / "file")
+    assert (tmp_path / "file").exists()
 
 
 def test_more_than_the_system_writes_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

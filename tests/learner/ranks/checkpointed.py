@@ -23,7 +23,6 @@ from torch import Tensor
 from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint, new_draft
 from stillhouse.learner.checkpoints.checkpoint import write_checkpoint as write_it
 from stillhouse.learner.checkpoints.files import latest
-from stillhouse.learner.checkpoints.stored import StoredRows
 from stillhouse.learner.checkpoints.writer import ShareWriter, written_by_others
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.ranks.group import ProcessGroup
@@ -82,7 +81,6 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
         writer.write(draft, weights, optimizer.shares, adapters=trainer.adapters is not None)
         return ""
     state = LearnerState(version, optimizer, {}, None, capture_rng(), {}, value_head=trainer.critic.state_dict())
-    rows = StoredRows()
     try:
         written = write_it(
             draft,
@@ -91,10 +89,10 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
             word_tokenizer(),
             keep=9,
             adapters=trainer.adapters,
-            others=lambda: written_by_others(ranks, draft, store, rows),
+            others=lambda: written_by_others(ranks, draft, store),
         )
         if store is not None:
-            owned(store.url).add(written, keep=9, rows=rows)
+            owned(store.url).add(written, keep=9)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return written.name

@@ -22,7 +22,7 @@ from stillhouse.buffer.state import BufferState, Outgoing
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import Role, WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.shards.merger import Merger
 from stillhouse.protocol.shards.snapshots import whole_snapshot
 from tests.sim.buffer.model import BufferModel, ModelRollout, audit

@@ -15,7 +15,7 @@ from stillhouse.buffer.state import BufferState, Outgoing
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import Role, WeightVersion
-from stillhouse.protocol.server import FromPeer
+from stillhouse.protocol.server_events import FromPeer
 from tests.sim.buffer.model import BufferModel, audit
 from tests.sim.buffer.peers import VOCAB_SIZE, Array, SimActor, SimLearner, SimTeacher, Stream
 from tests.sim.buffer.restarts import SimJournal, can_be_journaled
