@@ -19,8 +19,8 @@ from stillhouse.buffer.groups import GroupFilter
 from stillhouse.buffer.ledger import EQUAL_REWARDS, TRUNCATED, UNSCORABLE, RejectReason
 from stillhouse.buffer.lifecycle import Lifecycle
 from stillhouse.buffer.peers import ActorPeer, Outbox, Peer, TeacherPeer
-from stillhouse.buffer.rollouts import Rollout, ScoreJob, SegmentState, Slot
-from stillhouse.buffer.scoring import Answer, ScoreDesk, ScoreStatus
+from stillhouse.buffer.rollouts import RolloutState, ScoreJob, SegmentState, Slot
+from stillhouse.buffer.scoring import LeaseAnswer, ScoreDesk, ScoreStatus
 from stillhouse.buffer.tickets import TicketDesk
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.validation import SegmentChecker
@@ -123,7 +123,7 @@ class Arrivals:
             self._reject(actor, message, RejectReason.ROLLOUT_ENDED)
 
     def _take(
-        self, now_s: float, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]
+        self, now_s: float, actor: ActorPeer, rollout: RolloutState, message: SegmentMessage, arrays: tuple[Array, ...]
     ) -> None:
         """Accept the rollout's next segment, and the held ones that follow it."""
         while True:
@@ -164,12 +164,12 @@ class Arrivals:
         self._book.reject(reason)
         self._outbox.send("actor", actor.name, SegmentAck(message.rollout_id, message.index, "rejected", reason.value))
 
-    def _refuse(self, actor: ActorPeer, rollout: Rollout, message: SegmentMessage, reason: RejectReason) -> None:
+    def _refuse(self, actor: ActorPeer, rollout: RolloutState, message: SegmentMessage, reason: RejectReason) -> None:
         """Refuse a segment that the rollout needs, which ends the attempt."""
         self._reject(actor, message, reason)
         self.fail(rollout, f"invalid:{reason.value}", tell_actor=False)
 
-    def _refuse_held(self, rollout: Rollout, reason: RejectReason) -> None:
+    def _refuse_held(self, rollout: RolloutState, reason: RejectReason) -> None:
         for message, _ in rollout.held.values():
             self._book.reject(reason)
             ack = SegmentAck(message.rollout_id, message.index, "rejected", reason.value)
@@ -193,7 +193,7 @@ class Arrivals:
         self.jobs_given_up(given_up)
         self.acknowledge_scores(teacher, message.leases, answers)
 
-    def acknowledge_scores(self, teacher: Peer, leases: tuple[int, ...], answers: Sequence[Answer]) -> None:
+    def acknowledge_scores(self, teacher: Peer, leases: tuple[int, ...], answers: Sequence[LeaseAnswer]) -> None:
         statuses: tuple[ScoreStatus, ...] = tuple(answer.status for answer in answers)
         reasons = tuple(answer.reason for answer in answers)
         self._outbox.send("teacher", teacher.name, ScoresAck(leases, statuses, reasons))
@@ -215,7 +215,7 @@ class Arrivals:
 
     # ------------------------------------------------------------------------------------------------ failures
 
-    def fail(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+    def fail(self, rollout: RolloutState, reason: str, *, tell_actor: bool) -> None:
         """End a rollout that its actor will not finish. If part of it was trained or is in a batch, it is cut off where
         it stands, and what was accepted may still be trained. Otherwise all of it is dropped and the sample is tried
         again."""
@@ -231,13 +231,13 @@ class Arrivals:
         else:
             self._give_up(slot)
 
-    def abandon(self, rollout: Rollout, reason: str) -> None:
+    def abandon(self, rollout: RolloutState, reason: str) -> None:
         """Drop a rollout that is no longer wanted, without another attempt at its sample."""
         slot = rollout.slot
         self.end_attempt(rollout, reason, tell_actor=not rollout.closed)
         self._life.slot_over(slot)
 
-    def _stop(self, rollout: Rollout, *, tell_actor: bool, reason: str) -> None:
+    def _stop(self, rollout: RolloutState, *, tell_actor: bool, reason: str) -> None:
         """The rollout no longer runs at its actor."""
         if self._tickets.connected(rollout.actor):
             self._refuse_held(rollout, RejectReason.ROLLOUT_ENDED)
@@ -246,7 +246,7 @@ class Arrivals:
         if tell_actor and not rollout.closed:
             self._outbox.send("actor", rollout.actor, CancelRollout(rollout.rollout_id, reason))
 
-    def end_attempt(self, rollout: Rollout, reason: str, *, tell_actor: bool) -> None:
+    def end_attempt(self, rollout: RolloutState, reason: str, *, tell_actor: bool) -> None:
         """Drop whatever is open of the rollout. The caller decides what happens to its sample."""
         self._stop(rollout, tell_actor=tell_actor, reason=reason)
         for segment in rollout.segments:
@@ -263,7 +263,7 @@ class Arrivals:
             return
         self._evals.given_up(slot.task.task.eval_id)
 
-    def _advance(self, rollout: Rollout) -> None:
+    def _advance(self, rollout: RolloutState) -> None:
         """Something arrived or was settled: drop the group if that decides it, or deliver it to an evaluation."""
         if rollout.kind == "train":
             self._group_changed(rollout.slot)

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from stillhouse.buffer.rollouts import Rollout
+from stillhouse.buffer.rollouts import RolloutState
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES, MAX_ITEMS, MAX_MESSAGE_BYTES
 
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     header_bytes: int
 
 
-def size_of(rollout: Rollout) -> Size:
+def size_of(rollout: RolloutState) -> Size:
     """Size of a rollout with everything that it could release, and its whole context."""
     task, n_tokens = rollout.slot.task.task, rollout.length
     payloads = [len(payload) for segment in rollout.offered_segments() for payload in segment.top_k.values()]

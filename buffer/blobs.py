@@ -20,7 +20,7 @@ Load: TypeAlias = Callable[[int], Sequence[bytes]]
 """Reads a blob by its number: the bytes of its arrays."""
 
 
-class Kept(NamedTuple):
+class KeptArrays(NamedTuple):
     """Stands for a blob in an image. `arrays`: their bytes, after reading."""
 
     number: int

@@ -11,7 +11,7 @@ from stillhouse.buffer.items import make_item
 from stillhouse.buffer.ledger import TOO_LARGE
 from stillhouse.buffer.lifecycle import Lifecycle
 from stillhouse.buffer.peers import Outbox, Peer
-from stillhouse.buffer.rollouts import Rollout
+from stillhouse.buffer.rollouts import RolloutState
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.messages import BatchItem, EvalResult, EvalWanted
 
@@ -42,7 +42,7 @@ class Evaluation:
     """Results that were delivered but not confirmed, by rollout id."""
     on_the_way: dict[str, None] = field(default_factory=dict[str, None])
     """Ids of results sent since the learner last joined. The link delivers these, however slow it is."""
-    unsent: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    unsent: dict[str, RolloutState] = field(default_factory=dict[str, RolloutState])
     """Whole rollouts that were not delivered, because the learner has not asked yet."""
 
 
@@ -68,7 +68,7 @@ class EvalDesk:
             self._asked_early.pop(eval_id, None)
         evaluation.outstanding += group_size
 
-    def whole(self, rollout: Rollout) -> None:
+    def whole(self, rollout: RolloutState) -> None:
         """Take a finished and scored rollout, and send it if the learner has asked."""
         evaluation = self._evaluations[rollout.slot.task.task.eval_id]
         evaluation.outstanding -= 1

@@ -11,7 +11,7 @@ reward counts for nothing.
 from __future__ import annotations
 
 from stillhouse.buffer.config import BufferConfig
-from stillhouse.buffer.rollouts import Rollout, TaskRecord
+from stillhouse.buffer.rollouts import RolloutState, TaskRecord
 
 
 class GroupFilter:
@@ -36,12 +36,12 @@ class GroupFilter:
             "batches_equal_in_a_row": self._rollouts_since_batch // self._batch_rollouts,
         }
 
-    def take(self, task: TaskRecord) -> list[Rollout]:
+    def take(self, task: TaskRecord) -> list[RolloutState]:
         """The rollouts to drop: those of the task that are not settled, if it is a train task of which all rollouts
         have ended and no two rewards differ. They are counted as dropped."""
         if not self._on or task.task.kind != "train" or not task.all_issued:
             return []
-        rollouts: list[Rollout] = []
+        rollouts: list[RolloutState] = []
         rewards: set[float] = set()
         for slot in task.slots:
             rollout = slot.witness if slot.settled else slot.rollout

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stillhouse.buffer.ledger import Held, KindHeld
-from stillhouse.buffer.rollouts import Rollout, Segment, SegmentState
+from stillhouse.buffer.rollouts import HeldSegment, RolloutState, SegmentState
 from stillhouse.protocol.messages import TaskKind
 
 
@@ -107,7 +107,7 @@ class Holdings:
     def __init__(self) -> None:
         self.counts: dict[TaskKind, HeldCounts] = {"train": HeldCounts(), "eval": HeldCounts()}
 
-    def segment_changed(self, rollout: Rollout, segment: Segment) -> None:
+    def segment_changed(self, rollout: RolloutState, segment: HeldSegment) -> None:
         """Count a segment again, after its state, its leases, its open tokens or its payloads have changed."""
         counts = self.counts[rollout.kind]
         was, place = segment.counted_place, place_of(segment)
@@ -128,17 +128,17 @@ class Holdings:
         if leases:
             self.rollout_changed(rollout)
 
-    def rollout_changed(self, rollout: Rollout) -> None:
+    def rollout_changed(self, rollout: RolloutState) -> None:
         """Count a rollout again, after it was opened or closed, or has got its first segment."""
         progress, ownership = progress_of(rollout), ownership_of(rollout, leased=rollout.n_leased > 0)
         if progress != rollout.counted_progress or ownership != rollout.counted_ownership:
             self._enter(rollout, progress, ownership)
 
-    def rollout_gone(self, rollout: Rollout) -> None:
+    def rollout_gone(self, rollout: RolloutState) -> None:
         """Count a rollout no longer. Its segments are settled."""
         self._enter(rollout, int(Progress.GONE), _NOBODY)
 
-    def _enter(self, rollout: Rollout, progress: int, ownership: int) -> None:
+    def _enter(self, rollout: RolloutState, progress: int, ownership: int) -> None:
         counts = self.counts[rollout.kind]
         counts.progress[rollout.counted_progress] -= 1
         counts.progress[progress] += 1
@@ -147,7 +147,7 @@ class Holdings:
         rollout.counted_progress, rollout.counted_ownership = progress, ownership
 
 
-def place_of(segment: Segment) -> int:
+def place_of(segment: HeldSegment) -> int:
     """The `Place` of a segment, by its own record."""
     state = segment.state
     if state >= SegmentState.TRAINED:
@@ -157,26 +157,26 @@ def place_of(segment: Segment) -> int:
     return _PLACES[state]
 
 
-def payload_bytes(segment: Segment) -> int:
+def payload_bytes(segment: HeldSegment) -> int:
     """Size of a segment's payloads."""
     return len(segment.top_ids) + sum(map(len, segment.top_k.values()))
 
 
-def progress_of(rollout: Rollout) -> int:
+def progress_of(rollout: RolloutState) -> int:
     """The `Progress` of an unsettled rollout."""
     if not rollout.closed:
         return _RUNNING
     return _LEARNED if rollout.n_in_batch else _FINISHED
 
 
-def ownership_of(rollout: Rollout, *, leased: bool) -> int:
+def ownership_of(rollout: RolloutState, *, leased: bool) -> int:
     """The `Ownership` of an unsettled rollout. `leased`: a segment of it is leased to a teacher or the learner."""
     if not rollout.segments:
         return _NOBODY
     return _IN_FLIGHT if leased or not rollout.closed else _WAITING
 
 
-def recounted(rollouts: Iterable[Rollout]) -> dict[TaskKind, HeldCounts]:
+def recounted(rollouts: Iterable[RolloutState]) -> dict[TaskKind, HeldCounts]:
     """Count all segments of these rollouts, from their records alone: nothing that `Holdings` has noted is read."""
     counts: dict[TaskKind, HeldCounts] = {"train": HeldCounts(), "eval": HeldCounts()}
     for rollout in rollouts:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stillhouse.buffer.rollouts import Rollout, Segment
+from stillhouse.buffer.rollouts import HeldSegment, RolloutState
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
 
@@ -16,8 +16,8 @@ from stillhouse.protocol.messages import BatchItem, Settled, TopKPiece, WeightVe
 class Piece(NamedTuple):
     """Segments of one rollout that are leased together."""
 
-    rollout: Rollout
-    segments: tuple[Segment, ...]
+    rollout: RolloutState
+    segments: tuple[HeldSegment, ...]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -57,7 +57,7 @@ class LeasedBatch:
         return [array for piece, item in pairs for array in item_arrays(*piece, item.end)]
 
 
-def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
+def make_item(rollout: RolloutState, segments: tuple[HeldSegment, ...]) -> tuple[BatchItem, tuple[Array, ...]]:
     """The wire form of these segments of a rollout and everything before them: the item and its four or five arrays.
 
     If nothing open follows them the item extends to the rollout's end, so that it carries reward and finish reason."""
@@ -89,7 +89,7 @@ def make_item(rollout: Rollout, segments: tuple[Segment, ...]) -> tuple[BatchIte
     return item, item_arrays(rollout, segments, end)
 
 
-def item_arrays(rollout: Rollout, segments: Iterable[Segment], end: int) -> tuple[Array, ...]:
+def item_arrays(rollout: RolloutState, segments: Iterable[HeldSegment], end: int) -> tuple[Array, ...]:
     """The arrays of an item that ends at `end`."""
     train_mask_T = np.zeros(end, np.uint8)
     for segment in segments:
@@ -100,7 +100,7 @@ def item_arrays(rollout: Rollout, segments: Iterable[Segment], end: int) -> tupl
     return (*arrays, np.frombuffer(b"".join(payloads), np.uint8)) if payloads else arrays
 
 
-def _top_k(segments: Iterable[Segment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
+def _top_k(segments: Iterable[HeldSegment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
     """Top-k pieces of the segments, and their payloads."""
     pieces: list[TopKPiece] = []
     payloads: list[bytes] = []

@@ -16,13 +16,13 @@ from stillhouse.buffer.history import EndedRollouts
 from stillhouse.buffer.holdings import HeldCounts, Holdings, recounted
 from stillhouse.buffer.ledger import CONTEXT, RUN_ENDED, STALE, LedgerBook
 from stillhouse.buffer.pacing import Pacing
-from stillhouse.buffer.rollouts import Fate, Rollout, Segment, SegmentState, Slot
+from stillhouse.buffer.rollouts import Fate, HeldSegment, RolloutState, SegmentState, Slot
 from stillhouse.buffer.task_book import TaskBook
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
-from stillhouse.protocol.messages import Segment as SegmentMessage
+from stillhouse.protocol.messages import HeldSegment as SegmentMessage
 
 
 class Lifecycle:
@@ -31,7 +31,7 @@ class Lifecycle:
     def __init__(self, config: BufferConfig, start: WeightVersion, carried: Ledger | None) -> None:
         """`start`: version of the weights that the run (re)starts from. `carried`: ledger of the run before a
         restart."""
-        self.rollouts: dict[str, Rollout] = {}
+        self.rollouts: dict[str, RolloutState] = {}
         """Rollouts that are not settled, by id."""
         self.held = Holdings()
         """Counts of what they hold."""
@@ -58,9 +58,9 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------- tickets and arrival
 
-    def open(self, slot: Slot, ticket: Ticket, actor: str) -> Rollout:
+    def open(self, slot: Slot, ticket: Ticket, actor: str) -> RolloutState:
         """Begin the slot's next attempt: its ticket leaves for an actor."""
-        rollout = Rollout(slot, ticket, actor)
+        rollout = RolloutState(slot, ticket, actor)
         slot.rollout = rollout
         self.rollouts[ticket.rollout_id] = rollout
         self.held.rollout_changed(rollout)
@@ -71,7 +71,7 @@ class Lifecycle:
         if slot.task.task.kind == "train":
             self.unready += 1
 
-    def accept(self, rollout: Rollout, message: SegmentMessage, arrays: tuple[Array, ...]) -> Segment:
+    def accept(self, rollout: RolloutState, message: SegmentMessage, arrays: tuple[Array, ...]) -> HeldSegment:
         """Store a segment that passed `buffer.validation`."""
         ids_N, logprobs_N, loss_mask_N, *top_ids = arrays
         n_sampled = int(loss_mask_N.sum())
@@ -85,7 +85,7 @@ class Lifecycle:
         if rollout.branches:
             other_tokens = message.end - sum(end - start for start, end in path_to(rollout.branches, message.end))
         n_pools = len(rollout.affinity)
-        segment = Segment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
+        segment = HeldSegment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
         segment.other_tokens = other_tokens
         blob = number_of(arrays)
         segment.top_ids = KeptBytes.of(top_ids[0].tobytes(), blob, 3) if top_ids else b""
@@ -110,7 +110,7 @@ class Lifecycle:
             self.held.segment_changed(rollout, segment)
         return segment
 
-    def finish(self, rollout: Rollout, message: SegmentMessage) -> None:
+    def finish(self, rollout: RolloutState, message: SegmentMessage) -> None:
         """Close the rollout: its final segment is stored."""
         rollout.final = True
         rollout.finish_reason = message.finish_reason
@@ -121,7 +121,7 @@ class Lifecycle:
             self._finished_tokens += rollout.n_sampled
         self.close(rollout)
 
-    def close(self, rollout: Rollout, reason: str = "") -> None:
+    def close(self, rollout: RolloutState, reason: str = "") -> None:
         """Expect no further segment, because the rollout is whole or for the given reason. Accepted segments stay. A
         rollout with nothing open is settled."""
         rollout.closed = True
@@ -142,14 +142,14 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------- scoring
 
-    def pool_scored(self, rollout: Rollout, segment: Segment) -> None:
+    def pool_scored(self, rollout: RolloutState, segment: HeldSegment) -> None:
         """Note that one more pool has scored the segment."""
         segment.unscored_pools -= 1
         if segment.unscored_pools == 0:
             self._make_scored(rollout, segment)
             self._after_change(rollout)
 
-    def mask_segment(self, rollout: Rollout, segment: Segment, reason: str) -> None:
+    def mask_segment(self, rollout: RolloutState, segment: HeldSegment, reason: str) -> None:
         """Mask the sampled tokens of an UNSCORED segment that will never be scored."""
         self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
         self._settle_segment(rollout, segment)
@@ -157,7 +157,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------- release
 
-    def mask_stale(self, rollout: Rollout, version: WeightVersion) -> None:
+    def mask_stale(self, rollout: RolloutState, version: WeightVersion) -> None:
         """The hard check: of all that the rollout could release, mask the tokens that are too stale for `version`."""
         if all(self.versions.distance(v, version) <= self._max_staleness for v in rollout.offered_versions):
             return
@@ -170,7 +170,9 @@ class Lifecycle:
         self._offer_again(rollout)
         self._after_change(rollout)
 
-    def mask_dropped(self, rollout: Rollout, dropped: Sequence[Dropped], cancel: Callable[[Segment], None]) -> None:
+    def mask_dropped(
+        self, rollout: RolloutState, dropped: Sequence[Dropped], cancel: Callable[[HeldSegment], None]
+    ) -> None:
         """Mask the open tokens of responses that are not to be trained. Tokens in a batch stay: the learner has them
         already; should the batch come back, `give_back` masks them. `cancel` is called with each UNSCORED segment
         before it is settled."""
@@ -187,7 +189,7 @@ class Lifecycle:
                 self._settle_segment(rollout, segment)
         self._offer_again(rollout)
 
-    def mask_rollout(self, rollout: Rollout, reason: str, cancel: Callable[[Segment], None]) -> None:
+    def mask_rollout(self, rollout: RolloutState, reason: str, cancel: Callable[[HeldSegment], None]) -> None:
         """Mask all open tokens of a rollout of which nothing has left. `cancel` as in `mask_dropped`."""
         for segment in rollout.segments:
             if segment.state.settled:
@@ -198,7 +200,7 @@ class Lifecycle:
             self._settle_segment(rollout, segment)
         self._offer_again(rollout)
 
-    def lease(self, rollout: Rollout) -> tuple[Segment, ...]:
+    def lease(self, rollout: RolloutState) -> tuple[HeldSegment, ...]:
         """Put everything that the rollout could release into a batch, and return it."""
         segments = tuple(rollout.offered_segments())
         for segment in segments:
@@ -212,7 +214,7 @@ class Lifecycle:
         self._weigh_again(rollout.slot)
         return segments
 
-    def give_back(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
+    def give_back(self, rollout: RolloutState, segments: Iterable[HeldSegment]) -> None:
         """Let the segments of a batch that was lost with its learner wait again, but for what has been dropped since
         they left."""
         for segment in segments:
@@ -226,7 +228,7 @@ class Lifecycle:
                 self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
-    def train(self, rollout: Rollout, segments: Iterable[Segment]) -> None:
+    def train(self, rollout: RolloutState, segments: Iterable[HeldSegment]) -> None:
         """Count the open tokens of these segments as trained (evaluation: delivered)."""
         tokens = self.book.of(rollout.kind).tokens
         for segment in segments:
@@ -238,20 +240,20 @@ class Lifecycle:
             self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
-    def mask_leased(self, rollout: Rollout, segments: Iterable[Segment], reason: str) -> None:
+    def mask_leased(self, rollout: RolloutState, segments: Iterable[HeldSegment], reason: str) -> None:
         """Mask leased segments, e.g. because the learner left the rollout out of its step."""
         for segment in segments:
             self._mask_tokens(rollout, segment, segment.start, segment.end, reason)
             self._settle_segment(rollout, segment)
         self._after_change(rollout)
 
-    def deliver(self, rollout: Rollout) -> None:
+    def deliver(self, rollout: RolloutState) -> None:
         """Hand a whole evaluation rollout to the learner."""
         self.train(rollout, self.lease(rollout))
 
     # -------------------------------------------------------------------------------------------------- the end
 
-    def drop(self, rollout: Rollout, reason: str) -> None:
+    def drop(self, rollout: RolloutState, reason: str) -> None:
         """End the attempt and drop whatever is open of it. The slot stays: see `slot_over` and `TaskBook`."""
         rollout.closed = True
         rollout.drop_reason = reason
@@ -285,7 +287,7 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------ internals
 
-    def _make_scored(self, rollout: Rollout, segment: Segment) -> None:
+    def _make_scored(self, rollout: RolloutState, segment: HeldSegment) -> None:
         segment.state = SegmentState.SCORED
         segment.jobs.clear()
         segment.top_ids = b""
@@ -293,7 +295,7 @@ class Lifecycle:
         self.held.segment_changed(rollout, segment)
         self._advance_front(rollout)
 
-    def _advance_front(self, rollout: Rollout) -> None:
+    def _advance_front(self, rollout: RolloutState) -> None:
         segments = rollout.segments
         while rollout.front < len(segments) and segments[rollout.front].state is not SegmentState.UNSCORED:
             segment = segments[rollout.front]
@@ -301,28 +303,28 @@ class Lifecycle:
             if segment.state is SegmentState.SCORED:
                 self._offer(rollout, segment)
 
-    def _offer_again(self, rollout: Rollout) -> None:
+    def _offer_again(self, rollout: RolloutState) -> None:
         """Count anew what the rollout could release, because some of it was masked."""
         rollout.n_offered_tokens = 0
         rollout.offered_versions.clear()
         for segment in rollout.offered_segments():
             self._offer(rollout, segment)
 
-    def _offer(self, rollout: Rollout, segment: Segment) -> None:
+    def _offer(self, rollout: RolloutState, segment: HeldSegment) -> None:
         rollout.n_offered_tokens += segment.n_open
         rollout.offer_from = min(rollout.offer_from, segment.index)
         for span in segment.spans:
             rollout.offered_versions.add(span.version)
         self._weigh_again(rollout.slot)
 
-    def _mask_ranges(self, rollout: Rollout, segment: Segment, ranges: Iterable[Dropped]) -> None:
+    def _mask_ranges(self, rollout: RolloutState, segment: HeldSegment, ranges: Iterable[Dropped]) -> None:
         """Mask what a segment has of these ranges."""
         for one in ranges:
             start, end = max(segment.start, one.start), min(segment.end, one.end)
             if start < end:
                 self._mask_tokens(rollout, segment, start, end, one.reason)
 
-    def _mask_tokens(self, rollout: Rollout, segment: Segment, start: int, end: int, reason: str) -> None:
+    def _mask_tokens(self, rollout: RolloutState, segment: HeldSegment, start: int, end: int, reason: str) -> None:
         n = rollout.tokens.settle(start, end)
         if n == 0:
             return
@@ -332,7 +334,7 @@ class Lifecycle:
         rollout.masked_reason = rollout.masked_reason or reason
         self.held.segment_changed(rollout, segment)
 
-    def _settle_segment(self, rollout: Rollout, segment: Segment) -> None:
+    def _settle_segment(self, rollout: RolloutState, segment: HeldSegment) -> None:
         """Enter what happened to a segment that has no open token left."""
         counts = self.book.of(rollout.kind).segments
         segment.top_k.clear()
@@ -360,7 +362,7 @@ class Lifecycle:
         if slot.task.task.kind == "train":
             self.changed[slot.order] = slot
 
-    def _after_change(self, rollout: Rollout) -> None:
+    def _after_change(self, rollout: RolloutState) -> None:
         slot = rollout.slot
         self._weigh_again(slot)
         if rollout.whole and not slot.ready:
@@ -371,7 +373,7 @@ class Lifecycle:
             self._end(rollout)
             self.slot_over(slot)
 
-    def _end(self, rollout: Rollout) -> None:
+    def _end(self, rollout: RolloutState) -> None:
         """Enter the rollout's fate, and forget everything but its number of segments."""
         if rollout.segments:
             counts = self.book.of(rollout.kind).rollouts

@@ -21,7 +21,7 @@ from stillhouse.buffer.core import Core, Entry, GivenUp, Joined, Left, Turn, enc
 from stillhouse.buffer.journal.database import StoreUnwritable
 from stillhouse.buffer.journal.freezer import no_garbage_collection
 from stillhouse.buffer.journal.image import make_checked_image
-from stillhouse.buffer.journal.imaging import Outcome
+from stillhouse.buffer.journal.imaging import ImageOutcome
 from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.recovery import CoreClock, Started
 from stillhouse.buffer.journal.store import Blob
@@ -37,7 +37,7 @@ from stillhouse.protocol.messages import (
 )
 from stillhouse.protocol.printable import in_one_line
 from stillhouse.protocol.ratelimit import RateLimitedLog
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sigterm import SigtermCount
 from stillhouse.tracing import events as trace
@@ -89,7 +89,7 @@ def refusal_in(message: Message) -> str:
 class BufferLoop:
     """One thread; the only caller of server, core and journal."""
 
-    def __init__(self, server: Server, started: Started, sigterms: SigtermCount) -> None:
+    def __init__(self, server: PeerServer, started: Started, sigterms: SigtermCount) -> None:
         self._server = server
         self._core: Core = started.core
         self._journal: Journal = started.journal
@@ -232,7 +232,7 @@ class BufferLoop:
                 *(finished.n_bytes >> 10, finished.outcome.name.lower(), finished.seconds, finished.cpu_s),
                 finished.paused_s,
             )
-            if finished.outcome is Outcome.MISCOUNTED:
+            if finished.outcome is ImageOutcome.MISCOUNTED:
                 raise AssertionError("the counts of what the buffer holds differ from a recount of all that it holds")
         long_replay = self._applied_s > max(REPLAY_S, IMAGE_SHARE * self._image_s)
         if journal.wants_image or (long_replay and journal.may_start_image):

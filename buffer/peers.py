@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, NamedTuple
 
 from stillhouse.buffer.breaker import Breaker
-from stillhouse.buffer.rollouts import Rollout, ScoreJob
+from stillhouse.buffer.rollouts import RolloutState, ScoreJob
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.messages import (
     ForgottenPeers,
@@ -116,7 +116,7 @@ class ActorPeer(Peer):
 
     def __init__(self, name: str, incarnation: str, now_s: float, former: Peer | None = None) -> None:
         super().__init__("actor", name, incarnation, now_s, former)
-        self.rollouts: dict[str, Rollout] = {}
+        self.rollouts: dict[str, RolloutState] = {}
         """Rollouts that run at this actor, by id."""
         self.taken_back: list[str] = []
         """Rollouts taken from it while it was silent. They are cancelled if the same incarnation is heard again."""
@@ -143,7 +143,7 @@ class ActorPeer(Peer):
             self._sent_total = credit.tickets_received_total
             self._counts_meet = True
 
-    def lost(self) -> list[Rollout]:
+    def lost(self) -> list[RolloutState]:
         """Take back all rollouts of an actor that was declared lost, and return them."""
         self._counts_meet = False
         rollouts = list(self.rollouts.values())
@@ -151,7 +151,7 @@ class ActorPeer(Peer):
         self.taken_back += [rollout.rollout_id for rollout in rollouts]
         return rollouts
 
-    def ticket_sent(self, rollout: Rollout) -> None:
+    def ticket_sent(self, rollout: RolloutState) -> None:
         self._sent_total += 1
         self.rollouts[rollout.rollout_id] = rollout
 

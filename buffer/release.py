@@ -32,7 +32,7 @@ from stillhouse.buffer.history import Runs
 from stillhouse.buffer.items import LeasedBatch, Piece, make_item
 from stillhouse.buffer.ledger import NON_FINITE, STALE, TOO_LARGE
 from stillhouse.buffer.lifecycle import Lifecycle
-from stillhouse.buffer.rollouts import Fate, Rollout, Segment, Slot, TaskRecord
+from stillhouse.buffer.rollouts import Fate, HeldSegment, RolloutState, Slot, TaskRecord
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.messages import BatchItem, Settled, WeightVersion
 
@@ -239,7 +239,7 @@ class BatchDesk:
         oldest = max(self._versions.distance(sampled, version) for sampled in versions)
         return self._idle or oldest >= self._config.max_staleness
 
-    def _rollout_weight(self, rollout: Rollout) -> float:
+    def _rollout_weight(self, rollout: RolloutState) -> float:
         if rollout.n_offered_tokens == 0:
             return 0.0
         if rollout.whole and rollout.untouched:
@@ -247,17 +247,17 @@ class BatchDesk:
         mean = self._life.mean_sampled_tokens or rollout.ticket.sampling.max_new_tokens
         return rollout.n_offered_tokens / mean
 
-    def _may_leave(self, rollout: Rollout, version: WeightVersion) -> bool:
+    def _may_leave(self, rollout: RolloutState, version: WeightVersion) -> bool:
         if rollout.n_offered_tokens == 0:
             return False
         if rollout.whole or self._config.max_staleness == 0:
             return rollout.whole
         return self._config.release == "segment" or self._is_due(rollout.offered_versions, version)
 
-    def _choose(self, version: WeightVersion, enough: float) -> tuple[list[Rollout], float]:
+    def _choose(self, version: WeightVersion, enough: float) -> tuple[list[RolloutState], float]:
         """Choose rollouts, oldest first, until they are enough or no more fits into one message. Tokens that are too
         stale for `version` are masked on the way."""
-        chosen: list[Rollout] = []
+        chosen: list[RolloutState] = []
         total, room = 0.0, Room()
         with closing(self._candidates.oldest_first()) as slots:
             for slot in slots:
@@ -270,18 +270,18 @@ class BatchDesk:
                     break
         return chosen, total
 
-    def _leaving(self, slot: Slot, version: WeightVersion) -> list[Rollout]:
+    def _leaving(self, slot: Slot, version: WeightVersion) -> list[RolloutState]:
         """The sample's rollout, or those of its group, that may leave once stale tokens are masked."""
         by_group = self._config.release == "rollout"
         rollouts = _whole_group(slot.task) if by_group else [slot.rollout] if slot.rollout else []
-        leaving: list[Rollout] = []
+        leaving: list[RolloutState] = []
         for rollout in rollouts:
             self._life.mask_stale(rollout, version)
             if rollout.n_offered_tokens > 0 and (by_group or self._may_leave(rollout, version)):
                 leaving.append(rollout)
         return leaving
 
-    def _sendable(self, task: TaskRecord, leaving: list[Rollout]) -> list[Rollout]:
+    def _sendable(self, task: TaskRecord, leaving: list[RolloutState]) -> list[RolloutState]:
         """The rollouts that can leave together. Those that no message could hold are masked, or they would block all
         others forever."""
         kept = [rollout for rollout in leaving if fits_alone([size_of(rollout)])]
@@ -291,11 +291,11 @@ class BatchDesk:
         self._mask_too_large(kept)
         return []
 
-    def _mask_too_large(self, rollouts: Iterable[Rollout]) -> None:
+    def _mask_too_large(self, rollouts: Iterable[RolloutState]) -> None:
         for rollout in rollouts:
             self._life.mask_leased(rollout, self._life.lease(rollout), TOO_LARGE)
 
-    def _lease(self, version: WeightVersion, rollouts: Iterable[Rollout]) -> LeasedBatch:
+    def _lease(self, version: WeightVersion, rollouts: Iterable[RolloutState]) -> LeasedBatch:
         pieces: list[Piece] = []
         items: list[BatchItem] = []
         arrays: list[Array] = []
@@ -327,7 +327,7 @@ class BatchDesk:
         return batch
 
     def _count_staleness(
-        self, version: WeightVersion, rollout: Rollout, segments: Iterable[Segment], staleness: dict[int, int]
+        self, version: WeightVersion, rollout: RolloutState, segments: Iterable[HeldSegment], staleness: dict[int, int]
     ) -> None:
         """Add the open tokens of `segments` to the histogram. None may be too stale."""
         for segment in segments:
@@ -340,7 +340,7 @@ class BatchDesk:
                     raise AssertionError(f"{n} tokens of {rollout!r} at distance {distance} from {version}")
                 staleness[distance] = staleness.get(distance, 0) + n
 
-    def _witnesses(self, pieces: Iterable[Piece]) -> list[Rollout]:
+    def _witnesses(self, pieces: Iterable[Piece]) -> list[RolloutState]:
         """Rollouts of the groups in `pieces` that have a reward but nothing to train."""
         groups = {piece.rollout.slot.task.task.task_id: piece.rollout.slot.task for piece in pieces}
         return [witness for task in groups.values() for witness in _witnesses_of(task)]
@@ -360,11 +360,11 @@ class BatchDesk:
         return tuple(sample for key, sample in settled.items() if key not in reported)
 
 
-def _whole_group(task: TaskRecord) -> list[Rollout]:
+def _whole_group(task: TaskRecord) -> list[RolloutState]:
     """The unsettled rollouts of a task if all of them are whole and none is leased, otherwise none."""
     if not task.all_issued:
         return []
-    rollouts: list[Rollout] = []
+    rollouts: list[RolloutState] = []
     for slot in task.slots:
         if slot.settled:
             continue
@@ -374,11 +374,11 @@ def _whole_group(task: TaskRecord) -> list[Rollout]:
     return rollouts
 
 
-def _witnesses_of(task: TaskRecord) -> list[Rollout]:
+def _witnesses_of(task: TaskRecord) -> list[RolloutState]:
     return [slot.witness for slot in task.slots if slot.witness is not None]
 
 
-def _sizes(task: TaskRecord, leaving: list[Rollout]) -> list[Size]:
+def _sizes(task: TaskRecord, leaving: list[RolloutState]) -> list[Size]:
     """Sizes of these rollouts of a task, and of what goes along with them."""
     return [size_of(rollout) for rollout in (*leaving, *_witnesses_of(task))] if leaving else []
 

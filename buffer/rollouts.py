@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from stillhouse.buffer.blobs import Kept
+from stillhouse.buffer.blobs import KeptArrays
 from stillhouse.buffer.config import ATTEMPTS_PER_EPOCH
 from stillhouse.buffer.tokens import Array, Int32s, TokenStore
 from stillhouse.protocol.branches import path_to
@@ -36,7 +36,7 @@ from stillhouse.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from stillhouse.protocol.messages import Segment as SegmentMessage
+from stillhouse.protocol.messages import HeldSegment as SegmentMessage
 
 
 class Fate(NamedTuple):
@@ -71,8 +71,8 @@ class SegmentState(enum.IntEnum):
 class ScoreJob:
     """One segment to be scored by one pool. Leased to one teacher at a time, and to a second one as a hedge."""
 
-    rollout: Rollout
-    segment: Segment
+    rollout: RolloutState
+    segment: HeldSegment
     pool_index: int
     """Index into the task's `teachers`."""
     attempts: int = 0
@@ -100,7 +100,7 @@ class ScoreJob:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Segment:
+class HeldSegment:
     """Tokens [start, end) of a rollout, as accepted."""
 
     index: int
@@ -144,7 +144,7 @@ class Segment:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Rollout:
+class RolloutState:
     """One attempt at a slot: a ticket given to an actor, and what came back."""
 
     slot: Slot
@@ -156,7 +156,7 @@ class Rollout:
     tokens: TokenStore = field(init=False)
     branches: list[Branch] = field(default_factory=list[Branch])
     """By ascending start. Empty: the tokens are one row."""
-    segments: list[Segment] = field(default_factory=list[Segment])
+    segments: list[HeldSegment] = field(default_factory=list[HeldSegment])
     held: dict[int, tuple[SegmentMessage, tuple[Array, ...]]] = field(
         default_factory=dict[int, tuple[SegmentMessage, tuple[Array, ...]]]
     )
@@ -211,7 +211,7 @@ class Rollout:
     def rollout_id(self) -> str:
         return self.ticket.rollout_id
 
-    def score_item(self, lease_id: int, segment: Segment, known_tokens: int) -> tuple[ScoreItem, tuple[Array, ...]]:
+    def score_item(self, lease_id: int, segment: HeldSegment, known_tokens: int) -> tuple[ScoreItem, tuple[Array, ...]]:
         """Item and frames that are sent to a teacher to score a segment; `known_tokens` as in the item."""
         start, end = segment.start, segment.end
         last = self.closed and end == self.length
@@ -231,13 +231,13 @@ class Rollout:
         item = msgspec.structs.replace(item, prompt_tokens=n_prompt, teacher_prompt_tokens=n_teacher_prompt)
         return item, (np.concatenate([record.teacher_prompt_T, ids_N[n_prompt:]]), *more)
 
-    def context_tokens(self, segment: Segment) -> int:
+    def context_tokens(self, segment: HeldSegment) -> int:
         """Length of the first frame of `score_item`."""
         record = self.slot.task
         other = 0 if record.teacher_prompt_T is None else len(record.teacher_prompt_T) - len(record.prompt_T)
         return segment.end - segment.other_tokens + other
 
-    def known_tokens(self, segment: Segment, pool_index: int, teacher: str) -> int:
+    def known_tokens(self, segment: HeldSegment, pool_index: int, teacher: str) -> int:
         """Tokens of the frame that this teacher was sent with the former item. A branch may share fewer; then it
         computes more than it was asked for."""
         if self.affinity[pool_index] != teacher or segment.start == 0:
@@ -280,7 +280,7 @@ class Rollout:
             return Fate("trained", reason)
         return Fate("dropped", reason) if self.drop_reason else Fate("masked", reason)
 
-    def offered_segments(self) -> list[Segment]:
+    def offered_segments(self) -> list[HeldSegment]:
         """Scored segments at the front that hold open tokens, in order."""
         return [s for s in self.segments[self.offer_from : self.front] if s.state is SegmentState.SCORED]
 
@@ -309,7 +309,7 @@ class Slot:
     epoch: int
     """Epoch of the learner when the first ticket was issued."""
     attempt: int = 0
-    rollout: Rollout | None = None
+    rollout: RolloutState | None = None
     """The attempt that runs or waits; None while a new ticket is to be issued, and when settled."""
     ready: bool = False
     """True if its rollout is whole."""
@@ -317,7 +317,7 @@ class Slot:
     """True if trained, masked or dropped for good."""
     fate: Fate | None = None
     """Outcome of its last attempt, once that is over."""
-    witness: Rollout | None = None
+    witness: RolloutState | None = None
     """Release `rollout` only: the rollout, if it was masked as a whole. It goes along with its group without a token to
     train, because its reward belongs to the group's mean."""
 
@@ -358,14 +358,14 @@ class TaskRecord:
     def contents(self) -> tuple[Any, ...]:
         """Contents for an image, which refers to the prompts' blob."""
         own = () if self.teacher_prompt_T is None else (self.teacher_prompt_T,)
-        prompts = Kept(self._blob) if self._blob else np.concatenate([self.prompt_T, *own])
+        prompts = KeptArrays(self._blob) if self._blob else np.concatenate([self.prompt_T, *own])
         return prompts, self.task, self.min_version, self.to_issue, self.slots, self.n_settled, self._last_order
 
     def fill(self, contents: Sequence[Any]) -> None:
         """Fill a record that was made without `__init__` with what `contents` returned."""
         prompts, self.task, self.min_version, self.to_issue, self.slots, self.n_settled, self._last_order = contents
-        self._blob = prompts.number if isinstance(prompts, Kept) else 0
-        self._set_prompts(np.frombuffer(prompts.arrays[0], np.int32) if isinstance(prompts, Kept) else prompts)
+        self._blob = prompts.number if isinstance(prompts, KeptArrays) else 0
+        self._set_prompts(np.frombuffer(prompts.arrays[0], np.int32) if isinstance(prompts, KeptArrays) else prompts)
 
     @property
     def order(self) -> int:

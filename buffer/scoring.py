@@ -32,7 +32,7 @@ from stillhouse.buffer.holdings import Holdings
 from stillhouse.buffer.ledger import LedgerBook, RejectReason
 from stillhouse.buffer.peers import Lease, Outbox, TeacherPeer
 from stillhouse.buffer.pools import MAX_PASSED_OVER, HedgeCounts, Pool, TeacherHealth, Waste
-from stillhouse.buffer.rollouts import Rollout, ScoreJob, Segment
+from stillhouse.buffer.rollouts import HeldSegment, RolloutState, ScoreJob
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.validation import score_refusal, top_k_refusal
 from stillhouse.protocol.messages import Scores, ScoreWork
@@ -44,7 +44,7 @@ MAX_ANSWER_RUNS = 65_536
 ScoreStatus: TypeAlias = Literal["accepted", "expired", "rejected"]
 
 
-class Answer(NamedTuple):
+class LeaseAnswer(NamedTuple):
     """Status and reason of one lease in a ScoresAck."""
 
     status: ScoreStatus
@@ -63,7 +63,7 @@ class ScoreDesk:
         self._leases: dict[int, Lease] = {}
         self._by_deadline: deque[tuple[float, int]] = deque()
         """(deadline, lease id), ascending. Leases that ended are removed when they reach the front."""
-        self._answers: Runs[Answer] = Runs()
+        self._answers: Runs[LeaseAnswer] = Runs()
         """Answers by lease id."""
         self._dirty: dict[str, None] = {}
         """Names of pools in which a lease may have become possible."""
@@ -129,14 +129,14 @@ class ScoreDesk:
 
     # ---------------------------------------------------------------------------------------------------- jobs
 
-    def offer(self, rollout: Rollout, segment: Segment) -> None:
+    def offer(self, rollout: RolloutState, segment: HeldSegment) -> None:
         """Queue a new segment for every pool of its task."""
         for pool_index in range(len(rollout.affinity)):
             job = ScoreJob(rollout, segment, pool_index)
             segment.jobs.append(job)
             self._queue(job)
 
-    def cancel(self, segment: Segment) -> None:
+    def cancel(self, segment: HeldSegment) -> None:
         """End the leases of a segment whose scores are no longer wanted. Its queued jobs are skipped."""
         for job in segment.jobs:
             job.cancelled = True
@@ -156,9 +156,9 @@ class ScoreDesk:
 
     def scores(
         self, now_s: float, teacher: TeacherPeer, message: Scores, arrays: tuple[Array, ...]
-    ) -> tuple[list[Answer], list[ScoreJob], list[ScoreJob]]:
+    ) -> tuple[list[LeaseAnswer], list[ScoreJob], list[ScoreJob]]:
         """Take in scores. Returns the answers, the jobs done and the jobs given up."""
-        answers: list[Answer] = []
+        answers: list[LeaseAnswer] = []
         done: list[ScoreJob] = []
         given_up: list[ScoreJob] = []
         n_each = 2 if message.top_k else 1
@@ -166,32 +166,32 @@ class ScoreDesk:
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
                 self._health.answered_late(teacher, lease_id)
-                answers.append(self._answers.get(lease_id) or Answer("expired"))
+                answers.append(self._answers.get(lease_id) or LeaseAnswer("expired"))
                 continue
             refusal = self._keep_scores(lease, arrays[n_each * i : n_each * (i + 1)], n_each, number_of(arrays, i))
             if refusal is not None:
                 self._book.reject(refusal)
-                answers.append(self._answered(lease_id, Answer("rejected", refusal.value)))
+                answers.append(self._answered(lease_id, LeaseAnswer("rejected", refusal.value)))
                 given_up += self._fail(now_s, lease, blame=True)
                 continue
-            answers.append(self._answered(lease_id, Answer("accepted")))
+            answers.append(self._answered(lease_id, LeaseAnswer("accepted")))
             self._scored(now_s, lease)
             done.append(lease.job)
         return answers, done, given_up
 
     def failed(
         self, now_s: float, teacher: TeacherPeer, lease_ids: tuple[int, ...]
-    ) -> tuple[list[Answer], list[ScoreJob]]:
+    ) -> tuple[list[LeaseAnswer], list[ScoreJob]]:
         """Handle leases that the teacher could not score. Returns the answers and the jobs given up."""
-        answers: list[Answer] = []
+        answers: list[LeaseAnswer] = []
         given_up: list[ScoreJob] = []
         for lease_id in lease_ids:
             lease = self._lease_of(teacher, lease_id)
             if lease is None:
                 self._health.failed_late(now_s, teacher, lease_id)
-                answers.append(self._answers.get(lease_id) or Answer("expired"))
+                answers.append(self._answers.get(lease_id) or LeaseAnswer("expired"))
                 continue
-            answers.append(self._answered(lease_id, Answer("accepted")))
+            answers.append(self._answered(lease_id, LeaseAnswer("accepted")))
             given_up += self._fail(now_s, lease, blame=True)
         return answers, given_up
 
@@ -327,7 +327,7 @@ class ScoreDesk:
                 segment.top_k.update((pool_index, payload) for payload in payloads)
         return refusal  # the payloads are counted when the lease ends
 
-    def _answered(self, lease_id: int, answer: Answer) -> Answer:
+    def _answered(self, lease_id: int, answer: LeaseAnswer) -> LeaseAnswer:
         self._answers.put(lease_id, answer)
         if self._answers.n_runs > MAX_ANSWER_RUNS:
             self._answers.forget_lowest()

@@ -38,7 +38,7 @@ from stillhouse.protocol.context import ExitCode
 from stillhouse.protocol.errors import AddressUnusable
 from stillhouse.protocol.keys import KEYS, load_server_keys
 from stillhouse.protocol.messages import Ledger, PeerView, Shutdown, Snapshot, WeightVersion
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.sigterm import SigtermCount
 
 JOURNAL: Final = "journal"
@@ -129,12 +129,12 @@ def main(
         started.journal.close()
 
 
-def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, started: Started) -> Server:
+def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, started: Started) -> PeerServer:
     """Start the server. A restored buffer listens where it did before, or its peers would not find it."""
     config = beginning.config
 
-    def listen(endpoint: str) -> Server:
-        return Server(
+    def listen(endpoint: str) -> PeerServer:
+        return PeerServer(
             endpoint,
             run_id=beginning.run_id,
             vocab_fingerprint=beginning.vocab_fingerprint,
@@ -150,7 +150,7 @@ def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, st
     return _listen_anew(listen, bind or config.bind, config.shards)
 
 
-def _listen_anew(listen: Callable[[str], Server], bind: str, n_shards: int) -> Server:
+def _listen_anew(listen: Callable[[str], PeerServer], bind: str, n_shards: int) -> PeerServer:
     """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart, and that the
     ports of the other shards can follow."""
     host, _, port = bind.rpartition(":")
@@ -162,7 +162,7 @@ def _listen_anew(listen: Callable[[str], Server], bind: str, n_shards: int) -> S
     return listen(bind)
 
 
-def _listen_again(listen: Callable[[str], Server], former: str) -> Server:
+def _listen_again(listen: Callable[[str], PeerServer], former: str) -> PeerServer:
     """Listen at the former address. The process before this one may still be exiting."""
     deadline_s = time.monotonic() + REBIND_S
     while True:

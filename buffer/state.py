@@ -27,7 +27,7 @@ from stillhouse.buffer.ledger import RUN_ENDED, RejectReason
 from stillhouse.buffer.lifecycle import Lifecycle
 from stillhouse.buffer.peers import ActorPeer, Outbox, Outgoing, Peer, PeerTable, TeacherPeer
 from stillhouse.buffer.release import BatchDesk
-from stillhouse.buffer.scoring import Answer, ScoreDesk
+from stillhouse.buffer.scoring import LeaseAnswer, ScoreDesk
 from stillhouse.buffer.tickets import TicketDesk
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol import messages as m
@@ -321,7 +321,7 @@ class BufferState:
             case m.RolloutFailed():
                 self._out.send("actor", peer.name, m.RolloutFailedAck(message.rollout_id))
             case m.Scores() | m.ScoreFailed():
-                self._arrivals.acknowledge_scores(peer, message.leases, [Answer("expired")] * len(message.leases))
+                self._arrivals.acknowledge_scores(peer, message.leases, [LeaseAnswer("expired")] * len(message.leases))
             case _:
                 self._send_shutdown(peer)
 

@@ -11,7 +11,7 @@ from stillhouse.buffer.batch_size import in_messages
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.buffer.lifecycle import Lifecycle
 from stillhouse.buffer.peers import ActorPeer, Outbox
-from stillhouse.buffer.rollouts import Rollout, make_ticket
+from stillhouse.buffer.rollouts import RolloutState, make_ticket
 from stillhouse.buffer.tokens import Array
 from stillhouse.protocol.messages import SegmentsWanted, Ticket, Tickets
 
@@ -34,7 +34,7 @@ class TicketDesk:
         """Number of actors that are to be asked for segments, and were not yet."""
         self._ready: OrderedDict[str, ActorPeer] = OrderedDict()
         """Actors that may have credit left, the next in turn first."""
-        self._running: OrderedDict[str, Rollout] = OrderedDict()
+        self._running: OrderedDict[str, RolloutState] = OrderedDict()
         """Rollouts at actors, by id, the longest silent first (the timeout is the same for all)."""
 
     def __repr__(self) -> str:
@@ -111,20 +111,20 @@ class TicketDesk:
             if actor.rollouts:
                 self._outbox.send("actor", name, SegmentsWanted())
 
-    def heard(self, now_s: float, rollout: Rollout) -> None:
+    def heard(self, now_s: float, rollout: RolloutState) -> None:
         """Restart the timeout of a rollout: its ticket left, or a segment arrived."""
         rollout.deadline_s = now_s + self._config.ticket_timeout_s
         self._running[rollout.rollout_id] = rollout
         self._running.move_to_end(rollout.rollout_id)
 
-    def returned(self, rollout: Rollout) -> None:
+    def returned(self, rollout: RolloutState) -> None:
         """Note that the rollout no longer runs at its actor."""
         self._running.pop(rollout.rollout_id, None)
         actor = self._actors.get(rollout.actor)
         if actor is not None:
             actor.rollouts.pop(rollout.rollout_id, None)
 
-    def overdue(self, now_s: float) -> Rollout | None:
+    def overdue(self, now_s: float) -> RolloutState | None:
         """A rollout that was silent for `ticket_timeout_s`, or None."""
         rollout = next(iter(self._running.values()), None)
         return rollout if rollout is not None and rollout.deadline_s <= now_s else None

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stillhouse.buffer.blobs import Kept
+from stillhouse.buffer.blobs import KeptArrays
 
 Array: TypeAlias = npt.NDArray[Any]
 Int32s: TypeAlias = npt.NDArray[np.int32]
@@ -176,16 +176,16 @@ class _Pieces:
             return slice(*ranges[0]) if ranges else slice(0)
         return np.concatenate([np.arange(start, end) for start, end in ranges])
 
-    def contents(self) -> tuple[int | Kept, ...]:
+    def contents(self) -> tuple[int | KeptArrays, ...]:
         return tuple(
-            part for start, end, number in self._ranges() for part in (start, end, Kept(number) if number else 0)
+            part for start, end, number in self._ranges() for part in (start, end, KeptArrays(number) if number else 0)
         )
 
-    def fill(self, contents: Sequence[Any]) -> Iterator[tuple[int, int, Kept]]:
+    def fill(self, contents: Sequence[Any]) -> Iterator[tuple[int, int, KeptArrays]]:
         """Fill it again, and go over the ranges with their blobs."""
         for i in range(0, len(contents), 3):
             start, end, kept = contents[i : i + 3]
-            kept = kept or Kept(0)
+            kept = kept or KeptArrays(0)
             self._flat.extend((start, end, kept.number))
             yield start, end, kept
 

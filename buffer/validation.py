@@ -13,7 +13,7 @@ import numpy as np
 
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.buffer.ledger import RejectReason
-from stillhouse.buffer.rollouts import Rollout, Segment
+from stillhouse.buffer.rollouts import HeldSegment, RolloutState
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.errors import MalformedMessage
@@ -37,7 +37,7 @@ class SegmentChecker:
         self._versions = versions
         self._vocab_size = vocab_size
 
-    def refusal(self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]) -> RejectReason | None:
+    def refusal(self, rollout: RolloutState, message: SegmentMessage, arrays: Sequence[Array]) -> RejectReason | None:
         """Check the rollout's next segment."""
         n = message.end - message.start
         if message.start != rollout.length:
@@ -70,7 +70,9 @@ class SegmentChecker:
             or self._top_ids_refusal(rollout, loss_mask_N, top_ids)
         )
 
-    def _top_ids_refusal(self, rollout: Rollout, loss_mask_N: Array, payloads: Sequence[Array]) -> RejectReason | None:
+    def _top_ids_refusal(
+        self, rollout: RolloutState, loss_mask_N: Array, payloads: Sequence[Array]
+    ) -> RejectReason | None:
         """Check the student's likeliest tokens: their number of positions, not the ids, which the teachers read."""
         sampled = np.flatnonzero(loss_mask_N)
         if len(payloads) != (1 if rollout.ticket.sampling.top_ids is not None and len(sampled) else 0):
@@ -88,7 +90,7 @@ class SegmentChecker:
         return None
 
     def _prompt_refusal(
-        self, rollout: Rollout, message: SegmentMessage, arrays: Sequence[Array]
+        self, rollout: RolloutState, message: SegmentMessage, arrays: Sequence[Array]
     ) -> RejectReason | None:
         n_own, task = message.own_prompt_tokens, rollout.slot.task
         if message.index != 0:
@@ -125,7 +127,7 @@ class SegmentChecker:
         return None
 
 
-def _branches_inside(rollout: Rollout, message: SegmentMessage) -> bool:
+def _branches_inside(rollout: RolloutState, message: SegmentMessage) -> bool:
     """The segment follows a token that exists, and names tokens that exist as dropped."""
     follows, dropped = message.follows, message.dropped
     edges = [0, *(edge for one in dropped for edge in (one.start, one.end)), message.end]
@@ -147,7 +149,7 @@ def _rewards_make_sense(message: SegmentMessage) -> bool:
     )
 
 
-def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> RejectReason | None:
+def score_refusal(segment: HeldSegment, sampled_N: Array, scores_N: Array) -> RejectReason | None:
     """Check a teacher's log-probs of the segment's tokens."""
     n = segment.end - segment.start
     if not has_shapes((scores_N,), n, (np.float32,)):
@@ -156,7 +158,7 @@ def score_refusal(segment: Segment, sampled_N: Array, scores_N: Array) -> Reject
     return None if refusal is None else _SCORE_REASONS[refusal]
 
 
-def top_k_refusal(segment: Segment, payload: bytes, max_bytes: int) -> RejectReason | None:
+def top_k_refusal(segment: HeldSegment, payload: bytes, max_bytes: int) -> RejectReason | None:
     """Check a payload for the segment's top-k range, of at most `max_bytes` per token. Its contents are left to the
     learner, which reads them."""
     n, kind = segment.top_end - segment.top_start, kind_of_bytes(payload)

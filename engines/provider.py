@@ -23,7 +23,7 @@ from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.payloads.kind import EngineNeed
 from stillhouse.protocol.settings import Settings
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.sink import WeightSink
 
 if TYPE_CHECKING:
@@ -347,9 +347,9 @@ class EngineProvider:
         """Make a teacher's scorer, in the teacher's process. Raises as `student` does."""
         raise NotImplementedError(f"engine {self.name} cannot score")
 
-    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> GroupMembers:
         """The kind of weight-group member that an actor with this engine is. `student`: the model's path."""
-        return Members()
+        return GroupMembers()
 
     def with_adapters(self, actor: WorkerSettings, query: AdapterFacts) -> ServerConfig | str:
         """`actor.server`, so that its servers load adapters, or the reason why they must be sent merged weights.

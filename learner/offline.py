@@ -21,7 +21,7 @@ import numpy as np
 
 from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.learner.objectives.config import OfflineConfig, check_given
-from stillhouse.recording.format import RecordError, Rollout
+from stillhouse.recording.format import RecordedRollout, RecordError
 from stillhouse.recording.reader import Recording
 
 STATE_FORMAT: Final = 1
@@ -52,7 +52,7 @@ class OfflineMixer:
         self._position = 0
         """Items read so far, including earlier passes."""
         self._order: tuple[int, np.ndarray[Any, Any]] | None = None
-        self._next: tuple[Rollout, TrainItem] | None = None
+        self._next: tuple[RecordedRollout, TrainItem] | None = None
         self._student_tokens = 0
         self._taken_tokens = 0
         self._taken = 0
@@ -74,11 +74,11 @@ class OfflineMixer:
         """Tokens taken from the file so far."""
         return self._taken_tokens
 
-    def take(self, student_tokens: int) -> list[tuple[Rollout, TrainItem]]:
+    def take(self, student_tokens: int) -> list[tuple[RecordedRollout, TrainItem]]:
         """Rollouts to add to a batch with `student_tokens` trained tokens. Raises RecordError if nothing in the file
         can be trained, or a rollout cannot be read."""
         self._student_tokens += student_tokens
-        taken: list[tuple[Rollout, TrainItem]] = []
+        taken: list[tuple[RecordedRollout, TrainItem]] = []
         while True:
             following = self._next = self._next or self._read()
             n = following[1].n_trained
@@ -123,7 +123,7 @@ class OfflineMixer:
     def _identity(self) -> list[Any]:
         return [self._recording.header.run, self._recording.header.config_digest, len(self._places), self._seed]
 
-    def _read(self) -> tuple[Rollout, TrainItem]:
+    def _read(self) -> tuple[RecordedRollout, TrainItem]:
         """The next rollout with tokens to train. Advances `_position` to it."""
         for _ in range(2 * len(self._places)):  # the only good one may come first in a pass and last in the next
             rollout = self._at(self._position)
@@ -142,7 +142,7 @@ class OfflineMixer:
             f"{self._recording.path}: none of its {len(self._places)} rollouts can be trained ({dict(self._skipped)})"
         )
 
-    def _at(self, position: int) -> Rollout:
+    def _at(self, position: int) -> RecordedRollout:
         passes, within = divmod(position, len(self._places))
         if self._order is None or self._order[0] != passes:
             self._order = passes, np.random.default_rng([self._seed, passes]).permutation(len(self._places))
@@ -150,7 +150,7 @@ class OfflineMixer:
         return self._recording.rollout(self._recording.batches[batch], index)
 
 
-def offline_item(rollout: Rollout) -> TrainItem:
+def offline_item(rollout: RecordedRollout) -> TrainItem:
     """Checked like an item from the buffer. Its id gets a prefix, because both runs may have used the same ids."""
     named = msgspec.structs.replace(rollout.item, rollout_id=f"offline:{rollout.item.rollout_id}")
     return train_items([named], rollout.arrays)[0]

@@ -14,7 +14,7 @@ from stillhouse.learner.prompts.tasks import TaskStream
 from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.learner.steps import SourceBatch
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.recording.reader import Kept, Recording
+from stillhouse.recording.reader import KeptBatch, Recording
 
 
 class BufferBatches:
@@ -87,7 +87,7 @@ class RecordedBatches:
         return replace(batch, figures=places)
 
 
-def recorded_batch(recording: Recording, kept: Kept) -> SourceBatch:
+def recorded_batch(recording: Recording, kept: KeptBatch) -> SourceBatch:
     """Read one batch. Raises as `RecordedBatches.next`."""
     rollouts = recording.rollouts(kept)
     own = [rollout for rollout in rollouts if not rollout.offline]

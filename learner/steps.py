@@ -17,7 +17,7 @@ from stillhouse.learner.prompts.sample_book import Account
 from stillhouse.learner.step.finite_step import StepOutcome, finite_step
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.recording.format import Rollout
+from stillhouse.recording.format import RecordedRollout
 from stillhouse.tracing import events
 
 
@@ -32,7 +32,7 @@ class SourceBatch:
     """Distance -> tokens."""
     delivered: Delivered | None = None
     """As the buffer sent it; None from a recording."""
-    mixed: Sequence[Rollout] = ()
+    mixed: Sequence[RecordedRollout] = ()
     """Those of `offline`, as their file has them."""
     tasks_done: Sequence[int] = ()
     """Tasks that this batch settled when it was recorded."""

@@ -67,7 +67,7 @@ from stillhouse.recording.writer import BatchRecorder
 from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
 from stillhouse.weights.config import sent_dtype
 from stillhouse.weights.publisher import Publisher
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.server_checks import LearnerCanary
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LearnerStart:
 
     tokenizer: PreTrainedTokenizerBase
     trainer: Trainer
-    members: Members
+    members: GroupMembers
     """What gets the weights of each version."""
     stream: TaskStream
     eval_prompts: Mapping[str, tuple[EvalPrompt, ...]]

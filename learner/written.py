@@ -22,7 +22,7 @@ from stillhouse.learner.prompts.rendering import NONE
 from stillhouse.learner.prompts.sample_book import Account, TrainedSample
 from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream
 from stillhouse.protocol.messages import BatchItem, Settled
-from stillhouse.recording.format import Array, Rollout
+from stillhouse.recording.format import Array, RecordedRollout
 
 
 class WrittenStream(TaskStream):
@@ -44,7 +44,7 @@ class WrittenStream(TaskStream):
         self._latest = {task_id: self.offer(task_id) for task_id in ids}
         return super().step(trained, settled, left_out)
 
-    def as_read(self, rollout: Rollout) -> Rollout | None:
+    def as_read(self, rollout: RecordedRollout) -> RecordedRollout | None:
         """A rollout of the latest step, after the prompt that the student will read. None: it is unknown, or not known
         from where on the rollout is the teacher's answer."""
         offer = self._latest.get(rollout.item.task_id)
@@ -59,7 +59,7 @@ def _for_the_writer(offer: TaskOffer) -> TaskOffer:
     return TaskOffer(msgspec.structs.replace(offer.task, teacher_prompt_tokens=0), offer.teacher_prompt_ids, NONE)
 
 
-def with_prompt(rollout: Rollout, old: Int32s, new: Int32s) -> Rollout | None:
+def with_prompt(rollout: RecordedRollout, old: Int32s, new: Int32s) -> RecordedRollout | None:
     """The rollout with the prompt `new` in place of `old`; tokens after the prompt keep their numbers.
 
     None where that is impossible: it begins otherwise, trains a token of the prompt, or has a branch that goes on from

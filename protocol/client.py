@@ -21,9 +21,9 @@ from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from stillhouse.protocol.flow import UNTRACKED, ack_keys
 from stillhouse.protocol.keys import ClientKeys, run_client_keys
-from stillhouse.protocol.link import Link
+from stillhouse.protocol.link import ClientLink
 from stillhouse.protocol.messages import Hello, Message, WeightVersion, Welcome
-from stillhouse.protocol.outbox import LinkState, Outbox
+from stillhouse.protocol.outbox import ClientOutbox, LinkState
 
 MAX_UNCONFIRMED_BYTES = 256 << 20
 """Default bound on unconfirmed bytes: about 28 million tokens of segments, which is minutes of one actor's work."""
@@ -61,9 +61,9 @@ class Client:
         self._send_timeout_s = send_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
         self._state = LinkState(
-            Outbox(resend_s=resend_s), changed or threading.Condition(), max_inbox_bytes=max_inbox_bytes
+            ClientOutbox(resend_s=resend_s), changed or threading.Condition(), max_inbox_bytes=max_inbox_bytes
         )
-        self._link: Link | None = None
+        self._link: ClientLink | None = None
         self._woken = False
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class Client:
         then."""
         if self._link is not None:
             raise LocalProtocolError("connect was called twice; make a new Client for a new connection")
-        self._link = Link(
+        self._link = ClientLink(
             self._address,
             self._hello,
             self._state,

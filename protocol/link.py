@@ -66,7 +66,7 @@ LINGER_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Link(threading.Thread):
+class ClientLink(threading.Thread):
     """The thread. It never raises: an error that ends it is in `state.failure`."""
 
     def __init__(

@@ -42,7 +42,7 @@ class Entry:
     """Number of heartbeats sent on this connection before it."""
 
 
-class Outbox:
+class ClientOutbox:
     """The sent messages that are held. Not thread-safe: its owner must hold a lock."""
 
     def __init__(self, *, resend_s: float) -> None:
@@ -169,7 +169,7 @@ class Outbox:
 class LinkState:
     """Shared by caller and thread; touch it only while holding `changed`."""
 
-    outbox: Outbox
+    outbox: ClientOutbox
     changed: threading.Condition = field(default_factory=threading.Condition)
     inbox: deque[tuple[Received, int]] = field(default_factory=deque[tuple[Received, int]])
     """Messages for the caller, with the size of each in bytes."""

@@ -44,7 +44,7 @@ from stillhouse.protocol.printable import in_one_line, printable_texts
 from stillhouse.protocol.ratelimit import OncePerInterval, RateLimitedLog
 from stillhouse.protocol.router import Router, address_of
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
-from stillhouse.protocol.session import Session, SessionBook
+from stillhouse.protocol.session import PeerSession, SessionBook
 from stillhouse.protocol.sockets import FromRouter
 
 POLL_MESSAGES = 256
@@ -60,7 +60,7 @@ REMEMBERED_CONNECTIONS = 4096
 log = logging.getLogger(__name__)
 
 
-class Server:
+class PeerServer:
     """Binds at once; `bind` may end in port 0, and `address` gives the real port. With `keys`, only peers that have a
     listed key are accepted, each under the names of its key; without, any peer that reaches the address.
 
@@ -170,7 +170,7 @@ class Server:
             self._someone_behind |= session.unconfirmed_bytes > self._max_unconfirmed_bytes
         self._put(session, frames)
 
-    def _put(self, session: Session, frames: list[Frame]) -> None:
+    def _put(self, session: PeerSession, frames: list[Frame]) -> None:
         if session.reachable:  # if not, the message stays in the log until the next connection or the peer timeout
             session.reachable = self._router.send(session.identity, frames)
 
@@ -209,7 +209,7 @@ class Server:
         oldest_s = min((session.last_heard_s for session in self.book.sessions.values()), default=now_s)
         self._all_alive_until_s = oldest_s + self._peer_timeout_s
 
-    def _drop(self, session: Session, reason: str, events: list[Event]) -> None:
+    def _drop(self, session: PeerSession, reason: str, events: list[Event]) -> None:
         self.book.close(session.peer)
         del self._by_identity[session.identity]
         self._peer_log.info(f"{session.peer} is gone: {reason}")
@@ -269,7 +269,7 @@ class Server:
             self._bundle.extend(FromRouter(identity, source, message, None) for message in unbundled(frames))
         return self._bundle.popleft()
 
-    def _take(self, identity: bytes, session: Session | None, received: Received, events: list[Event]) -> bool:
+    def _take(self, identity: bytes, session: PeerSession | None, received: Received, events: list[Event]) -> bool:
         message = received.message
         kind = type(message).__name__
         if session is None:
@@ -341,7 +341,7 @@ class Server:
         self._peer_log.info(f"{peer} is here, incarnation {hello.incarnation}")
         events.append(PeerUp(hello.role, hello.name, hello.incarnation, hello.pool))
 
-    def _resume(self, session: Session, identity: bytes, hello: Hello) -> None:
+    def _resume(self, session: PeerSession, identity: bytes, hello: Hello) -> None:
         del self._by_identity[session.identity]
         self._retire(session.identity)
         self._by_identity[identity] = session
@@ -357,7 +357,7 @@ class Server:
         if len(self._retired) > REMEMBERED_CONNECTIONS:
             self._retired.popitem(last=False)
 
-    def _welcome(self, session: Session) -> None:
+    def _welcome(self, session: PeerSession) -> None:
         if self._source is not None:
             self._router.let_in(self._source)
         welcome = Welcome(self._heartbeat_s, self._peer_timeout_s, self._version, self.book.door.run_id)

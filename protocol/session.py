@@ -19,7 +19,7 @@ from stillhouse.protocol.handshake import Doorkeeper, PeerId
 from stillhouse.protocol.messages import Hello
 
 
-class Session:
+class PeerSession:
     """One incarnation of one peer, over all its connections."""
 
     def __init__(self, hello: Hello, *, number: int, identity: bytes, now_s: float) -> None:
@@ -113,13 +113,13 @@ class SessionBook:
 
     def __init__(self, door: Doorkeeper) -> None:
         self.door = door
-        self.sessions: dict[PeerId, Session] = {}
+        self.sessions: dict[PeerId, PeerSession] = {}
         self.opened_total = 0
 
     def __repr__(self) -> str:
         return f"SessionBook({list(self.sessions.values())})"
 
-    def open(self, hello: Hello) -> Session:
+    def open(self, hello: Hello) -> PeerSession:
         """A new session for an admitted peer, without a connection yet; a former session must be closed before."""
         self.door.admitted(hello)
         self.opened_total += 1
@@ -127,7 +127,7 @@ class SessionBook:
         self.sessions[session.peer] = session
         return session
 
-    def close(self, peer: PeerId) -> Session | None:
+    def close(self, peer: PeerId) -> PeerSession | None:
         return self.sessions.pop(peer, None)
 
     def confirm(self, peer: PeerId, received_total: int) -> None:
@@ -160,14 +160,14 @@ class SessionBook:
             self.sessions[session.peer] = session
 
 
-def restored_session(hello: Hello, number: int) -> Session:
+def restored_session(hello: Hello, number: int) -> PeerSession:
     """A session without a connection, under a name that ROUTER never gives (its own begin with a zero byte)."""
-    session = Session(hello, number=number, identity=b"restored-%d" % number, now_s=0.0)
+    session = PeerSession(hello, number=number, identity=b"restored-%d" % number, now_s=0.0)
     session.reachable = False
     session.restored = True
     return session
 
 
-def _image(session: Session) -> SessionImage:
+def _image(session: PeerSession) -> SessionImage:
     log = [[bytes(frame) for frame in frames] for frames in session.unconfirmed_frames()]
     return SessionImage(session.hello, session.number, session.confirmed_total, log)

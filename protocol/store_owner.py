@@ -66,7 +66,7 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.run} on {self.host} (pid {self.pid}, since {self.since})"
 
 
-class Held(msgspec.Struct, frozen=True):
+class StoreState(msgspec.Struct, frozen=True):
     """RUN/store.json: by which token this launch has its store."""
 
     url: str
@@ -90,7 +90,7 @@ class StoreOwner:
 
     def keep(self, run_dir: Path) -> None:
         """For `of_folder`, in other processes. Raises OSError."""
-        write_atomic(run_dir / TOKEN_FILE, msgspec.json.encode(Held(self.store.url, self._token)))
+        write_atomic(run_dir / TOKEN_FILE, msgspec.json.encode(StoreState(self.store.url, self._token)))
 
     def confirm(self) -> Owner:
         """The object, which names this launch. Raises Displaced, StoreError."""
@@ -131,9 +131,9 @@ def read_owner(store: Store) -> Owner | None:
     return _decoded(store, store.read_tagged(OWNER)[0])
 
 
-def read_held(run_dir: Path) -> Held | None:
+def read_held(run_dir: Path) -> StoreState | None:
     try:
-        return msgspec.json.decode((run_dir / TOKEN_FILE).read_bytes(), type=Held)
+        return msgspec.json.decode((run_dir / TOKEN_FILE).read_bytes(), type=StoreState)
     except (OSError, msgspec.DecodeError):
         return None
 

@@ -59,7 +59,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The run's configuration as plain values, from which a replay starts."""
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class ResumedRun(msgspec.Struct, frozen=True):
     """A learner resumed from a checkpoint. Batches on the branch that it left do not count."""
 
     version: WeightVersion
@@ -97,7 +97,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     """Ids of rollouts in the batch that the step left out."""
 
 
-class Rollout(NamedTuple):
+class RecordedRollout(NamedTuple):
     """One item and its frames, in the order of protocol.messages.BatchItem."""
 
     item: BatchItem
@@ -105,11 +105,11 @@ class Rollout(NamedTuple):
     offline: bool = False
 
 
-Kept: TypeAlias = RecordHeader | Resumed | BatchRecord
-_KINDS: Final[tuple[type[Kept], ...]] = (RecordHeader, Resumed, BatchRecord)
+Kept: TypeAlias = RecordHeader | ResumedRun | BatchRecord
+_KINDS: Final[tuple[type[Kept], ...]] = (RecordHeader, ResumedRun, BatchRecord)
 
 
-class Found(NamedTuple):
+class FoundRecord(NamedTuple):
     """One complete record of a file."""
 
     kept: Kept
@@ -166,13 +166,13 @@ def encode_header(header: RecordHeader) -> bytes:
 
 
 def encode_resumed(version: WeightVersion, parent: WeightVersion | None) -> bytes:
-    return _record(_RESUMED, Resumed(version, parent), b"")
+    return _record(_RESUMED, ResumedRun(version, parent), b"")
 
 
 def encode_batch(
     batch_id: int,
     version: WeightVersion,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[RecordedRollout],
     *,
     staleness: dict[int, int],
     tasks_done: tuple[int, ...],
@@ -247,7 +247,7 @@ def unpack_at_most(stored: bytes, n_bytes: int) -> bytes:
     return zlib.decompressobj().decompress(stored, n_bytes + 1)
 
 
-def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[Found]:
+def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[FoundRecord]:
     """Yield every complete record of a file, after checking its CRC. A torn last record (its writer was killed, or the
     power failed) is left out: the `end` of the one before it is less than `size`. `start`: `end` of a record, after
     which to begin; 0: at the first one. Raises RecordError for other damage."""
@@ -265,7 +265,7 @@ def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[Fou
     yield from _scan(stream, size, name, len(MAGIC))
 
 
-def _scan(stream: BinaryIO, size: int, name: str, at: int) -> Iterator[Found]:
+def _scan(stream: BinaryIO, size: int, name: str, at: int) -> Iterator[FoundRecord]:
     """`scan` from the record that begins at `at`, where the stream is."""
     while size - at >= HEAD.size:
         head = stream.read(HEAD.size)
@@ -285,7 +285,7 @@ def _scan(stream: BinaryIO, size: int, name: str, at: int) -> Iterator[Found]:
         kept = _decode(kind, header, at, name)
         if isinstance(kept, BatchRecord):
             _expect_inside(kept, blob_bytes, name)
-        yield Found(kept, end - blob_bytes, end)
+        yield FoundRecord(kept, end - blob_bytes, end)
         at = end
 
 

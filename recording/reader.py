@@ -16,17 +16,17 @@ from stillhouse.recording.format import (
     BatchRecord,
     Branches,
     ItemRecord,
+    RecordedRollout,
     RecordError,
     RecordHeader,
-    Resumed,
-    Rollout,
+    ResumedRun,
     decode_frames,
     scan,
 )
 from stillhouse.recording.writer import record_path
 
 
-class Kept(NamedTuple):
+class KeptBatch(NamedTuple):
     """A batch on the branch that was kept."""
 
     record: BatchRecord
@@ -51,7 +51,7 @@ class Recording:
     def _read(self) -> None:
         size = self.path.stat().st_size
         header: RecordHeader | None = None
-        found_batches = list[Kept]()
+        found_batches = list[KeptBatch]()
         self.branches = branches = Branches()
         whole = 0
         for found in scan(self._stream, size, str(self.path)):
@@ -59,10 +59,10 @@ class Recording:
             match kept:
                 case RecordHeader():
                     header = kept
-                case Resumed():
+                case ResumedRun():
                     branches.fork(kept.version, kept.parent)
                 case BatchRecord():
-                    found_batches.append(Kept(kept, found.blob_at))
+                    found_batches.append(KeptBatch(kept, found.blob_at))
         self.end = whole
         """End of the last complete record."""
         self.torn_bytes = size - whole
@@ -76,7 +76,7 @@ class Recording:
         if not batches:
             raise RecordError(f"{self.path} contains no batch; the run that wrote it made no step")
         self.header = header
-        self.batches: Sequence[Kept] = tuple(batches[step] for step in sorted(batches))
+        self.batches: Sequence[KeptBatch] = tuple(batches[step] for step in sorted(batches))
         """Batches in the order of their steps."""
 
     def expect_top_k(self, needed_for: Callable[[str], str]) -> None:
@@ -124,7 +124,7 @@ class Recording:
                 "token-to-id map"
             )
 
-    def rollouts(self, batch: Kept) -> list[Rollout]:
+    def rollouts(self, batch: KeptBatch) -> list[RecordedRollout]:
         """All items of a batch with their frames."""
         items = batch.record.items
         if not items:
@@ -133,7 +133,7 @@ class Recording:
         blob = self._stream.read(items[-1].start + items[-1].stored_bytes)
         return [_rollout(record, blob[record.start : record.start + record.stored_bytes]) for record in items]
 
-    def rollout(self, batch: Kept, index: int) -> Rollout:
+    def rollout(self, batch: KeptBatch, index: int) -> RecordedRollout:
         """One item of a batch."""
         return read_rollout(self._stream, batch, index)
 
@@ -159,12 +159,12 @@ def read_header(path: Path) -> RecordHeader:
     return first.kept
 
 
-def read_rollout(stream: BinaryIO, batch: Kept, index: int) -> Rollout:
+def read_rollout(stream: BinaryIO, batch: KeptBatch, index: int) -> RecordedRollout:
     """One item of a batch, from an open file."""
     record = batch.record.items[index]
     stream.seek(batch.blob_at + record.start)
     return _rollout(record, stream.read(record.stored_bytes))
 
 
-def _rollout(record: ItemRecord, stored: bytes) -> Rollout:
-    return Rollout(record.item, decode_frames(record, stored), record.offline)
+def _rollout(record: ItemRecord, stored: bytes) -> RecordedRollout:
+    return RecordedRollout(record.item, decode_frames(record, stored), record.offline)

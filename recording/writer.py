@@ -22,10 +22,10 @@ from stillhouse.recording.append_file import AppendFile, Unwritten
 from stillhouse.recording.format import (
     MAGIC,
     Array,
-    Found,
+    FoundRecord,
+    RecordedRollout,
     RecordError,
     RecordHeader,
-    Rollout,
     encode_batch,
     encode_header,
     encode_resumed,
@@ -50,7 +50,7 @@ class BatchRecorder:
         resume: WeightVersion | None = None,
         parent: WeightVersion | None = None,
         max_bytes: int = 0,
-        as_read: Callable[[Rollout], Rollout | None] | None = None,
+        as_read: Callable[[RecordedRollout], RecordedRollout | None] | None = None,
     ) -> None:
         """`resume`: version with which a resumed learner starts, and `parent`: that of its checkpoint (as in
         LearnerStarted). The run's file is then continued, and batches on the abandoned branch no longer count.
@@ -90,7 +90,7 @@ class BatchRecorder:
         tasks_done: tuple[int, ...],
         masked: tuple[str, ...],
         arrays: Sequence[Array],
-        offline: Sequence[Rollout] = (),
+        offline: Sequence[RecordedRollout] = (),
     ) -> None:
         """Record one step: the buffer's batch, the rollouts of it that the step left out (`masked`), those that were
         mixed in (`offline`), and which samples and tasks were settled."""
@@ -117,7 +117,7 @@ class BatchRecorder:
         else:
             self._skipped["unwritable"] += 1
 
-    def _read(self, rollouts: Iterator[Rollout]) -> Iterator[Rollout]:
+    def _read(self, rollouts: Iterator[RecordedRollout]) -> Iterator[RecordedRollout]:
         for rollout in rollouts:
             read = rollout if self._as_read is None else self._as_read(rollout)
             if read is None:
@@ -146,12 +146,12 @@ def record_path(path: Path) -> Path:
     return path / DEFAULT_NAME if path.is_dir() else path
 
 
-def rollouts_of(batch: Batch, arrays: Sequence[Array]) -> Iterator[Rollout]:
+def rollouts_of(batch: Batch, arrays: Sequence[Array]) -> Iterator[RecordedRollout]:
     """The items of a batch, each with its own frames, whose number the protocol defines."""
     at = 0
     for item in batch.items:
         n_frames = len(frame_specs(msgspec.structs.replace(batch, items=(item,))))
-        yield Rollout(item, tuple(arrays[at : at + n_frames]))
+        yield RecordedRollout(item, tuple(arrays[at : at + n_frames]))
         at += n_frames
     if at != len(arrays):
         raise ValueError(f"got {len(arrays)} frames, expected {at} for these items")
@@ -162,7 +162,7 @@ def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
     complete."""
     with open(path, "r+b", opener=not_a_link) as stream:
         size = path.stat().st_size
-        last: Found | None = None
+        last: FoundRecord | None = None
         for found in scan(stream, size, str(path)):
             if last is None:
                 _expect_same(path, found, header)
@@ -174,7 +174,7 @@ def _cut_torn_record(path: Path, header: RecordHeader) -> bool:
     return last is not None
 
 
-def _expect_same(path: Path, found: Found, ours: RecordHeader) -> None:
+def _expect_same(path: Path, found: FoundRecord, ours: RecordHeader) -> None:
     theirs = found.kept
     if not isinstance(theirs, RecordHeader):
         raise RecordError(f"{path} does not begin with a header; name another file for learner.record")

@@ -19,7 +19,7 @@ from stillhouse.buffer.config import BufferConfig
 from stillhouse.buffer.server import BufferAddress
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerUp
 from tests.patience import PATIENCE_S, Limit
 
@@ -61,7 +61,7 @@ class ScriptedBuffer:
         bind: str = "tcp://127.0.0.1:0",
         peer_timeout_s: float = PATIENCE_S,
     ) -> None:
-        self._server = Server(
+        self._server = PeerServer(
             bind, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.05, peer_timeout_s=peer_timeout_s
         )
         self.address = self._server.address

@@ -46,7 +46,7 @@ HELD_BYTES: Final = 64 << 10
 log = logging.getLogger(__name__)
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a file."""
 
     role: str
@@ -61,10 +61,10 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Wall clock at `monotonic_ns`."""
 
 
-class EventFile:
+class TraceFile:
     """The file of one process. Thread-safe."""
 
-    def __init__(self, path: Path, header: Header, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, header: TraceHeader, *, max_bytes: int = MAX_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes
         self._lock = threading.Lock()
         self._held: list[bytes] = []
@@ -136,14 +136,14 @@ class EventFile:
             self._dropped += n_events
 
 
-_file: EventFile | None = None
+_file: TraceFile | None = None
 """The file of this process."""
 
 
 def begin(folder: Path, *, role: str, worker: str, incarnation: str, max_bytes: int = MAX_BYTES) -> None:
     """Write the events of this process from now on."""
     global _file
-    header = Header(
+    header = TraceHeader(
         role=role,
         worker=worker,
         incarnation=incarnation,
@@ -153,7 +153,7 @@ def begin(folder: Path, *, role: str, worker: str, incarnation: str, max_bytes: 
         monotonic_ns=time.monotonic_ns(),
         unix_ns=time.time_ns(),
     )
-    _file = EventFile(folder / f"{worker}.{incarnation}.jsonl", header, max_bytes=max_bytes)
+    _file = TraceFile(folder / f"{worker}.{incarnation}.jsonl", header, max_bytes=max_bytes)
 
 
 def end() -> None:

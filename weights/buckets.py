@@ -5,8 +5,8 @@
 
     PackedLayout    buckets of whole tensors without padding, as weights.manifest cuts them, for SGLang servers
 
-A bucket border of `Layout` may cut through a tensor: a receiver holds the whole run in one piece, so each tensor is a
-view of it and nothing is copied. A sender gathers one bucket at a time.
+A bucket border of `EqualBuckets` may cut through a tensor: a receiver holds the whole run in one piece, so each tensor
+is a view of it and nothing is copied. A sender gathers one bucket at a time.
 
 Legend: B = bytes of the whole run, b = bytes of one bucket. All byte tensors are uint8, 1-D.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
-from stillhouse.weights.manifest import Bucket, Manifest, TensorSpec, whole_tensor_buckets
+from stillhouse.weights.manifest import TensorSpec, WeightBucket, WeightManifest, whole_tensor_buckets
 
 ALIGN_BYTES = 64
 """Alignment of tensors and unit of bucket sizes. Enough for any dtype, and for vector loads."""
@@ -39,7 +39,7 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
+def manifest_of(named: Iterable[tuple[str, Tensor]]) -> WeightManifest:
     """The manifest of these tensors. Raises ValueError when there are none, or a name comes twice."""
     specs = tuple(
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in named
@@ -50,13 +50,13 @@ def manifest_of(named: Iterable[tuple[str, Tensor]]) -> Manifest:
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"these names came twice: {', '.join(twice[:8])}; name each tensor once")
-    return Manifest(specs)
+    return WeightManifest(specs)
 
 
 class BucketLayout(ABC):
     """The place of each tensor in the run, and the cuts between buckets."""
 
-    def __init__(self, manifest: Manifest, offsets: Sequence[int], total_bytes: int) -> None:
+    def __init__(self, manifest: WeightManifest, offsets: Sequence[int], total_bytes: int) -> None:
         """`offsets`: first byte of each tensor, in manifest order."""
         self.manifest = manifest
         self.offsets = list(offsets)
@@ -115,10 +115,10 @@ class BucketLayout(ABC):
         ]
 
 
-class Layout(BucketLayout):
+class EqualBuckets(BucketLayout):
     """Tensors start at multiples of 64 bytes; buckets have one size and may cut through them."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+    def __init__(self, manifest: WeightManifest, bucket_bytes: int) -> None:
         """Raises ValueError unless `bucket_bytes` is a positive multiple of 64."""
         if bucket_bytes < ALIGN_BYTES or bucket_bytes % ALIGN_BYTES:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected a positive multiple of {ALIGN_BYTES}")
@@ -143,11 +143,11 @@ class Layout(BucketLayout):
 class PackedLayout(BucketLayout):
     """Buckets of whole tensors, without gaps."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+    def __init__(self, manifest: WeightManifest, bucket_bytes: int) -> None:
         """Raises ValueError unless `bucket_bytes` is positive."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected at least 1")
-        self.buckets: tuple[Bucket, ...] = whole_tensor_buckets(manifest, bucket_bytes)
+        self.buckets: tuple[WeightBucket, ...] = whole_tensor_buckets(manifest, bucket_bytes)
         starts: dict[str, int] = {}
         for bucket in self.buckets:
             at = bucket.start

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from stillhouse.weights.manifest import Piece, Pieces
+from stillhouse.weights.manifest import Pieces, TensorPiece
 from stillhouse.weights.staged_weights import Merged, Weight
 
 _NAMES_IN_ERROR: Final = 4
@@ -57,7 +57,7 @@ def checkpoint_pieces(model: PreTrainedModel, weights: Iterable[tuple[str, Weigh
             "--actor.engine torch"
         )
     return {
-        name: tuple(Piece(piece, tuple(tensor.shape)) for piece, tensor in parts[name])
+        name: tuple(TensorPiece(piece, tuple(tensor.shape)) for piece, tensor in parts[name])
         for name in ours
         if parts[name] != [(name, ours[name])]
     }

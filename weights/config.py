@@ -25,7 +25,7 @@ BUILT_IN: Final = {
     "wire": "stillhouse.weights.transports.wire:WireTransport",
     "folder": "stillhouse.weights.transports.folder:FolderTransport",
 }
-"""Transports by name; each value is a callable that makes one from a weights.transport.Setup."""
+"""Transports by name; each value is a callable that makes one from a weights.transport.TransportSetup."""
 ENTRY_POINTS: Final = "stillhouse.weights"
 """Entry-point group of transports in installed packages."""
 NCCL_SOCKETS_ONLY: Final = {

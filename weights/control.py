@@ -36,7 +36,16 @@ from stillhouse.protocol.printable import in_one_line, printable_texts
 from stillhouse.protocol.ratelimit import RateLimitedLog
 from stillhouse.protocol.router import WAITING_MESSAGES, ConnectionFault, Router, address_of
 from stillhouse.protocol.sockets import FromRouter, new_socket, receive_frames, send_frames
-from stillhouse.weights.control_messages import Answer, FromMember, FromRankZero, Joined, Leave, Piece, Ready, Want
+from stillhouse.weights.control_messages import (
+    FromMember,
+    FromRankZero,
+    Leave,
+    MemberAnswer,
+    MemberJoined,
+    MemberReady,
+    Want,
+    WirePiece,
+)
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +164,7 @@ class ControlHost:
 
     def send_piece(self, request: Request, index: int, piece_b: Frame) -> zmq.MessageTracker:
         """Answer a request. The bytes must not change until the tracker says that they have left this process."""
-        frame = _encode(Piece(request.want.group_epoch, request.want.number, index))
+        frame = _encode(WirePiece(request.want.group_epoch, request.want.number, index))
         tracked = zmq.Frame(piece_b, track=True, copy=False)
         assert isinstance(tracked.tracker, zmq.MessageTracker)
         with self._changed:
@@ -210,7 +219,7 @@ class ControlHost:
                     self._wanted.append(Request(received.identity, message))
                     self._changed.notify_all()
                 else:
-                    if isinstance(message, Joined):
+                    if isinstance(message, MemberJoined):
                         self._join(message.rank, received.identity)
                     self._router.let_in(received.source)
                     self._heard.append(message)
@@ -276,8 +285,8 @@ class ControlMember:
         self._reconnects = Reconnects(self._socket)
         self._socket.connect(endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromRankZero)
-        self._joined: Joined | None = None
-        self._said: Ready | Answer | None = None
+        self._joined: MemberJoined | None = None
+        self._said: MemberReady | MemberAnswer | None = None
         self._held: deque[FromRankZero] = deque()
 
     def __enter__(self) -> Self:
@@ -289,13 +298,13 @@ class ControlMember:
     def send(self, message: FromMember) -> None:
         """Long reasons are cut."""
         match message:
-            case Answer(reason=str(words)) if len(words) > LONGEST_WORDS:
+            case MemberAnswer(reason=str(words)) if len(words) > LONGEST_WORDS:
                 message = msgspec.structs.replace(message, reason=words[:LONGEST_WORDS])
-            case Ready(error=str(words)) if len(words) > LONGEST_WORDS:
+            case MemberReady(error=str(words)) if len(words) > LONGEST_WORDS:
                 message = msgspec.structs.replace(message, error=words[:LONGEST_WORDS])
             case _:
                 pass
-        if isinstance(message, Joined):
+        if isinstance(message, MemberJoined):
             self._joined = message
         else:
             self._said = message

@@ -22,12 +22,12 @@ import msgspec
 
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.manifest import WeightManifest
 
 AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights", "delta_refused"]
 
 
-class Joined(msgspec.Struct, frozen=True, tag=True):
+class MemberJoined(msgspec.Struct, frozen=True, tag=True):
     """member -> rank 0."""
 
     group_epoch: int
@@ -44,7 +44,7 @@ class Go(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class MemberReady(msgspec.Struct, frozen=True, tag=True):
     """member -> rank 0."""
 
     group_epoch: int
@@ -57,13 +57,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Agreed(msgspec.Struct, frozen=True):
     """The meaning of the bytes; sent with the first round of a group."""
 
-    manifest: Manifest
+    manifest: WeightManifest
     bucket_bytes: int
     adapter_config: bytes = b""
     """Where versions are adapters: adapter_config.json of peft, without which they cannot be loaded from a file."""
 
 
-class Check(msgspec.Struct, frozen=True):
+class WeightCheck(msgspec.Struct, frozen=True):
     """The proof that a server must give before it samples with a version."""
 
     weights: WeightsRef | None = None
@@ -88,14 +88,14 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
     grace_s: float = 3.0
     """After a failure every member answers within this time."""
-    check: Check | None = None
+    check: WeightCheck | None = None
     weights: WeightsRef | None = None
     """The version as a file to load; None: it comes as a broadcast, which starts at once."""
     base: WeightVersion | None = None
     """With a broadcast: buckets come as differences from this version (weights.delta). None: whole."""
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class MemberAnswer(msgspec.Struct, frozen=True, tag=True):
     """member -> rank 0. `staged`: the engine has it. `broken`: the collective failed, perhaps by another member's
     fault. `stuck`: it failed and the server is still in it; a server that hangs looks the same as one that waits for
     another. `refused`: this member's own fault (wrong checksum, the engine does not accept these tensors, the server is
@@ -127,7 +127,7 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     count: int = 1
 
 
-class Piece(msgspec.Struct, frozen=True, tag=True):
+class WirePiece(msgspec.Struct, frozen=True, tag=True):
     """rank 0 -> member; its bytes follow as the next frame."""
 
     group_epoch: int
@@ -135,5 +135,5 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
-FromMember: TypeAlias = Joined | Ready | Answer
+FromMember: TypeAlias = MemberJoined | MemberReady | MemberAnswer
 FromRankZero: TypeAlias = Go | Round | Leave

@@ -25,7 +25,7 @@ from concurrent.futures import wait as wait_for
 from typing import Final, Literal, TypeAlias, TypeVar
 
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.control_messages import Check
+from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ PUBLISH_WAIT_S: Final = 120.0
 _SLICE_S: Final = 0.05
 
 
-def kind_of(check: Check | None) -> LimitKind:
+def kind_of(check: WeightCheck | None) -> LimitKind:
     """The kind of a round that is a broadcast."""
     return "plain" if check is None or check.weights is None else "reload"
 
 
-class Limits:
+class RoundLimits:
     """The limits of one publisher."""
 
     def __init__(self, config: WeightsConfig) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from stillhouse.weights.config import DELTA_MIN_BYTES, DeltaUse
-from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.staged_weights import Former, Staged
+from stillhouse.weights.manifest import WeightManifest
+from stillhouse.weights.staged_weights import Former, StagedVersion
 
 FullReason: TypeAlias = Literal["off", "unable", "small", "first", "measured", "overwritten", "refused"]
 """Why a version was sent whole. off: by `weights.delta`; unable: SGLang servers, files, and other transports that know
@@ -45,7 +45,7 @@ class DeltaDamaged(Exception):
     """The bytes do not describe a difference of this bucket."""
 
 
-def unit_bytes(manifest: Manifest) -> int:
+def unit_bytes(manifest: WeightManifest) -> int:
     """Item size of the dtypes that hold most bytes."""
     held: Counter[int] = Counter()
     for spec in manifest.tensors:
@@ -141,7 +141,7 @@ class Deltas:
         """There is no version that all members have received."""
         self._former = None
 
-    def base_of(self, weights: Staged, *, able: bool) -> tuple[Former | None, FullReason | None]:
+    def base_of(self, weights: StagedVersion, *, able: bool) -> tuple[Former | None, FullReason | None]:
         """The version to start from, or why this one must go whole. The base is used up: if sending fails, nobody
         knows what the members have. `able`: members can apply differences."""
         former, self._former = self._former, None
@@ -150,7 +150,7 @@ class Deltas:
             return None, full
         return former, None
 
-    def sent(self, weights: Staged, took_s: float, *, delta: bool) -> None:
+    def sent(self, weights: StagedVersion, took_s: float, *, delta: bool) -> None:
         """All members have this version now."""
         self._former = weights.keep()
         if not self._first:  # it also connected the members, and they took new memory

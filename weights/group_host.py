@@ -25,20 +25,30 @@ from typing import ClassVar, Final, Literal, Protocol, TypeVar, runtime_checkabl
 from stillhouse.protocol.messages import WeightPlan, WeightsRef
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.control import ControlHost
-from stillhouse.weights.control_messages import Agreed, Answer, Check, FromMember, Go, Joined, Leave, Ready, Round
-from stillhouse.weights.deadlines import Limits, kind_of
+from stillhouse.weights.control_messages import (
+    Agreed,
+    FromMember,
+    Go,
+    Leave,
+    MemberAnswer,
+    MemberJoined,
+    MemberReady,
+    Round,
+    WeightCheck,
+)
+from stillhouse.weights.deadlines import RoundLimits, kind_of
 from stillhouse.weights.delta import Deltas, DeltaSent
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import BackendName
-from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.roster import Seat
-from stillhouse.weights.staged_weights import Former, Staged
-from stillhouse.weights.transport import DropReason, Result, Setup
+from stillhouse.weights.manifest import WeightManifest
+from stillhouse.weights.roster import GroupSeat
+from stillhouse.weights.staged_weights import Former, StagedVersion
+from stillhouse.weights.transport import DropReason, RoundResult, TransportSetup
 
 log = logging.getLogger(__name__)
 
 WAIT_SLICE_S: Final = 0.05
-_Message = TypeVar("_Message", Joined, Ready, Answer)
+_Message = TypeVar("_Message", MemberJoined, MemberReady, MemberAnswer)
 
 
 class NotSent(Exception):
@@ -80,9 +90,9 @@ class GroupHost(ABC):
     copy_each: ClassVar[bool] = False
     """True if the learner's link carries a copy of a version for each member."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         self._config = setup.config
-        self.limits = Limits(setup.config)
+        self.limits = RoundLimits(setup.config)
         self._members = setup.members
         self._backend: BackendName = setup.backend
         self._device = setup.device
@@ -96,7 +106,7 @@ class GroupHost(ABC):
         self._epoch = 0
         self._round = 0
         self._group: Channel | None = None
-        self._seats: tuple[Seat, ...] = ()
+        self._seats: tuple[GroupSeat, ...] = ()
         self._layout: BucketLayout | None = None
         self._deltas = Deltas(setup.config.delta)
 
@@ -105,13 +115,13 @@ class GroupHost(ABC):
         """TCP port of the store at which the members of the next plan meet; 0 where they need none."""
 
     @abstractmethod
-    def _open(self, seats: tuple[Seat, ...]) -> Channel:
+    def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:
         """A channel to the members of the plan that named `_meet_at`."""
 
     @abstractmethod
-    def _layout_of(self, manifest: Manifest) -> BucketLayout: ...
+    def _layout_of(self, manifest: WeightManifest) -> BucketLayout: ...
 
-    def _file_of(self, weights: Staged) -> WeightsRef | None:
+    def _file_of(self, weights: StagedVersion) -> WeightsRef | None:
         """The version as a file for members to load; None: they get a broadcast. Raises NotSent."""
         return None
 
@@ -119,7 +129,7 @@ class GroupHost(ABC):
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def seats(self) -> tuple[GroupSeat, ...]:
         """Members of the present group; empty when there is none."""
         return self._seats
 
@@ -138,10 +148,10 @@ class GroupHost(ABC):
 
     def form(
         self,
-        seats: tuple[Seat, ...],
-        newest: Staged | None,
+        seats: tuple[GroupSeat, ...],
+        newest: StagedVersion | None,
         post_plan: Callable[[WeightPlan], None],
-    ) -> Result:
+    ) -> RoundResult:
         """Replace the group by one of `seats`. Takes at most the limit for joining, a join timeout and a grace
         period."""
         self.disband("another group follows")
@@ -152,7 +162,7 @@ class GroupHost(ABC):
         limit_s = self.limits.limit_s("join", 0 if newest is None else newest.n_bytes)
         post_plan(self._plan(seats, limit_s))
         began_s = time.monotonic()
-        joined = self._collect(seats, Joined, began_s + limit_s)
+        joined = self._collect(seats, MemberJoined, began_s + limit_s)
         self.limits.took("join", limit_s, time.monotonic() - began_s)
         result = self._unless_all(seats, joined, "no_join") or self._connect(seats)
         if result.error is not None:
@@ -162,9 +172,9 @@ class GroupHost(ABC):
         self._deltas.forget()
         self._round = 0
         held = [message.version for message in joined.values()]
-        return Result(behind=newest is not None and any(has is None or has < newest.version for has in held))
+        return RoundResult(behind=newest is not None and any(has is None or has < newest.version for has in held))
 
-    def publish(self, weights: Staged, check: Check | None = None) -> Result:
+    def publish(self, weights: StagedVersion, check: WeightCheck | None = None) -> RoundResult:
         """Send a version to the group and wait until every member has staged it: at most its limit and a grace period.
         After an error the group is gone. `check`: how members prove that they have the version. Raises ValueError
         when names, dtypes or shapes of the tensors have changed."""
@@ -190,7 +200,7 @@ class GroupHost(ABC):
                 self._group.send(self._round, layout, weights.content, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
-        answers = self._collect(self._seats, Answer, began_s + timeout_s, error=error)
+        answers = self._collect(self._seats, MemberAnswer, began_s + timeout_s, error=error)
         took_s = time.monotonic() - began_s
         self.limits.took(kind, timeout_s, took_s)
         has = tuple(self._seats[rank - 1] for rank, answer in answers.items() if answer.status == "staged")
@@ -226,7 +236,7 @@ class GroupHost(ABC):
 
     # ------------------------------------------------------------------------------------------------ steps
 
-    def _plan(self, seats: tuple[Seat, ...], join_limit_s: float) -> WeightPlan:
+    def _plan(self, seats: tuple[GroupSeat, ...], join_limit_s: float) -> WeightPlan:
         return WeightPlan(
             group_epoch=self._epoch,
             host=self._config.host,
@@ -246,10 +256,10 @@ class GroupHost(ABC):
     def _group_name(self) -> str:
         return f"stillhouse-{self._token}-{self._epoch}"
 
-    def _world_size(self, seats: tuple[Seat, ...]) -> int:
+    def _world_size(self, seats: tuple[GroupSeat, ...]) -> int:
         return 1 + len(seats) * self._members.ranks_each
 
-    def _connect(self, seats: tuple[Seat, ...]) -> Result:
+    def _connect(self, seats: tuple[GroupSeat, ...]) -> RoundResult:
         timeout_s = self._config.join_timeout_s
         deadline_s = time.monotonic() + timeout_s
         self._group = self._open(seats)
@@ -259,22 +269,22 @@ class GroupHost(ABC):
             self._group.join(timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
-        ready = self._collect(seats, Ready, deadline_s, error=error)
+        ready = self._collect(seats, MemberReady, deadline_s, error=error)
         failed = self._unless_all(seats, ready, "no_ready")
         if failed is not None:
             return failed
         error = error or next((message.error for message in ready.values() if message.error is not None), None)
         if self._stands() and error is None:
-            return Result()
-        lost: dict[Seat, DropReason] = {
+            return RoundResult()
+        lost: dict[GroupSeat, DropReason] = {
             seats[rank - 1]: "no_ready" for rank, message in ready.items() if message.at_fault
         }
         return self._failed(error or "not every member was ready in time", lost)
 
     def _header(
         self,
-        weights: Staged,
-        check: Check | None,
+        weights: StagedVersion,
+        check: WeightCheck | None,
         timeout_s: float,
         file: WeightsRef | None,
         former: Former | None,
@@ -304,10 +314,10 @@ class GroupHost(ABC):
         )
         return self._layout, header
 
-    def _conclude(self, answers: dict[int, Answer], error: str | None) -> Result:
+    def _conclude(self, answers: dict[int, MemberAnswer], error: str | None) -> RoundResult:
         seats = self._seats
         gone = self._gone(seats)
-        lost: dict[Seat, DropReason] = {
+        lost: dict[GroupSeat, DropReason] = {
             seat: "disconnected" if seat in gone else "no_answer"
             for rank, seat in enumerate(seats, start=1)
             if rank not in answers
@@ -319,11 +329,11 @@ class GroupHost(ABC):
                 error = error or f"{seats[rank - 1].name}: {answer.reason}"
         if self._stands() and error is None and not lost:
             refused = any(answer.status == "delta_refused" for answer in answers.values())
-            return Result(error="a difference was refused" if refused else None)
+            return RoundResult(error="a difference was refused" if refused else None)
         return self._failed(error or "not every member confirmed the version in time", lost)
 
     def _collect(
-        self, seats: tuple[Seat, ...], kind: type[_Message], deadline_s: float, *, error: str | None = None
+        self, seats: tuple[GroupSeat, ...], kind: type[_Message], deadline_s: float, *, error: str | None = None
     ) -> dict[int, _Message]:
         """Messages of one kind by rank, until every live member has sent one, or the deadline. At the first sign of
         trouble (`error`: rank 0's own) the group is released, and its members get the grace period to answer."""
@@ -360,7 +370,7 @@ class GroupHost(ABC):
             group.close()
 
     def _is_of_now(self, message: FromMember) -> bool:
-        return not isinstance(message, Answer) or message.number == self._round
+        return not isinstance(message, MemberAnswer) or message.number == self._round
 
     def _failure_of(self, message: FromMember) -> str:
         """Why the others cannot continue either; empty if they can. An engine that refuses has passed on every byte; a
@@ -368,17 +378,17 @@ class GroupHost(ABC):
         if self.independent:
             return ""
         match message:
-            case Answer():
+            case MemberAnswer():
                 engines = self._members.kind == "engines"
                 harmless = ("staged", "refused", "delta_refused") if engines else ("staged",)
                 fatal = message.status not in harmless
                 return (message.reason or message.status) if fatal else ""
-            case Ready():
+            case MemberReady():
                 return message.error or ""
-            case Joined():
+            case MemberJoined():
                 return ""
 
-    def _stop_reason(self, seats: tuple[Seat, ...]) -> str | None:
+    def _stop_reason(self, seats: tuple[GroupSeat, ...]) -> str | None:
         """Called inside a collective: rank 0 must not wait for a member that has already reported a failure."""
         if self._closing():
             return "the learner is closing"
@@ -390,8 +400,8 @@ class GroupHost(ABC):
         return f"{', '.join(seat.name for seat in sorted(gone))} left" if gone else None
 
     def _unless_all(
-        self, seats: tuple[Seat, ...], messages: Mapping[int, FromMember], reason: DropReason
-    ) -> Result | None:
+        self, seats: tuple[GroupSeat, ...], messages: Mapping[int, FromMember], reason: DropReason
+    ) -> RoundResult | None:
         """The failure, if the message of a member is missing. If some member is known to be gone, the other silent ones
         were not waited for, and are not blamed."""
         if self._closing():
@@ -402,11 +412,11 @@ class GroupHost(ABC):
         silent = [seat for rank, seat in enumerate(seats, start=1) if rank not in messages]
         return self._failed("not every member is there", dict.fromkeys(silent, reason)) if silent else None
 
-    def _failed(self, error: str, lost: dict[Seat, DropReason]) -> Result:
+    def _failed(self, error: str, lost: dict[GroupSeat, DropReason]) -> RoundResult:
         names = (
             ", ".join(f"{seat.name} ({reason})" for seat, reason in lost.items())
             or "no member, for the culprit is unknown"
         )
         log.warning("weight group %d: %s; left out: %s", self._epoch, error, names)
         self.disband(error)
-        return Result(error=error, lost=lost)
+        return RoundResult(error=error, lost=lost)

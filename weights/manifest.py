@@ -4,7 +4,7 @@ describes the coming tensors to the server from this.
     buckets of whole tensors    wide dtypes first, no gaps:   | f32 f32 f32 | f32 bf16 | bf16 bf16 ... |
 
 so that every tensor starts at a multiple of its item size, which receivers require. (The layout for embedded engines,
-which cuts through tensors, is weights.buckets.Layout.)
+which cuts through tensors, is weights.buckets.EqualBuckets.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * self.item_bytes
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class WeightManifest(msgspec.Struct, frozen=True):
     """Names, dtypes and shapes of a set of weights."""
 
     tensors: tuple[TensorSpec, ...]
@@ -57,30 +57,30 @@ class Manifest(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A part of a tensor that servers know as a tensor of its own."""
 
     name: str
     shape: tuple[int, ...]
 
 
-Pieces: TypeAlias = Mapping[str, tuple[Piece, ...]]
+Pieces: TypeAlias = Mapping[str, tuple[TensorPiece, ...]]
 """Tensor name -> the pieces as which it is sent. Together, in this order, they are its bytes."""
 
 
-def in_pieces(manifest: Manifest, pieces: Pieces) -> Manifest:
+def in_pieces(manifest: WeightManifest, pieces: Pieces) -> WeightManifest:
     """The manifest that servers are told of. In buckets of whole tensors, both describe the same run of bytes."""
-    return Manifest(
+    return WeightManifest(
         tuple(
             TensorSpec(piece.name, spec.dtype, piece.shape)
             for spec in manifest.tensors
-            for piece in pieces.get(spec.name, (Piece(spec.name, spec.shape),))
+            for piece in pieces.get(spec.name, (TensorPiece(spec.name, spec.shape),))
         )
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class WeightBucket:
     """Tensors that travel in one broadcast: bytes [start, end) of the run of all buckets."""
 
     start: int
@@ -88,31 +88,31 @@ class Bucket:
     tensors: tuple[TensorSpec, ...]
 
 
-def whole_tensor_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
+def whole_tensor_buckets(manifest: WeightManifest, bucket_bytes: int) -> tuple[WeightBucket, ...]:
     """Buckets of at most `bucket_bytes`; a larger tensor has a bucket to itself. Empty tensors are in no bucket."""
     specs = [spec for spec in manifest.tensors if spec.n_bytes]
     specs.sort(key=lambda spec: -spec.item_bytes)  # stable: within a dtype the order stays
-    buckets: list[Bucket] = []
+    buckets: list[WeightBucket] = []
     start = end = 0
     held: list[TensorSpec] = []
     for spec in specs:
         if held and end + spec.n_bytes - start > bucket_bytes:
-            buckets.append(Bucket(start, end, tuple(held)))
+            buckets.append(WeightBucket(start, end, tuple(held)))
             start, held = end, []
         held.append(spec)
         end += spec.n_bytes
     if held:
-        buckets.append(Bucket(start, end, tuple(held)))
+        buckets.append(WeightBucket(start, end, tuple(held)))
     return tuple(buckets)
 
 
-def smallest_tensor_bucket(buckets: Sequence[Bucket]) -> Bucket:
+def smallest_tensor_bucket(buckets: Sequence[WeightBucket]) -> WeightBucket:
     """A bucket with only the smallest tensor of all these buckets."""
-    smallest = Bucket(0, 0, ())
+    smallest = WeightBucket(0, 0, ())
     for bucket in buckets:
         at = bucket.start
         for spec in bucket.tensors:
             if not smallest.tensors or spec.n_bytes < smallest.end - smallest.start:
-                smallest = Bucket(at, at + spec.n_bytes, (spec,))
+                smallest = WeightBucket(at, at + spec.n_bytes, (spec,))
             at += spec.n_bytes
     return smallest

@@ -36,11 +36,11 @@ from stillhouse.protocol.object_store import Store
 from stillhouse.tracing import events
 from stillhouse.weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
 from stillhouse.weights.group_operations import choose_backend
-from stillhouse.weights.roster import EMBEDDED, Members, Roster, Seat
+from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat, Roster
 from stillhouse.weights.server_checks import LearnerCanary, VersionChecks
 from stillhouse.weights.snapshot import SnapshotKeeper
-from stillhouse.weights.staged_weights import Staged, StagedWeights, Staging, Weight, WeightStreams, streams_of
-from stillhouse.weights.transport import DropReason, PublisherStats, Result, Setup, make_transport
+from stillhouse.weights.staged_weights import StagedVersion, StagedWeights, Staging, Weight, WeightStreams, streams_of
+from stillhouse.weights.transport import DropReason, PublisherStats, RoundResult, TransportSetup, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Publisher:
         published: Callable[[WeightVersion, float], None],
         expected_actors: int = 0,
         device: torch.device | str = "cpu",
-        members: Members = EMBEDDED,
+        members: GroupMembers = EMBEDDED,
         canary: LearnerCanary | None = None,
         control_keys: ServerKeys | None = None,
         streams: WeightStreams | None = None,
@@ -95,7 +95,7 @@ class Publisher:
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
         self._transport = make_transport(
-            Setup(
+            TransportSetup(
                 config,
                 backend=backend,
                 device=device if backend == "nccl" else "cpu",
@@ -111,14 +111,14 @@ class Publisher:
         # Shared between the threads, under this lock.
         self._changed = threading.Condition()  # its lock is reentrant
         self._stats = PublisherStats()
-        self._pending: Staged | None = None
-        self._spare: list[Staged] = []
-        self._connected: frozenset[Seat] | None = None
+        self._pending: StagedVersion | None = None
+        self._spare: list[StagedVersion] = []
+        self._connected: frozenset[GroupSeat] | None = None
         self._connected_news = self._rebuild_due = self._closing = False
         self._working = True
         self._failure: BaseException | None = None
         # The publisher thread's own.
-        self._newest: Staged | None = None
+        self._newest: StagedVersion | None = None
         self._owed = self._broken = False
         self._retry_s = self._not_before_s = 0.0
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -173,7 +173,7 @@ class Publisher:
 
     def membership(self, membership: Membership) -> None:
         """Set the actors that are connected to the buffer now. Raises PublisherFailed."""
-        seats = frozenset(map(Seat, membership.actors, membership.incarnations))
+        seats = frozenset(map(GroupSeat, membership.actors, membership.incarnations))
         with self._changed:
             self._raise_if_failed()
             self._connected = seats
@@ -338,7 +338,7 @@ class Publisher:
             self._count_delta(result)
             self._out(newest.version, result.seconds)
 
-    def _learn_from(self, result: Result) -> None:
+    def _learn_from(self, result: RoundResult) -> None:
         """After a failure, leave out the members that caused it; if they are not known, wait longer each time."""
         now_s = time.monotonic()
         if result.error is None:
@@ -359,7 +359,7 @@ class Publisher:
         with self._changed:
             self._stats.dropped_total.update(by_reason)
 
-    def _count_delta(self, result: Result) -> None:
+    def _count_delta(self, result: RoundResult) -> None:
         if result.full is not None:
             with self._changed:
                 self._stats.full_total[result.full] += 1
@@ -376,7 +376,7 @@ class Publisher:
             self._stats.published = version
             self._published(version, broadcast_s)
 
-    def _gone(self, seats: Iterable[Seat]) -> frozenset[Seat]:
+    def _gone(self, seats: Iterable[GroupSeat]) -> frozenset[GroupSeat]:
         """Which of these seats the buffer has lost. The transport calls this during its waits."""
         with self._changed:
             connected = self._connected

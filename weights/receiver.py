@@ -25,7 +25,16 @@ from stillhouse.protocol.keys import ClientKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.tracing import events
 from stillhouse.weights.control import ControlMember, Waker, member_keys
-from stillhouse.weights.control_messages import Agreed, Answer, AnswerStatus, Go, Joined, Leave, Ready, Round
+from stillhouse.weights.control_messages import (
+    Agreed,
+    AnswerStatus,
+    Go,
+    Leave,
+    MemberAnswer,
+    MemberJoined,
+    MemberReady,
+    Round,
+)
 from stillhouse.weights.errors import (
     DeltaRefused,
     GroupBroken,
@@ -35,7 +44,7 @@ from stillhouse.weights.errors import (
     WeightsDiffer,
     WeightsRefused,
 )
-from stillhouse.weights.sink import Taken, WeightSink
+from stillhouse.weights.sink import Receipt, WeightSink
 from stillhouse.weights.wire import WireMember
 
 log = logging.getLogger(__name__)
@@ -175,7 +184,7 @@ class WeightReceiver:
         self._sink.check(plan)
         index = plan.members.index(self._name)
         with ControlMember(plan.control, member_keys(plan, self._keys), self._count_reconnect) as control:
-            control.send(Joined(plan.group_epoch, index + 1, self.version))
+            control.send(MemberJoined(plan.group_epoch, index + 1, self.version))
             go = self._await_go(control, plan)
             if go is not None:
                 self._take_part(control, plan, index, go.timeout_s)
@@ -212,13 +221,13 @@ class WeightReceiver:
                     self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)
-                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=not free))
+                control.send(MemberReady(plan.group_epoch, index + 1, str(error), at_fault=not free))
                 raise
             except WeightsRefused as error:
-                control.send(Ready(plan.group_epoch, index + 1, str(error), at_fault=True))
+                control.send(MemberReady(plan.group_epoch, index + 1, str(error), at_fault=True))
                 raise
             self._figures.weight_groups_joined_total += 1
-            control.send(Ready(plan.group_epoch, index + 1))
+            control.send(MemberReady(plan.group_epoch, index + 1))
             agreed: Agreed | None = None
             taken = 0
             while True:
@@ -265,13 +274,13 @@ class WeightReceiver:
         """Take a version and answer. Failures are answered too, so that rank 0 knows that this member is alive."""
 
         def answer(status: AnswerStatus, reason: str = "") -> None:
-            control.send(Answer(header.group_epoch, index + 1, header.number, status, reason))
+            control.send(MemberAnswer(header.group_epoch, index + 1, header.number, status, reason))
 
         try:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
             if self._need_not_take(header, wire):
-                taken = Taken(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
+                taken = Receipt(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
             else:
                 with events.span("weights", "receive", version=str(header.version)):
                     taken = self._sink.take(header, agreed, interrupted, wire)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from stillhouse.weights.config import SentDtype, WeightsConfig
-from stillhouse.weights.manifest import Manifest, Piece, Pieces
+from stillhouse.weights.manifest import Pieces, TensorPiece, WeightManifest
 
 if TYPE_CHECKING:
     from stillhouse.weights.buckets import BucketLayout
@@ -21,7 +21,7 @@ LONGEST_DELAY: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class GroupMembers:
     """The kind of a run's members, which is the same for all. The engine's provider supplies it (engines.provider)."""
 
     kind: Literal["engines", "servers", "adapters"] = "engines"
@@ -32,26 +32,26 @@ class Members:
     check_by: CheckBy = "off"
     dtype: SentDtype = "keep"
     """The dtype of their weights; keep: not known."""
-    pieces: Pieces = field(default_factory=dict[str, tuple[Piece, ...]])
+    pieces: Pieces = field(default_factory=dict[str, tuple[TensorPiece, ...]])
     """Which weights they know as several tensors, or by another name; empty for engines (weights.checkpoint_names)."""
     adapter_config: bytes = b""
     """For adapters: what members are sent first (weights.control_messages.Agreed)."""
 
-    def staging(self, manifest: Manifest, bucket_bytes: int) -> BucketLayout:
+    def staging(self, manifest: WeightManifest, bucket_bytes: int) -> BucketLayout:
         """A layout for copies of the weights in which buckets can be sent in place. For engines the cuts between
         buckets are made later, so only the places of the tensors matter."""
-        from stillhouse.weights.buckets import ALIGN_BYTES, Layout, PackedLayout  # here, because it imports torch
+        from stillhouse.weights.buckets import ALIGN_BYTES, EqualBuckets, PackedLayout  # here, because it imports torch
 
         if self.kind != "engines":
             return PackedLayout(manifest, bucket_bytes)
-        return Layout(manifest, ALIGN_BYTES)
+        return EqualBuckets(manifest, ALIGN_BYTES)
 
 
-EMBEDDED = Members()
+EMBEDDED = GroupMembers()
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Seat:
+class GroupSeat:
     """One process that may be a member. The incarnation tells a restarted actor from its former process."""
 
     name: str
@@ -70,15 +70,15 @@ class Roster:
         than expected: those joined from elsewhere, and such actors come in groups."""
         self._config = config
         self._expected = expected_actors
-        self._connected: tuple[Seat, ...] = ()
-        self._strikes: dict[Seat, int] = {}
-        self._cool_until_s: dict[Seat, float] = {}
+        self._connected: tuple[GroupSeat, ...] = ()
+        self._strikes: dict[GroupSeat, int] = {}
+        self._cool_until_s: dict[GroupSeat, float] = {}
         self._window_end_s: float | None = None
 
     def __repr__(self) -> str:
         return f"Roster(connected={len(self._connected)}, cooling={len(self._cool_until_s)})"
 
-    def connect(self, now_s: float, seats: Iterable[Seat]) -> None:
+    def connect(self, now_s: float, seats: Iterable[GroupSeat]) -> None:
         """Set the seats that are connected now. A change opens the join window, unless it is open."""
         connected = tuple(seats)
         if set(connected) == set(self._connected):
@@ -90,24 +90,24 @@ class Roster:
         if self._window_end_s is None:
             self._window_end_s = now_s + self._config.join_window_s
 
-    def strike(self, now_s: float, seat: Seat) -> float:
+    def strike(self, now_s: float, seat: GroupSeat) -> float:
         """Leave the seat out for a while. Returns for how many seconds."""
         self._strikes[seat] = strikes = self._strikes.get(seat, 0) + 1
         delay_s = self._config.rejoin_delay_s * min(2.0 ** (strikes - 1), LONGEST_DELAY)
         self._cool_until_s[seat] = now_s + delay_s
         return delay_s
 
-    def confirm(self, seats: Iterable[Seat]) -> None:
+    def confirm(self, seats: Iterable[GroupSeat]) -> None:
         """Record that these seats took part in a complete broadcast."""
         for seat in seats:
             self._strikes.pop(seat, None)
             self._cool_until_s.pop(seat, None)
 
-    def wanted(self, now_s: float) -> tuple[Seat, ...]:
+    def wanted(self, now_s: float) -> tuple[GroupSeat, ...]:
         """The wanted seats, sorted by name, so that ranks are stable."""
         return tuple(sorted(seat for seat in self._connected if self._cool_until_s.get(seat, now_s) <= now_s))
 
-    def rebuild_in_s(self, now_s: float, seated: tuple[Seat, ...], *, urgent: bool) -> float | None:
+    def rebuild_in_s(self, now_s: float, seated: tuple[GroupSeat, ...], *, urgent: bool) -> float | None:
         """Seconds until the group of `seated` should be replaced; 0 = now, None = it is as wanted. `urgent`: the
         present group cannot be used, so do not wait for the window."""
         wanted = self.wanted(now_s)

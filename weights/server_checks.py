@@ -16,10 +16,10 @@ from stillhouse.models.packed import packed_hidden
 from stillhouse.models.precision import products
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.config import SentDtype, WeightsConfig
-from stillhouse.weights.control_messages import Check
-from stillhouse.weights.roster import CheckBy, Members
+from stillhouse.weights.control_messages import WeightCheck
+from stillhouse.weights.roster import CheckBy, GroupMembers
 from stillhouse.weights.snapshot import SnapshotKeeper
-from stillhouse.weights.staged_weights import Staged
+from stillhouse.weights.staged_weights import StagedVersion
 
 TOKENS: Final = 32
 _STRIDE: Final = 7919
@@ -76,7 +76,7 @@ class CheckSchedule:
     """With the first version of each plan: checksums over all weights, and the canary. Then the canary with every n-th
     version; for adapters with every one, because it stops nothing there."""
 
-    def __init__(self, members: Members, every: int) -> None:
+    def __init__(self, members: GroupMembers, every: int) -> None:
         """`every`: 0 = only the first of each plan."""
         self._by: CheckBy = members.check_by
         self._every = 1 if members.kind == "adapters" else every
@@ -102,14 +102,14 @@ class VersionChecks:
     """Chooses the proofs that one publisher asks for with each version."""
 
     def __init__(
-        self, members: Members, config: WeightsConfig, canary: LearnerCanary | None, snapshots: SnapshotKeeper
+        self, members: GroupMembers, config: WeightsConfig, canary: LearnerCanary | None, snapshots: SnapshotKeeper
     ) -> None:
         self._schedule = CheckSchedule(members, config.verify_every)
         self._required = config.verify != "auto"
         self._canary = canary
         self._snapshots = snapshots
 
-    def of(self, plan: int, newest: Staged) -> Check | None:
+    def of(self, plan: int, newest: StagedVersion) -> WeightCheck | None:
         """The proofs for this version, whose copies are made. If its snapshot cannot be written, that proof stays
         due."""
         due = self._schedule.due(plan)
@@ -117,14 +117,14 @@ class VersionChecks:
         ref = self._snapshots.write(newest) if due.checksums == "reload" else None
         if ref is None and canary is None:
             return None
-        return Check(ref, required=self._required, canary=canary)
+        return WeightCheck(ref, required=self._required, canary=canary)
 
-    def passed(self, plan: int, check: Check | None) -> None:
+    def passed(self, plan: int, check: WeightCheck | None) -> None:
         """Record that every member has the version and gave the proofs of `check`."""
         whole = check is not None and check.is_whole(self._schedule.due(plan).checksums == "reload")
         self._schedule.sent(plan, checked=whole)
 
 
-def canary_of(canary: LearnerCanary | None, weights: Staged) -> Canary | None:
+def canary_of(canary: LearnerCanary | None, weights: StagedVersion) -> Canary | None:
     """The prompt with the learner's log-probs under these weights; waits for a GPU."""
     return canary.canary(weights.canary) if canary is not None and weights.canary is not None else None

@@ -26,7 +26,7 @@ from stillhouse.weights.wire import WireMember
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Receipt:
     """The outcome of one round."""
 
     n_bytes: int
@@ -65,7 +65,7 @@ class WeightSink(Protocol):
         and WeightsRefused when the fault is this member's own."""
         ...
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         """Take a version: from its file (`header.weights`), by `wire`, or else as part of a broadcast. Raises
         GroupBroken, GroupInterrupted or WeightsRefused; any other error means that no round will ever succeed
         here."""

@@ -31,10 +31,10 @@ from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
 from stillhouse.weights.errors import SnapshotRefused
-from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.manifest import WeightManifest
 from stillhouse.weights.sink import snapshot_file
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
-from stillhouse.weights.staged_weights import Staged
+from stillhouse.weights.staged_weights import StagedVersion
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SnapshotKeeper:
         self.write_s = 0.0
         """Seconds that writing the newest snapshot took."""
 
-    def write(self, weights: Staged) -> WeightsRef | None:
+    def write(self, weights: StagedVersion) -> WeightsRef | None:
         """The snapshot of these weights. None if it cannot be written, which is counted."""
         if self.ref is not None and self.ref.version == weights.version:
             return self.ref
@@ -105,7 +105,7 @@ def put_snapshot(store: Store, ref: WeightsRef, *, keep: int) -> WeightsRef:
 
 
 def write_content(
-    folder: Path, version: WeightVersion, manifest: Manifest, content: Content, *, keep: int
+    folder: Path, version: WeightVersion, manifest: WeightManifest, content: Content, *, keep: int
 ) -> WeightsRef:
     """The same, PIECE_BYTES at a time, in one pass."""
     target = folder.resolve() / str(version) / FILE_NAME

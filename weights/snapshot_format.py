@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.weights.manifest import Manifest, whole_tensor_buckets
+from stillhouse.weights.manifest import WeightManifest, whole_tensor_buckets
 
 FILE_NAME: Final = "model.safetensors"
 _DTYPES: Final = {
@@ -30,7 +30,7 @@ _DTYPES: Final = {
 """Names of dtypes in a file, by torch's."""
 
 
-def snapshot_head(manifest: Manifest, version: WeightVersion) -> bytes:
+def snapshot_head(manifest: WeightManifest, version: WeightVersion) -> bytes:
     """What stands before the tensors' bytes."""
     starts: dict[str, int] = {}
     at = 0

@@ -25,8 +25,8 @@ from stillhouse.models.transfer import whole
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import BucketLayout, Content, WholeTensors, manifest_of
 from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
-from stillhouse.weights.manifest import Manifest, TensorSpec, in_pieces
-from stillhouse.weights.roster import EMBEDDED, Members
+from stillhouse.weights.manifest import TensorSpec, WeightManifest, in_pieces
+from stillhouse.weights.roster import EMBEDDED, GroupMembers
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def tensor_of(weight: Weight) -> Tensor:
     return weight.tensor() if isinstance(weight, Merged) else whole(weight.detach())
 
 
-def sent_manifest(weights: Sequence[tuple[str, Weight]], dtype: SentDtype) -> Manifest:
+def sent_manifest(weights: Sequence[tuple[str, Weight]], dtype: SentDtype) -> WeightManifest:
     """The tensors as they are sent; sharded ones count as whole. Raises ValueError for no tensors, or a name that comes
     twice."""
     originals = [(name, _original(weight)) for name, weight in weights]
@@ -61,7 +61,7 @@ def sent_manifest(weights: Sequence[tuple[str, Weight]], dtype: SentDtype) -> Ma
             TensorSpec(spec.name, dtype, spec.shape) if tensor.is_floating_point() else spec
             for spec, (_, tensor) in zip(specs, originals, strict=True)
         )
-    return Manifest(specs)
+    return WeightManifest(specs)
 
 
 def _original(weight: Weight) -> Tensor:
@@ -142,7 +142,7 @@ class Former:
 
     version: WeightVersion
     content: Content
-    _staged: Staged
+    _staged: StagedVersion
     _fills: int
 
     @property
@@ -151,7 +151,7 @@ class Former:
         return self._staged.intact(self._fills)
 
 
-class Staged(ABC):
+class StagedVersion(ABC):
     """The copies of one version after the other."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Staged(ABC):
 
     @property
     @abstractmethod
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightManifest:
         """Names, dtypes and shapes of the tensors as they are sent."""
 
     @property
@@ -205,23 +205,23 @@ class Staging(Protocol):
 
     def __call__(
         self,
-        members: Members,
+        members: GroupMembers,
         *,
         dtype: SentDtype,
         bucket_bytes: int,
         place: Literal["device", "host"],
         streams: WeightStreams,
-    ) -> Staged: ...
+    ) -> StagedVersion: ...
 
 
-class StagedWeights(Staged):
+class StagedWeights(StagedVersion):
     """Copies of all weights in this process, on the originals' device or in host memory, in one contiguous run that a
     broadcast can send in place. The next `fill` reuses the memory: fresh memory costs several times as much as the
     copying."""
 
     def __init__(
         self,
-        members: Members = EMBEDDED,
+        members: GroupMembers = EMBEDDED,
         *,
         dtype: SentDtype = "keep",
         bucket_bytes: int = CPU_BUCKET_BYTES,
@@ -241,7 +241,7 @@ class StagedWeights(Staged):
         self._streams = NoStreams() if streams is None else streams
         self._bucket_bytes = bucket_bytes
         self._layout: BucketLayout | None = None
-        self._sent: Manifest | None = None
+        self._sent: WeightManifest | None = None
         self._copies: list[Tensor] = []
         """One per original."""
         self._copied: Mark | None = None
@@ -270,7 +270,7 @@ class StagedWeights(Staged):
             self._copied.synchronize()
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightManifest:
         if self._sent is None:
             raise RuntimeError("nothing is staged")
         return self._sent

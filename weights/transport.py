@@ -26,13 +26,13 @@ from stillhouse.protocol.keys import ServerKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.protocol.plugins import load
 from stillhouse.weights.config import WeightsConfig, find_transport
-from stillhouse.weights.control_messages import Check
-from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.control_messages import WeightCheck
+from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.delta import DeltaSent, FullReason
 from stillhouse.weights.group_operations import BackendName
-from stillhouse.weights.roster import EMBEDDED, Members, Seat
+from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat
 from stillhouse.weights.snapshot import SnapshotKeeper
-from stillhouse.weights.staged_weights import Staged
+from stillhouse.weights.staged_weights import StagedVersion
 
 DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
 """Why a member is left out. no_join: it did not take up the plan in time; no_ready: it joined but hung, or failed by
@@ -42,15 +42,15 @@ it; disconnected: the buffer lost it, or it restarted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RoundResult:
     """The outcome of making a group, or of publishing to it. It succeeded if there is no error."""
 
     error: str | None = None
-    lost: dict[Seat, DropReason] = field(default_factory=dict[Seat, DropReason])
+    lost: dict[GroupSeat, DropReason] = field(default_factory=dict[GroupSeat, DropReason])
     """Members to leave out of the next group. Empty with an error: the culprit is not known."""
     behind: bool = False
     """After making a group: at least one member lacks the newest version."""
-    has: tuple[Seat, ...] = ()
+    has: tuple[GroupSeat, ...] = ()
     """Members that have proved to have the version."""
     n_bytes: int = 0
     """Bytes sent to each member."""
@@ -99,10 +99,10 @@ class PublisherStats:
 class Transport(Protocol):
     """Only the publisher's thread uses it, except `seats`, `group_epoch` and the totals."""
 
-    limits: Limits
+    limits: RoundLimits
 
     @property
-    def seats(self) -> tuple[Seat, ...]:
+    def seats(self) -> tuple[GroupSeat, ...]:
         """Present members; empty when there is no group."""
         ...
 
@@ -123,14 +123,14 @@ class Transport(Protocol):
 
     def form(
         self,
-        seats: tuple[Seat, ...],
-        newest: Staged | None,
+        seats: tuple[GroupSeat, ...],
+        newest: StagedVersion | None,
         post_plan: Callable[[WeightPlan], None],
-    ) -> Result:
+    ) -> RoundResult:
         """Replace the members by `seats`. `newest`: the version that they should have; None: there is none yet."""
         ...
 
-    def publish(self, weights: Staged, check: Check | None = None) -> Result:
+    def publish(self, weights: StagedVersion, check: WeightCheck | None = None) -> RoundResult:
         """Send this version to every member, and wait until each has it, within a deadline. After an error the group is
         gone. `check`: how members prove that they have the version."""
         ...
@@ -143,7 +143,7 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class TransportSetup:
     """Everything a transport is made from."""
 
     config: WeightsConfig
@@ -151,16 +151,16 @@ class Setup:
     """Backend of the process groups that it may make."""
     device: torch.device | str
     """Device from which process groups send."""
-    gone: Callable[[Iterable[Seat]], frozenset[Seat]]
+    gone: Callable[[Iterable[GroupSeat]], frozenset[GroupSeat]]
     """Which of these seats the buffer has lost. Called during every wait."""
     closing: Callable[[], bool]
     """True when the publisher wants to end. Called during every wait."""
     snapshots: SnapshotKeeper
-    members: Members = EMBEDDED
+    members: GroupMembers = EMBEDDED
     control_keys: ServerKeys | None = None
 
 
-def make_transport(setup: Setup) -> Transport:
+def make_transport(setup: TransportSetup) -> Transport:
     """The transport that `weights.transport` names. Raises ValueError when there is none."""
     name = setup.config.way
     target = find_transport(name)

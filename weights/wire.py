@@ -23,7 +23,7 @@ from stillhouse.protocol.errors import DamagedMessage
 from stillhouse.protocol.keys import ClientKeys, encrypt_client
 from stillhouse.protocol.monitor import Reconnects
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
-from stillhouse.weights.control_messages import Piece, Want
+from stillhouse.weights.control_messages import Want, WirePiece
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 PIECE_BYTES: Final = 1 << 20
@@ -59,7 +59,7 @@ class WireMember:
             encrypt_client(self._socket, keys)
         self._reconnects = Reconnects(self._socket)
         self._socket.connect(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(Piece)
+        self._decoder = msgspec.msgpack.Decoder(WirePiece)
 
     def fetch(
         self,
@@ -114,7 +114,7 @@ class WireMember:
 
     def _next(
         self, number: int, deadline_s: float, interrupted: Interrupted
-    ) -> tuple[Piece, bytes | memoryview] | None:
+    ) -> tuple[WirePiece, bytes | memoryview] | None:
         """The next piece of this round; None when the connection was replaced."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

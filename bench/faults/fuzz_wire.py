@@ -43,7 +43,7 @@ with instrumented:
     from stillhouse.protocol.bundle import unbundled
     from stillhouse.protocol.codec import decode, encode
     from stillhouse.protocol.errors import RemoteProtocolError
-    from stillhouse.protocol.server import Server
+    from stillhouse.protocol.server import PeerServer
     from stillhouse.protocol.server_events import FromPeer, PeerDown, PeerUp
     from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 
@@ -177,7 +177,7 @@ class Intake:
     def __init__(self) -> None:
         self._state = new_state()
         self._rejected: dict[str, int] = {}
-        self._server = Server(
+        self._server = PeerServer(
             "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=60.0, peer_timeout_s=600.0
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -45,7 +45,7 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import byte_views, manifest_of, torch_dtype
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.group_operations import connect_store, host_store
-from stillhouse.weights.manifest import Manifest
+from stillhouse.weights.manifest import WeightManifest
 from stillhouse.weights.publisher import Publisher
 from tests.sim.weights.weight_actors import ActorFleet, fork_server
 
@@ -216,7 +216,7 @@ class PerTensorFleet:
         return max(ended_s) - began_s
 
 
-def per_tensor_member(connection: Connection, port: int, rank: int, world_size: int, manifest: Manifest) -> None:
+def per_tensor_member(connection: Connection, port: int, rank: int, world_size: int, manifest: WeightManifest) -> None:
     torch.set_num_threads(1)
     store = connect_store(HOST, port, TIMEOUT_S)
     group = ProcessGroupGloo(store, rank, world_size, timedelta(seconds=TIMEOUT_S))

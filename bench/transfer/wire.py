@@ -43,7 +43,7 @@ from stillhouse.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.sockets import checksum, new_socket
 
@@ -83,7 +83,7 @@ class Load:
 def serve_ours(ready: Connection, n_tokens: int, reject: bool, keys: Path | None = None) -> None:
     """Acknowledge every message until asked to stop; reject instead where the round trip is measured: only rejections
     reach the caller of the client."""
-    server = Server(
+    server = PeerServer(
         "tcp://127.0.0.1:0",
         run_id=RUN,
         vocab_fingerprint=VOCAB,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from stillhouse.buffer.blobs import Arrays, Kept, KeptBytes, Load, number_of
+from stillhouse.buffer.blobs import Arrays, KeptArrays, KeptBytes, Load, number_of
 
 _ATOMS = frozenset((type(None), bool, int, float, str))
 
@@ -165,7 +165,7 @@ class _Writing:
             return ["o", self._number(v)]
         if kind is tuple:
             return ["t", *map(self.value, v)]
-        if kind is Kept:
+        if kind is KeptArrays:
             return ["k", self._refer(v.number)]
         if kind is KeptBytes:
             return ["f", self._refer(v.number), v.place]
@@ -239,7 +239,7 @@ class _Reading:
         if letter == "a":
             return _array(*rest)
         if letter == "k":
-            return Kept(rest[0], self._load(rest[0]))
+            return KeptArrays(rest[0], self._load(rest[0]))
         if letter == "f":
             return KeptBytes.of(self._load(rest[0])[rest[1]], *rest)
         if letter == "A":

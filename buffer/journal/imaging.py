@@ -41,7 +41,7 @@ _TRAILER: Final = struct.Struct(">QQII")
 (64-bit numbers, little-endian), which stands between."""
 
 
-class Outcome(enum.IntEnum):
+class ImageOutcome(enum.IntEnum):
     """Exit code of the fork."""
 
     WRITTEN = 0
@@ -58,7 +58,7 @@ class Outcome(enum.IntEnum):
 class Finished(NamedTuple):
     """An image's fork that has ended."""
 
-    outcome: Outcome
+    outcome: ImageOutcome
     n_bytes: int
     seconds: float
     cpu_s: float
@@ -97,10 +97,10 @@ class ImageFork:
                 os.kill(self._pid, signal.SIGKILL)  # and wait on: it may be held by a disk that hangs
             return None
         code = os.waitstatus_to_exitcode(status)
-        outcome = Outcome(code) if code in list(Outcome) else Outcome.FAILED
-        if self._overdue and outcome is not Outcome.WRITTEN:
-            outcome = Outcome.OVERDUE
-        n_bytes = self.path.stat().st_size - _TRAILER.size if outcome is Outcome.WRITTEN else 0
+        outcome = ImageOutcome(code) if code in list(ImageOutcome) else ImageOutcome.FAILED
+        if self._overdue and outcome is not ImageOutcome.WRITTEN:
+            outcome = ImageOutcome.OVERDUE
+        n_bytes = self.path.stat().st_size - _TRAILER.size if outcome is ImageOutcome.WRITTEN else 0
         return Finished(outcome, n_bytes, seconds, usage.ru_utime + usage.ru_stime, self._paused_s)
 
     def stop(self) -> None:
@@ -175,7 +175,7 @@ def _list_of(blobs: Sequence[int]) -> array[int]:
 
 def _write_and_exit(path: Path, make: Callable[[], Frozen | None], parent_pid: int, *, flush: bool) -> None:
     """What the fork does. It never returns, and runs nothing that is registered for the end of a process."""
-    outcome = Outcome.FAILED
+    outcome = ImageOutcome.FAILED
     try:
         gc.disable()  # it would touch, and so copy, every page
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -188,12 +188,12 @@ def _write_and_exit(path: Path, make: Callable[[], Frozen | None], parent_pid: i
             Path("/proc/self/oom_score_adj").write_text(KILLED_FIRST, encoding="utf-8")
         image = make()
         if image is None:
-            outcome = Outcome.MISCOUNTED
+            outcome = ImageOutcome.MISCOUNTED
         else:
             write_image(path, image, flush=flush)
-            outcome = Outcome.WRITTEN
+            outcome = ImageOutcome.WRITTEN
     except OSError:
-        outcome = Outcome.DISK
+        outcome = ImageOutcome.DISK
         _report()
     except Exception:
         _report()

@@ -18,8 +18,8 @@ from typing import Final
 from stillhouse.buffer.config import Sync
 from stillhouse.buffer.journal.database import StoreUnwritable
 from stillhouse.buffer.journal.freezer import Frozen
-from stillhouse.buffer.journal.imaging import Finished, ImageFork, Outcome, discard
-from stillhouse.buffer.journal.store import Blob, Position, Store
+from stillhouse.buffer.journal.imaging import Finished, ImageFork, ImageOutcome, discard
+from stillhouse.buffer.journal.store import Blob, JournalStore, Position
 
 IMAGE_SHARE: Final = 2
 """The log may grow to this many times the size of the image before a new one is made, which bounds the cost of
@@ -39,7 +39,7 @@ class Journal:
         self._fork: ImageFork | None = None
         self._fork_position = Position(0, 0, 0)
         """Where the log was when the image was started."""
-        self.store = Store(folder, sync=sync)
+        self.store = JournalStore(folder, sync=sync)
 
     def __repr__(self) -> str:
         return f"Journal(log={self.store.log_bytes >> 10} KiB)"
@@ -82,7 +82,7 @@ class Journal:
         if self._fork is None or finished is None:
             return None
         path, self._fork = self._fork.path, None
-        if finished.outcome is not Outcome.WRITTEN:
+        if finished.outcome is not ImageOutcome.WRITTEN:
             discard(path)
             self._no_image(f"its process ended: {finished.outcome.name}")
             return finished

@@ -53,7 +53,7 @@ class Position(NamedTuple):
     log_bytes: int
 
 
-class Store(Database):
+class JournalStore(Database):
     """Opens or creates the database in `folder`. Raises StoreCorrupt, or StoreUnwritable, e.g. when another process
     has it open."""
 

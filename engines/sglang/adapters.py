@@ -32,7 +32,7 @@ from stillhouse.engines.sglang.weights import STUDENT, ServerWeights, fetch_file
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.errors import Interrupted, WeightsRefused
-from stillhouse.weights.sink import Taken
+from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot_format import FILE_NAME
 from stillhouse.weights.wire import WireMember
 
@@ -84,7 +84,7 @@ class ServerAdapters(ServerWeights):
                 f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's server is given adapters"
             )
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         deadline_s = time.monotonic() + header.timeout_s
         name, began_s = self._engine.labels.of(header.version), time.monotonic()
         with self._faults():
@@ -99,7 +99,7 @@ class ServerAdapters(ServerWeights):
                 self._verify.check_canary(header.check.canary, header.version, ask)
             self._switch(header.version, name)
         n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
-        return Taken(n_bytes=n_bytes, receive_s=loaded_s - began_s, stage_s=time.monotonic() - loaded_s)
+        return Receipt(n_bytes=n_bytes, receive_s=loaded_s - began_s, stage_s=time.monotonic() - loaded_s)
 
     def _copy(
         self, header: Round, agreed: Agreed, deadline_s: float, interrupted: Interrupted, wire: WireMember | None

@@ -30,7 +30,7 @@ from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
 from stillhouse.protocol.payloads.kind import EngineNeed
 from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig, checkpoint_dtype, server_dtype
-from stillhouse.weights.roster import CheckBy, Members
+from stillhouse.weights.roster import CheckBy, GroupMembers
 
 SERVERS: Final = SGLangServers()
 ADAPTERS: Final = "adapters"
@@ -130,17 +130,17 @@ class SGLangProvider(EngineProvider):
         tokenizer = FileTokenizer(path)
         return ScorerSource(tokenizer.fingerprint, vocab_tokens(tokenizer.get_vocab()), start)
 
-    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> GroupMembers:
         """The launcher has already set `server.device` and `weights.adapters`. The dtype of attached servers is not
         known."""
         server = actor.server
         if weights.adapters == "on":
-            return Members(kind="adapters", check_by="off" if weights.verify == "off" else "canary")
+            return GroupMembers(kind="adapters", check_by="off" if weights.verify == "off" else "canary")
         check_by: CheckBy = "reload" if weights.makes_groups else "canary"
         if weights.verify == "off":
             check_by = "off"
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))
-        return Members(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
+        return GroupMembers(kind="servers", ranks_each=server.tp, check_by=check_by, dtype=dtype)
 
     def with_adapters(self, actor: WorkerSettings, query: AdapterFacts) -> ServerConfig | str:
         mode = actor.section(self.name, SGLangConfig).update_mode

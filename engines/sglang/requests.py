@@ -16,7 +16,7 @@ from stillhouse.engines.sglang.features import Features
 from stillhouse.engines.sglang.http import ServerLink
 from stillhouse.engines.sglang.stream import FinishReason
 from stillhouse.protocol.messages import Sampling, WeightVersion
-from stillhouse.weights.manifest import Bucket
+from stillhouse.weights.manifest import WeightBucket
 
 
 def check_request(request: GenerationRequest, features: Features, vocab_size: int) -> None:
@@ -87,7 +87,7 @@ def generate_body(
     return body
 
 
-def bucket_update(bucket: Bucket, group_name: str, *, flush: bool) -> dict[str, Any]:
+def bucket_update(bucket: WeightBucket, group_name: str, *, flush: bool) -> dict[str, Any]:
     """Body of a request to receive one bucket of weights in a broadcast."""
     return {
         "names": [spec.name for spec in bucket.tensors],

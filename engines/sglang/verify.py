@@ -21,7 +21,7 @@ from stillhouse.engines.sglang.http import RequestRefused
 from stillhouse.engines.sglang.scorer import decode_scores
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums
-from stillhouse.weights.control_messages import Check
+from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.errors import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ServerVerifier:
         """For the heartbeat: versions with compared checksums, with a compared canary, and with a skipped
         comparison."""
 
-    def check(self, check: Check, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]) -> None:
+    def check(self, check: WeightCheck, version: WeightVersion, ask: Ask, reload: Callable[[WeightsRef], None]) -> None:
         """`reload` makes the server load a file; it raises SnapshotRefused or RequestRefused. Raises WeightsDiffer,
         naming the differences, and WeightsRefused where a required comparison is impossible."""
         if check.weights is not None:

@@ -43,11 +43,11 @@ from stillhouse.engines.sglang.requests import bucket_update, disk_update
 from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.control_messages import Agreed, Check, Round
+from stillhouse.weights.control_messages import Agreed, Round, WeightCheck
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, Interrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
-from stillhouse.weights.manifest import Bucket, smallest_tensor_bucket, whole_tensor_buckets
-from stillhouse.weights.sink import Taken, snapshot_file, whole_file
+from stillhouse.weights.manifest import WeightBucket, smallest_tensor_bucket, whole_tensor_buckets
+from stillhouse.weights.sink import Receipt, snapshot_file, whole_file
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
 from stillhouse.weights.wire import WireMember
 
@@ -138,14 +138,14 @@ class ServerWeights:
         except ServerUnavailable as error:
             raise WeightsRefused(str(error)) from error
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         if wire is not None:
             return self._take_by_wire(header, agreed, interrupted, wire)
         if self._group_name is None and header.weights is None:
             raise GroupBroken("no group was joined")
         return self._take(header, agreed, interrupted)
 
-    def _take_by_wire(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Taken:
+    def _take_by_wire(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Receipt:
         """The server must see the temporary files of this process (TMPDIR), as one on the same machine does."""
         began_s = time.monotonic()
         with TemporaryDirectory(prefix="stillhouse-weights-") as folder:
@@ -158,7 +158,7 @@ class ServerWeights:
             taken = self._take(header, agreed, interrupted, path)
         return replace(taken, receive_s=taken.receive_s + fetched_s)
 
-    def _take(self, header: Round, agreed: Agreed, interrupted: Interrupted, path: Path | None = None) -> Taken:
+    def _take(self, header: Round, agreed: Agreed, interrupted: Interrupted, path: Path | None = None) -> Receipt:
         deadline_s = time.monotonic() + header.timeout_s
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
@@ -183,10 +183,10 @@ class ServerWeights:
             self._resume(header.version, name=not named_by_update)
         whole_s, receive_s = time.monotonic() - began_s, received_s - paused_s
         n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
-        return Taken(n_bytes=n_bytes, receive_s=receive_s, stage_s=whole_s - receive_s)
+        return Receipt(n_bytes=n_bytes, receive_s=receive_s, stage_s=whole_s - receive_s)
 
     def _receive(
-        self, buckets: Sequence[Bucket], label: dict[str, str], deadline_s: float, interrupted: Interrupted
+        self, buckets: Sequence[WeightBucket], label: dict[str, str], deadline_s: float, interrupted: Interrupted
     ) -> None:
         self._open_session()
         self._known = False
@@ -253,7 +253,7 @@ class ServerWeights:
 
     # --------------------------------------------------------------------------------------- parts of a round
 
-    def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
+    def _update(self, bucket: WeightBucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
         return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | label
 
     def _load_student(self, n_bytes: int) -> None:
@@ -277,14 +277,14 @@ class ServerWeights:
         except RequestRefused as error:
             self._verify.skip(str(error))
 
-    def _confirm(self, buckets: Sequence[Bucket], deadline_s: float, interrupted: Interrupted) -> None:
+    def _confirm(self, buckets: Sequence[WeightBucket], deadline_s: float, interrupted: Interrupted) -> None:
         """An operation that the server's watchdog aborted looks finished, even to the server. So after the last one it
         is sent the smallest tensor again, which it refuses on an aborted communicator."""
         self._synchronise(deadline_s, interrupted)
         body = self._update(smallest_tensor_bucket(buckets), {}, last=False)
         self._call("/update_weights_from_distributed", body, deadline_s, interrupted)
 
-    def _check(self, check: Check, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
+    def _check(self, check: WeightCheck, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
         def ask(path: str, body: dict[str, Any]) -> bytes:
             return self._ask(path, body, deadline_s, interrupted)
 

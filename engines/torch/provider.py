@@ -25,7 +25,7 @@ from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
 from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 
 FROM_LOGITS: Final = 2.6
 """Logits and what is computed from them, relative to the logits."""
@@ -75,10 +75,10 @@ class TorchProvider(EngineProvider):
             lambda: TorchScorer.load(path, ctx.config.teacher),
         )
 
-    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> Members:
+    def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> GroupMembers:
         """The launcher has already decided `torch.dtype`, by the actors' devices."""
         own = actor.section(self.name, EngineConfig)
-        return Members(dtype=resolve_dtype(own.dtype, own.device))
+        return GroupMembers(dtype=resolve_dtype(own.dtype, own.device))
 
     def device(self, role: EngineRole, settings: WorkerSettings) -> Device:
         if role == "actor":

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from stillhouse.engines.base import TakesWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.buckets import Layout
+from stillhouse.weights.buckets import EqualBuckets
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
-from stillhouse.weights.sink import Taken
+from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
 from stillhouse.weights.wire import WireMember
@@ -36,7 +36,7 @@ class EmbeddedWeights:
         self._staged: WeightVersion | None = None
         self._stores: dict[tuple[str, int], Store] = {}
         self._group: WeightGroup | None = None
-        self._layout: Layout | None = None
+        self._layout: EqualBuckets | None = None
         self._fetched_B: Tensor | None = None
         """Memory that receives the bytes by wire; kept, because the page faults of fresh memory cost more than that."""
 
@@ -79,7 +79,7 @@ class EmbeddedWeights:
             self._stores.clear()
             raise
 
-    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Taken:
+    def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         if header.weights is not None:
             return self._take_file(header, header.weights, interrupted)
         if wire is not None:
@@ -87,7 +87,7 @@ class EmbeddedWeights:
         if self._group is None:
             raise GroupBroken("no group was joined")
         if self._layout is None or self._layout.manifest != agreed.manifest:
-            self._layout = Layout(agreed.manifest, agreed.bucket_bytes)
+            self._layout = EqualBuckets(agreed.manifest, agreed.bucket_bytes)
         began_s = time.monotonic()
         round_ = header.number, self._layout, header.timeout_s, header.version
         named = (
@@ -97,9 +97,9 @@ class EmbeddedWeights:
         )
         return self._taken(header, named, self._layout.total_bytes, began_s, interrupted)
 
-    def _fetch(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Taken:
+    def _fetch(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Receipt:
         began_s = time.monotonic()
-        layout = Layout(agreed.manifest, agreed.bucket_bytes)
+        layout = EqualBuckets(agreed.manifest, agreed.bucket_bytes)
         if self._fetched_B is None or self._fetched_B.numel() != layout.total_bytes:
             self._fetched_B = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         run = self._fetched_B.numpy().data
@@ -110,7 +110,7 @@ class EmbeddedWeights:
         wire.fetch(header.number, layout.total_bytes, take, began_s + header.timeout_s, interrupted)
         return self._taken(header, layout.views(self._fetched_B), layout.total_bytes, began_s, interrupted)
 
-    def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Taken:
+    def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Receipt:
         began_s = time.monotonic()
         reading = in_thread(lambda: read_snapshot(ref), name="weight-file", daemon=True)
         missed = f"{ref.path}: not read at the deadline"
@@ -122,7 +122,7 @@ class EmbeddedWeights:
 
     def _taken(
         self, header: Round, named: list[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted
-    ) -> Taken:
+    ) -> Receipt:
         """Stage received tensors, unless the engine already has this version or a newer one."""
         received_s = time.monotonic()
         staged = header.version > self.version
@@ -131,7 +131,7 @@ class EmbeddedWeights:
             wait_for_device(
                 self._device, began_s + header.timeout_s, interrupted
             )  # the copy may only be queued until then
-        return Taken(
+        return Receipt(
             n_bytes=n_bytes,
             receive_s=received_s - began_s,
             stage_s=time.monotonic() - received_s,

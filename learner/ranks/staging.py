@@ -34,11 +34,11 @@ from stillhouse.learner.ranks.mesh import Mesh
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout
 from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
-from stillhouse.weights.manifest import Manifest, TensorSpec, in_pieces
-from stillhouse.weights.roster import Members
+from stillhouse.weights.manifest import TensorSpec, WeightManifest, in_pieces
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.staged_weights import (
     Merged,
-    Staged,
+    StagedVersion,
     StagedWeights,
     Weight,
     WeightStreams,
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 FOREVER: Final = timedelta(days=3650)
 """A question may be long in coming: the buffer may have no batch."""
 _STOP: Final = -1
-_IN_ORDER: Final = Members(kind="servers")
+_IN_ORDER: Final = GroupMembers(kind="servers")
 """ShareLayouts lie one behind the other, wide dtypes first."""
 
 
@@ -89,14 +89,14 @@ def row_range(n_rows: int, share: int, shares: int) -> tuple[int, int]:
 class ShareLayouts:
     """Where each rank that is asked has its share of a set of tensors. Their ranks count the shares."""
 
-    def __init__(self, manifest: Manifest, shares: int) -> None:
+    def __init__(self, manifest: WeightManifest, shares: int) -> None:
         """`manifest`: the whole tensors, in the dtype in which they are sent."""
         self.manifest = manifest
         self.shares = shares
         self.layouts = [PackedLayout(self.of_rank(rank), CPU_BUCKET_BYTES) for rank in range(shares)]
 
-    def of_rank(self, rank: int) -> Manifest:
-        return Manifest(
+    def of_rank(self, rank: int) -> WeightManifest:
+        return WeightManifest(
             tuple(
                 TensorSpec(spec.name, spec.dtype, (high - low, *spec.shape[1:]))
                 for spec in self.manifest.tensors
@@ -291,14 +291,14 @@ class ShareLink:
         return True
 
 
-class StagedByRanks(Staged):
+class StagedByRanks(StagedVersion):
     """A version of which each rank has its share. On rank 0; see `StagingByRanks`."""
 
     def __init__(
         self,
         ranks: StagingByRanks,
         slot: int,
-        members: Members,
+        members: GroupMembers,
         dtype: SentDtype,
         place: Literal["device", "host"],
     ) -> None:
@@ -312,7 +312,7 @@ class StagedByRanks(Staged):
         self._bucket_b = torch.empty(0, dtype=torch.uint8)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> WeightManifest:
         if self._shares is None:
             raise RuntimeError("nothing is staged")
         return in_pieces(self._shares.manifest, self._members.pieces)
@@ -392,7 +392,7 @@ class StagingByRanks:
 
     def __call__(
         self,
-        members: Members,
+        members: GroupMembers,
         *,
         dtype: SentDtype,
         bucket_bytes: int,

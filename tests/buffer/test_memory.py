@@ -14,7 +14,7 @@ from stillhouse.buffer.config import Release
 from stillhouse.buffer.core import Core
 from stillhouse.buffer.history import Runs
 from stillhouse.buffer.journal.image import make_image
-from stillhouse.buffer.rollouts import Rollout, ScoreJob, Segment
+from stillhouse.buffer.rollouts import HeldSegment, RolloutState, ScoreJob
 from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver, v
 from tests.buffer.shadow import new_book
@@ -131,7 +131,7 @@ def test_rollouts_that_are_over_are_freed_without_the_garbage_collector() -> Non
     gc.disable()
     try:
         run.run_until(600)
-        left = sum(type(each) in (Rollout, Segment, ScoreJob) for each in gc.get_objects())
+        left = sum(type(each) in (RolloutState, HeldSegment, ScoreJob) for each in gc.get_objects())
     finally:
         gc.enable()
     held = run.ledger.rollouts.waiting + run.ledger.rollouts.in_flight + len(run.tickets)

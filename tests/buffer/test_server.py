@@ -29,7 +29,7 @@ from stillhouse.protocol.addresses import outgoing_ports
 from stillhouse.protocol.client import Client
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.context import ExitCode
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from tests.patience import PATIENCE_S, eventually
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -306,19 +306,19 @@ def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
     """A buffer that died in between would have let its actor forget what it does not know."""
     written: list[bytes] = []
     known: list[bool] = []
-    write, send = Journal.write, Server.send
+    write, send = Journal.write, PeerServer.send
 
     def written_first(journal: Journal, turn: bytes, now_s: float, blobs: Sequence[Any] = ()) -> None:
         write(journal, turn, now_s, blobs)
         written.append(turn)
 
-    def look(server: Server, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:
+    def look(server: PeerServer, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:
         if isinstance(message, m.SegmentsAck):
             known.extend(any(rollout_id.encode() in turn for turn in written) for rollout_id in message.segments)
         return send(server, role, name, message, arrays)
 
     monkeypatch.setattr(Journal, "write", written_first)
-    monkeypatch.setattr(Server, "send", look)
+    monkeypatch.setattr(PeerServer, "send", look)
     learner, actor = connect("learner"), connect("actor")
     learner.send(m.TasksOffered((m.Task(0, "train", 1, m.Sampling(max_new_tokens=8)),)), (np.array([5], np.int32),))
     actor.send(m.TicketCredit(1, 0, 0))

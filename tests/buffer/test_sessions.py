@@ -15,7 +15,7 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Frame, Received, decode, encode
 from stillhouse.protocol.handshake import PeerId
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.session import SessionBook
 from stillhouse.protocol.sockets import receive_frames, send_frames
@@ -85,8 +85,8 @@ def kept(book: SessionBook, *messages: m.Message) -> None:
         book.keep(ACTOR, frames)
 
 
-def taken_over(book: SessionBook) -> Server:
-    return Server(
+def taken_over(book: SessionBook) -> PeerServer:
+    return PeerServer(
         "tcp://127.0.0.1:0",
         run_id="run-1",
         vocab_fingerprint=None,
@@ -99,7 +99,7 @@ def taken_over(book: SessionBook) -> Server:
 class RawPeer:
     """A DEALER that says what it is told to."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: PeerServer) -> None:
         self.server = server
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)

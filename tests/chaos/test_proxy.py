@@ -12,7 +12,7 @@ import pytest
 
 from stillhouse.protocol.client import Client
 from stillhouse.protocol.messages import Hello, Segment, SegmentAck, TicketCredit
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from tests.patience import PATIENCE_S, SLOWNESS
 from tests.sim.chaos.commands import Break, Direction, Look, Meddle, Proxy, Weather, running_proxy
@@ -25,7 +25,7 @@ class World:
     """A server, a proxy in front of it, and clients that are served as long as somebody waits."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.server = Server(
+        self.server = PeerServer(
             "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=None, heartbeat_s=0.2, peer_timeout_s=2.0 * SLOWNESS
         )
         stack.callback(self.server.close)

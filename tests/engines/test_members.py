@@ -12,10 +12,10 @@ from stillhouse.actors.config import ActorConfig
 from stillhouse.engines.config import EngineConfig, ServerConfig
 from stillhouse.engines.registry import find_engine
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 
 
-def members_of(actor: ActorConfig, weights: WeightsConfig, student: str) -> Members:
+def members_of(actor: ActorConfig, weights: WeightsConfig, student: str) -> GroupMembers:
     return find_engine(actor.engine).members(actor, weights, student)
 
 
@@ -25,7 +25,7 @@ def on_servers(server: ServerConfig) -> ActorConfig:
 
 def test_embedded_engines_have_a_rank_each() -> None:
     actor = ActorConfig(engine="torch", server=ServerConfig(device="cuda", tp=2))
-    assert members_of(actor, WeightsConfig(), "") == Members(dtype="float32")
+    assert members_of(actor, WeightsConfig(), "") == GroupMembers(dtype="float32")
     on_gpu = ActorConfig(engine="torch", torch=EngineConfig(device="cuda:1"))
     assert members_of(on_gpu, WeightsConfig(), "").dtype == "bfloat16"
     half = ActorConfig(engine="torch", torch=EngineConfig(dtype="bfloat16"))
@@ -36,7 +36,7 @@ def test_embedded_engines_have_a_rank_each() -> None:
     "server", [ServerConfig(device="cpu"), ServerConfig(device="cpu", tp=2), ServerConfig(device="cuda")]
 )
 def test_servers_are_checked_against_the_snapshot_file(server: ServerConfig) -> None:
-    expected = Members(kind="servers", ranks_each=server.tp, check_by="reload")
+    expected = GroupMembers(kind="servers", ranks_each=server.tp, check_by="reload")
     assert members_of(on_servers(server), WeightsConfig(), "") == expected
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.store import JournalStore
 from stillhouse.buffer.server import BufferAddress
 from stillhouse.engines.provider import API_KEY_VARIABLE
 from stillhouse.launch.config.run import RunConfig
@@ -42,7 +42,7 @@ from stillhouse.protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import FromPeer, PeerDown, PeerUp
 from stillhouse.sglang_server.servers import answers
 from stillhouse.teachers.leaving import on_sigterm
@@ -80,7 +80,7 @@ class FakeBuffer:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._word = behaviour(ctx)
-        self._server = Server(
+        self._server = PeerServer(
             "tcp://127.0.0.1:0",
             run_id=ctx.run_id,
             vocab_fingerprint=None,
@@ -158,7 +158,7 @@ class FakeBuffer:
 
 def read_damaged_journal(folder: Path) -> None:
     """With a page of zeros where a leaf should be: LMDB aborts the process."""
-    store = Store(folder, sync="process")
+    store = JournalStore(folder, sync="process")
     store.begin(b"meta")
     for _ in range(40):
         store.append([b"x" * 300, b"y" * 700])
@@ -166,7 +166,7 @@ def read_damaged_journal(folder: Path) -> None:
     with (folder / "data.mdb").open("r+b") as file:
         file.seek(9 * 4096)
         file.write(bytes(4096))
-    print(len(list(Store(folder, sync="process").turns())))
+    print(len(list(JournalStore(folder, sync="process").turns())))
 
 
 def buffer(ctx: Context) -> int:

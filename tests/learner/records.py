@@ -19,7 +19,7 @@ from stillhouse.protocol.messages import (
     WeightVersion,
 )
 from stillhouse.recording.append_file import Unwritten
-from stillhouse.recording.format import FORMAT, RecordHeader, Rollout, Writer
+from stillhouse.recording.format import FORMAT, RecordedRollout, RecordHeader, Writer
 from stillhouse.recording.writer import BatchRecorder
 
 VOCABULARY = "ab" * 32
@@ -41,7 +41,7 @@ def header(**changes: Any) -> RecordHeader:
 
 def rollout(
     rollout_id: str, n_trained: int = 3, *, teachers: tuple[str, ...] = ("default",), reward: float | None = 1.0
-) -> Rollout:
+) -> RecordedRollout:
     """Two tokens of a prompt and `n_trained` sampled ones, random by the id."""
     random = np.random.default_rng(list(rollout_id.encode()))
     end = 2 + n_trained
@@ -53,10 +53,10 @@ def rollout(
         (np.arange(end) >= 2).astype(np.uint8),
         -random.exponential(1.0, (len(teachers), end)).astype(np.float32),
     )
-    return Rollout(item, arrays)
+    return RecordedRollout(item, arrays)
 
 
-def batch(step: int, rollouts: Sequence[Rollout], *, epoch: int = 0) -> tuple[Batch, list[Array]]:
+def batch(step: int, rollouts: Sequence[RecordedRollout], *, epoch: int = 0) -> tuple[Batch, list[Array]]:
     """As it comes from the buffer, for the step that makes `step + 1`."""
     version = WeightVersion(epoch, step)
     snapshot = Snapshot(0.0, "running", "", version, version, Ledger(NONE, NONE, NONE, {}, NONE), {}, {}, 4, ())
@@ -66,13 +66,17 @@ def batch(step: int, rollouts: Sequence[Rollout], *, epoch: int = 0) -> tuple[Ba
     return message, [array for r in rollouts for array in r.arrays]
 
 
-def add(recorder: BatchRecorder, message: Batch, arrays: Sequence[Array], offline: Sequence[Rollout] = ()) -> None:
+def add(
+    recorder: BatchRecorder, message: Batch, arrays: Sequence[Array], offline: Sequence[RecordedRollout] = ()
+) -> None:
     """As a step that trained all of it and settled a task for each of its samples."""
     done = tuple(one.task_id for one in message.settled)
     recorder.add(message, message.settled, done, (), arrays, offline)
 
 
-def record(path: Path, batches: Sequence[Sequence[Rollout]], *, writer: Writer = "student", **changes: Any) -> Path:
+def record(
+    path: Path, batches: Sequence[Sequence[RecordedRollout]], *, writer: Writer = "student", **changes: Any
+) -> Path:
     """A file of these batches, of steps 0, 1, ..."""
     recorder = BatchRecorder(path, header(writer=writer, **changes), Unwritten())
     for step, rollouts in enumerate(batches):
@@ -81,7 +85,7 @@ def record(path: Path, batches: Sequence[Sequence[Rollout]], *, writer: Writer =
     return path
 
 
-def same(one: Rollout, other: Rollout) -> bool:
+def same(one: RecordedRollout, other: RecordedRollout) -> bool:
     """Items equal, frames equal in dtype, shape and every bit."""
     return one.item == other.item and all(
         a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

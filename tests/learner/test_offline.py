@@ -21,7 +21,7 @@ from stillhouse.learner.objectives.options import Capped, Distributions, LogRati
 from stillhouse.learner.offline import OfflineMixer, open_mixer
 from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 from stillhouse.protocol.settings import Member
-from stillhouse.recording.format import RecordError, Rollout
+from stillhouse.recording.format import RecordedRollout, RecordError
 from stillhouse.recording.reader import Recording
 from tests.learner.records import VOCABULARY, record, rollout
 from tests.learner.settings import learner_config
@@ -56,7 +56,7 @@ def mixer() -> Iterator[Mixing]:
         yield make
 
 
-def ids(taken: list[tuple[Rollout, TrainItem]]) -> list[str]:
+def ids(taken: list[tuple[RecordedRollout, TrainItem]]) -> list[str]:
     return [rollout.item.rollout_id for rollout, _ in taken]
 
 

@@ -17,7 +17,7 @@ from stillhouse.learner.written import WrittenStream, with_prompt
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
 from stillhouse.recording.append_file import Unwritten
-from stillhouse.recording.format import Rollout
+from stillhouse.recording.format import RecordedRollout
 from stillhouse.recording.reader import Recording
 from stillhouse.recording.writer import BatchRecorder
 from tests.learner.records import add, batch, header, rollout
@@ -25,7 +25,7 @@ from tests.learner.records import add, batch, header, rollout
 V = WeightVersion(0, 1)
 
 
-def written(random: np.random.Generator, old: np.ndarray[Any, Any], **changes: Any) -> Rollout:
+def written(random: np.random.Generator, old: np.ndarray[Any, Any], **changes: Any) -> RecordedRollout:
     """12 tokens after the prompt: three sampled, environment's text, three sampled, and a branch with two sampled."""
     n, m = len(old), 2
     end = n + 12
@@ -44,7 +44,7 @@ def written(random: np.random.Generator, old: np.ndarray[Any, Any], **changes: A
     ids = np.concatenate([old, random.integers(100, 200, 12)]).astype(np.int32)
     behaviour = np.where(mask, -random.exponential(1.0, end), 0.0).astype(np.float32)
     teacher = -random.exponential(1.0, (m, end)).astype(np.float32)
-    return Rollout(item, (ids, behaviour, mask, teacher, np.arange(7, dtype=np.uint8)))
+    return RecordedRollout(item, (ids, behaviour, mask, teacher, np.arange(7, dtype=np.uint8)))
 
 
 @pytest.mark.parametrize(("n_old", "n_new"), [(5, 2), (2, 5), (4, 4)])
@@ -66,7 +66,7 @@ def test_every_token_after_the_prompt_keeps_its_numbers(n_old: int, n_new: int) 
         assert q[:, -back].tolist() == before.arrays[3][:, -back].tolist()
     assert payload.tolist() == list(range(7))
 
-    def read(one: Rollout, back: int, n_prompt: int) -> list[int]:
+    def read(one: RecordedRollout, back: int, n_prompt: int) -> list[int]:
         """The tokens after the prompt that are read up to the one `back` from the end."""
         ranges = path_to(one.item.branches, one.item.end - back)
         return [int(one.arrays[0][i]) for begin, stop in ranges for i in range(begin, stop) if i >= n_prompt]

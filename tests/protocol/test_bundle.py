@@ -17,7 +17,7 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.bundle import BUNDLE_BYTES, BUNDLE_MESSAGES, SMALL_BYTES, bundled, unbundled
 from stillhouse.protocol.codec import Frame, decode, encode
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import CHECKSUM_BYTES, checksum, new_socket, receive_frames, send_frames
 from tests.patience import Limit
@@ -87,7 +87,7 @@ class Connection:
     """One actor's connection, written by hand."""
 
     def __init__(self) -> None:
-        self.server = Server(
+        self.server = PeerServer(
             "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=60.0, peer_timeout_s=600.0
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -37,7 +37,7 @@ from stillhouse.protocol.errors import (
     SendTimeout,
 )
 from stillhouse.protocol.link import UNREADABLE_IN_WINDOW
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import NO_WAIT_MORE, new_socket, receive_from_router, send_frames
 from tests.patience import PATIENCE_S
@@ -75,7 +75,7 @@ class Buffer:
     def __init__(
         self, bind: str = "tcp://127.0.0.1:0", *, heartbeat_s: float = 0.05, peer_timeout_s: float = 30.0
     ) -> None:
-        self.server = Server(
+        self.server = PeerServer(
             bind, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=heartbeat_s, peer_timeout_s=peer_timeout_s
         )
         self.address = self.server.address

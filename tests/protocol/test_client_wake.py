@@ -7,13 +7,15 @@ import threading
 
 from stillhouse.protocol.client import Client
 from stillhouse.protocol.messages import BatchTrainedAck, Hello, Message, Shutdown, TasksAck, WeightVersion
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, ScriptedBuffer, connected, running
 
 
 def test_wake_ends_the_present_wait_or_the_next_one_once() -> None:
-    server = Server("tcp://127.0.0.1:*", run_id="r", vocab_fingerprint="f", heartbeat_s=1.0, peer_timeout_s=PATIENCE_S)
+    server = PeerServer(
+        "tcp://127.0.0.1:*", run_id="r", vocab_fingerprint="f", heartbeat_s=1.0, peer_timeout_s=PATIENCE_S
+    )
     stop = threading.Event()
 
     def serve() -> None:

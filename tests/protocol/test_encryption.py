@@ -26,7 +26,7 @@ from stillhouse.protocol.keys import (
     load_server_keys,
     make_keys,
 )
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S
@@ -46,8 +46,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def serving(keys: ServerKeys | None, *, peer_timeout_s: float = PATIENCE_S) -> Generator[Server]:
-    server = Server(
+def serving(keys: ServerKeys | None, *, peer_timeout_s: float = PATIENCE_S) -> Generator[PeerServer]:
+    server = PeerServer(
         "tcp://127.0.0.1:0",
         run_id=RUN,
         vocab_fingerprint=VOCAB,
@@ -62,13 +62,13 @@ def serving(keys: ServerKeys | None, *, peer_timeout_s: float = PATIENCE_S) -> G
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path) -> Iterator[PeerServer]:
     with serving(load_server_keys(folder)) as server:
         yield server
 
 
 @contextmanager
-def dealer(server: Server, keys: ClientKeys | None) -> Generator[zmq.Socket[bytes]]:
+def dealer(server: PeerServer, keys: ClientKeys | None) -> Generator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peer = new_socket(context, zmq.DEALER)
     peer.set(zmq.RECONNECT_IVL, 60_000)  # each tries once
@@ -81,7 +81,7 @@ def dealer(server: Server, keys: ClientKeys | None) -> Generator[zmq.Socket[byte
         context.destroy(linger=0)
 
 
-def poll_until(server: Server, true: Callable[[], bool]) -> list[Event]:
+def poll_until(server: PeerServer, true: Callable[[], bool]) -> list[Event]:
     events: list[Event] = []
     for _ in range(POLLS):
         if true():
@@ -90,7 +90,7 @@ def poll_until(server: Server, true: Callable[[], bool]) -> list[Event]:
     raise AssertionError(f"it never came: {server!r}, {server.refused}, {events}")
 
 
-def outcome_of_connecting(server: Server, client: Client) -> ProtocolError | None:
+def outcome_of_connecting(server: PeerServer, client: Client) -> ProtocolError | None:
     """While the server is served."""
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(client.connect)
@@ -101,7 +101,7 @@ def outcome_of_connecting(server: Server, client: Client) -> ProtocolError | Non
     return error
 
 
-def test_a_role_comes_in_with_its_key_and_messages_pass_both_ways(server: Server, folder: Path) -> None:
+def test_a_role_comes_in_with_its_key_and_messages_pass_both_ways(server: PeerServer, folder: Path) -> None:
     roles: list[tuple[str, m.Role, str]] = [
         *[("actor-0", "actor", "actor-0"), ("actor", "actor", "actor-host-0"), ("teacher", "teacher", "teacher-h-0")],
         *[
@@ -119,7 +119,7 @@ def test_a_role_comes_in_with_its_key_and_messages_pass_both_ways(server: Server
     assert server.refused == {}
 
 
-def test_large_arrays_arrive_as_they_were_sent(server: Server, folder: Path) -> None:
+def test_large_arrays_arrive_as_they_were_sent(server: PeerServer, folder: Path) -> None:
     with dealer(server, load_client_keys(folder, "actor-0")) as peer:
         send_frames(peer, encode(HELLO))
         send_frames(peer, encode(SEGMENT, ARRAYS))
@@ -172,7 +172,7 @@ def bytes_through_a_relay(server_keys: ServerKeys | None, client_keys: ClientKey
     return bytes(seen)
 
 
-def test_a_key_of_one_role_is_no_key_for_another(server: Server, folder: Path) -> None:
+def test_a_key_of_one_role_is_no_key_for_another(server: PeerServer, folder: Path) -> None:
     learner = m.Hello("learner", "learner-0", "first", RUN, VOCAB)
     error = outcome_of_connecting(server, Client(server.address, learner, keys=load_client_keys(folder, "actor-0")))
     assert isinstance(error, HandshakeRefused)
@@ -223,7 +223,7 @@ def test_the_vocabulary_is_not_that_of_the_first_at_the_door(tmp_path: Path) -> 
     """The first at the door has a false vocabulary, and the run's own are let in all the same."""
     make_keys(tmp_path / "keys", ["actor-0", "teacher-0"])
     folder = tmp_path / "keys"
-    server = Server(
+    server = PeerServer(
         "tcp://127.0.0.1:0",
         run_id=RUN,
         vocab_fingerprint=None,
@@ -255,7 +255,7 @@ def test_the_vocabulary_is_not_that_of_the_first_at_the_door(tmp_path: Path) -> 
 
 
 def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
-    server: Server, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+    server: PeerServer, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_keys(tmp_path / "others", ["actor-0"])
     others = load_client_keys(tmp_path / "others", "actor-0")
@@ -271,7 +271,7 @@ def test_a_stranger_s_key_gets_nothing_is_counted_and_its_owner_told_at_once(
 
 @pytest.mark.parametrize(("who", "fault"), [("plain", "no_key"), ("another_run", "wrong_key"), ("http", "no_key")])
 def test_who_comes_without_the_right_key_gets_nothing_and_is_counted(
-    server: Server, tmp_path: Path, who: str, fault: str
+    server: PeerServer, tmp_path: Path, who: str, fault: str
 ) -> None:
     if who == "http":
         host, port = server.address.removeprefix("tcp://").split(":")
@@ -301,7 +301,7 @@ def test_a_client_that_cannot_come_in_says_what_may_be_wrong(folder: Path, clien
 
 
 def test_a_flood_of_strangers_fills_no_log_and_keeps_nobody_out(
-    server: Server, folder: Path, caplog: pytest.LogCaptureFixture
+    server: PeerServer, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with dealer(server, load_client_keys(folder, "actor-0")) as peer:
@@ -326,7 +326,9 @@ def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             connecting = pool.submit(client.connect)
             poll_until(server, connecting.done)
-    again = Server(address, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, keys=keys)
+    again = PeerServer(
+        address, run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=PATIENCE_S, keys=keys
+    )
     try:
         events = poll_until(again, lambda: client.connects_total == 2)
         assert events[0] == PeerUp("actor", "actor-0", "first", "")
@@ -335,7 +337,7 @@ def test_a_reconnecting_client_resumes_its_session(folder: Path) -> None:
         again.close(linger_s=0)
 
 
-def test_no_key_is_in_any_log(server: Server, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_key_is_in_any_log(server: PeerServer, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     actor = load_client_keys(folder, "actor-0")
     client = Client(server.address, HELLO, keys=actor)

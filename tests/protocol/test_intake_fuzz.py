@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import decode, encode
 from stillhouse.protocol.errors import RemoteProtocolError
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
@@ -67,15 +67,17 @@ def test_versions_that_would_be_counted_up_to_are_refused(version: tuple[int, in
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=60.0, peer_timeout_s=600.0)
+def server() -> Iterator[PeerServer]:
+    server = PeerServer(
+        "tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=60.0, peer_timeout_s=600.0
+    )
     yield server
     server.close(linger_s=0)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(multiparts.filter(bool), min_size=1, max_size=5))
-def test_whatever_one_peer_sends_another_is_served(server: Server, sent: list[list[bytes]]) -> None:
+def test_whatever_one_peer_sends_another_is_served(server: PeerServer, sent: list[list[bytes]]) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     hostile, good = new_socket(context, zmq.DEALER), new_socket(context, zmq.DEALER)
     for peer in (hostile, good):
@@ -95,7 +97,7 @@ def test_whatever_one_peer_sends_another_is_served(server: Server, sent: list[li
         context.destroy(linger=0)
 
 
-def serve_until(server: Server, true: Callable[[Event], bool]) -> bool:
+def serve_until(server: PeerServer, true: Callable[[Event], bool]) -> bool:
     limit = Limit()
     while not limit.passed:
         if any(map(true, server.poll(0.02))):

@@ -6,19 +6,19 @@ import math
 
 from stillhouse.protocol.bundle import BUNDLE_MESSAGES, SMALL_BYTES
 from stillhouse.protocol.flow import AckKey
-from stillhouse.protocol.outbox import Entry, Outbox
+from stillhouse.protocol.outbox import ClientOutbox, Entry
 
 
 def key(n: int) -> frozenset[AckKey]:
     return frozenset((("segment", "r", n),))
 
 
-def put(outbox: Outbox, *messages: tuple[bytes, frozenset[AckKey]]) -> None:
+def put(outbox: ClientOutbox, *messages: tuple[bytes, frozenset[AckKey]]) -> None:
     for frame, keys in messages:
         outbox.put([frame], keys)
 
 
-def send_all(outbox: Outbox, *, now_s: float = 0.0, heartbeats_sent: int = 0) -> list[bytes]:
+def send_all(outbox: ClientOutbox, *, now_s: float = 0.0, heartbeats_sent: int = 0) -> list[bytes]:
     sent: list[bytes] = []
     while entries := outbox.next_queued():
         sent += [bytes(entry.frames[0]) for entry in entries]
@@ -28,14 +28,14 @@ def send_all(outbox: Outbox, *, now_s: float = 0.0, heartbeats_sent: int = 0) ->
 
 
 def test_messages_leave_in_the_order_of_putting_and_are_kept() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"bb", frozenset()), (b"c", key(1)))
     assert send_all(outbox) == [b"a", b"bb", b"c"]
     assert (outbox.unacked, outbox.unconfirmed_bytes, outbox.empty) == (2, 4, False)
 
 
 def test_an_acknowledgement_forgets_its_message_and_may_come_twice() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", key(1)))
     send_all(outbox)
     outbox.acknowledged(key(0))
@@ -46,7 +46,7 @@ def test_an_acknowledgement_forgets_its_message_and_may_come_twice() -> None:
 
 
 def test_a_message_is_acknowledged_when_all_its_parts_are() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0) | key(1)))
     send_all(outbox)
     outbox.acknowledged(key(0))
@@ -56,7 +56,7 @@ def test_a_message_is_acknowledged_when_all_its_parts_are() -> None:
 
 
 def test_one_acknowledgement_serves_all_messages_of_its_key() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"again", key(0)))
     send_all(outbox)
     outbox.acknowledged(key(0))
@@ -64,7 +64,7 @@ def test_one_acknowledgement_serves_all_messages_of_its_key() -> None:
 
 
 def test_overdue_messages_are_sent_again_and_wait_longer_each_time() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"plain", frozenset()))
     send_all(outbox)
     assert outbox.requeue_overdue(4.9) == 5.0
@@ -80,7 +80,7 @@ def test_overdue_messages_are_sent_again_and_wait_longer_each_time() -> None:
 
 
 def test_a_message_acknowledged_while_it_waits_for_its_second_sending_is_not_sent() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", key(1)))
     send_all(outbox)
     outbox.requeue_overdue(5.0)
@@ -89,7 +89,7 @@ def test_a_message_acknowledged_while_it_waits_for_its_second_sending_is_not_sen
 
 
 def test_a_heartbeat_reply_confirms_only_what_was_sent_before_that_heartbeat() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", frozenset()))
     send_all(outbox, heartbeats_sent=0)
     put(outbox, (b"b", frozenset()))
@@ -100,7 +100,7 @@ def test_a_heartbeat_reply_confirms_only_what_was_sent_before_that_heartbeat() -
 
 
 def test_a_new_connection_gets_everything_unconfirmed_in_the_order_of_putting() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", frozenset()), (b"c", key(2)))
     send_all(outbox)
     outbox.requeue_overdue(5.0)
@@ -111,7 +111,7 @@ def test_a_new_connection_gets_everything_unconfirmed_in_the_order_of_putting() 
 
 
 def test_entries_stay_queued_when_the_socket_had_no_room() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", key(1)))
     first: list[Entry] = outbox.next_queued()
     assert len(first) == 2
@@ -122,7 +122,7 @@ def test_entries_stay_queued_when_the_socket_had_no_room() -> None:
 
 
 def test_small_messages_leave_together_and_large_ones_alone() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     large, half = bytes(SMALL_BYTES + 1), bytes(SMALL_BYTES)
     put(outbox, *[(frame, frozenset()) for frame in (b"a", b"b", large, b"c", half, half, half, half, b"d")])
     sizes: list[list[int]] = []
@@ -135,7 +135,7 @@ def test_small_messages_leave_together_and_large_ones_alone() -> None:
 
 
 def test_a_message_acknowledged_between_two_others_is_left_out_of_their_bundle() -> None:
-    outbox = Outbox(resend_s=5.0)
+    outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", key(1)), (b"c", key(2)))
     send_all(outbox)
     outbox.requeue_overdue(5.0)

@@ -17,7 +17,7 @@ from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import encode
 from stillhouse.protocol.printable import LineFormatter, in_one_line, printable, printable_texts
-from stillhouse.protocol.server import Server
+from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.server_events import FromPeer
 from stillhouse.protocol.sockets import new_socket, send_frames
 from tests.wire import RUN, VOCAB, WAIT_S
@@ -90,7 +90,7 @@ def test_no_message_of_a_peer_writes_a_line_into_the_buffers_log_or_a_name_into_
     """Real sockets: Hellos and other messages with line ends in every text that they have."""
     logger, stream = log
     monkeypatch.setattr("stillhouse.protocol.server.log", logger)
-    server = Server("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=60.0)
+    server = PeerServer("tcp://127.0.0.1:0", run_id=RUN, vocab_fingerprint=VOCAB, heartbeat_s=0.1, peer_timeout_s=60.0)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     good = m.Hello("actor", "actor-0", "first", RUN, VOCAB)
     bad = [msgspec.structs.replace(good, **{field: FORGED}) for field in ("name", "incarnation", "run_id", "pool")]

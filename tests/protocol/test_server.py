@@ -15,13 +15,13 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received, decode, encode
 from stillhouse.protocol.errors import AddressUnusable
 from stillhouse.protocol.handshake import PeerId
-from stillhouse.protocol.server import POLL_MESSAGES, Server
+from stillhouse.protocol.server import POLL_MESSAGES, PeerServer
 from stillhouse.protocol.server_events import Event, FromPeer, PeerDown, PeerUp
-from stillhouse.protocol.session import Session
+from stillhouse.protocol.session import PeerSession
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
 from tests.patience import PATIENCE_S, Limit
 
-MakeServer: TypeAlias = Callable[..., Server]
+MakeServer: TypeAlias = Callable[..., PeerServer]
 MakePeer: TypeAlias = Callable[..., "Peer"]
 
 RUN, VOCAB = "run-1", "ab" * 32
@@ -43,7 +43,7 @@ class Clock:
 class Peer:
     """One connection."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: Server) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], server: PeerServer) -> None:
         self.server = server
         self.socket = new_socket(context, zmq.DEALER)
         self.socket.connect(server.address)
@@ -90,7 +90,7 @@ class Peer:
         return received.message
 
 
-def events_until_one(server: Server) -> list[Event]:
+def events_until_one(server: PeerServer) -> list[Event]:
     limit = Limit()
     while not limit.passed:
         if events := server.poll(0.05):
@@ -98,7 +98,7 @@ def events_until_one(server: Server) -> list[Event]:
     raise AssertionError("nothing happened")
 
 
-def nothing_happens(server: Server) -> None:
+def nothing_happens(server: PeerServer) -> None:
     for _ in range(3):
         assert server.poll(0.02) == []
 
@@ -110,13 +110,13 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make_server(clock: Clock) -> Iterator[MakeServer]:
-    servers: list[Server] = []
+    servers: list[PeerServer] = []
 
     def make(
         bind: str = "tcp://127.0.0.1:0", *, vocab: str | None = VOCAB, max_unconfirmed_bytes: int = 1 << 20
-    ) -> Server:
+    ) -> PeerServer:
         servers.append(
-            Server(
+            PeerServer(
                 bind,
                 run_id=RUN,
                 vocab_fingerprint=vocab,
@@ -134,7 +134,7 @@ def make_server(clock: Clock) -> Iterator[MakeServer]:
 
 
 @pytest.fixture
-def server(make_server: MakeServer) -> Server:
+def server(make_server: MakeServer) -> PeerServer:
     return make_server()
 
 
@@ -143,7 +143,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[MakePeer]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     peers: list[Peer] = []
 
-    def make(to: Server | None = None) -> Peer:
+    def make(to: PeerServer | None = None) -> Peer:
         peers.append(Peer(context, to or request.getfixturevalue("server")))
         return peers[-1]
 
@@ -156,7 +156,9 @@ def connect(request: pytest.FixtureRequest) -> Iterator[MakePeer]:
 # ------------------------------------------------------------------------------------------------------ handshake
 
 
-def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(server: Server, connect: MakePeer) -> None:
+def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(
+    server: PeerServer, connect: MakePeer
+) -> None:
     server.set_published(m.WeightVersion(0, 4))
     peer = connect()
     assert peer.greet() == [PeerUp("actor", "actor-0", "first", "")]
@@ -178,7 +180,7 @@ def test_a_hello_is_welcomed_with_the_newest_version_and_told_as_an_event(server
     ],
 )
 def test_who_does_not_belong_here_is_refused_by_name(
-    server: Server, connect: MakePeer, fields: dict[str, object], code: str, expected: str
+    server: PeerServer, connect: MakePeer, fields: dict[str, object], code: str, expected: str
 ) -> None:
     peer = connect()
     peer.send(msgspec.structs.replace(HELLO, **fields))
@@ -203,7 +205,7 @@ def test_a_launcher_needs_no_vocabulary(connect: MakePeer) -> None:
     ]
 
 
-def test_a_launcher_alone_may_ask_which_run_this_is(server: Server, connect: MakePeer) -> None:
+def test_a_launcher_alone_may_ask_which_run_this_is(server: PeerServer, connect: MakePeer) -> None:
     asking = connect()
     assert asking.greet(role="launcher", name="joiner", vocab_fingerprint="", run_id="")
     received = asking.read()
@@ -213,7 +215,9 @@ def test_a_launcher_alone_may_ask_which_run_this_is(server: Server, connect: Mak
     assert actor.refused().code == "run_id"
 
 
-def test_a_launcher_that_is_there_is_not_pushed_out_by_another_of_its_name(server: Server, connect: MakePeer) -> None:
+def test_a_launcher_that_is_there_is_not_pushed_out_by_another_of_its_name(
+    server: PeerServer, connect: MakePeer
+) -> None:
     first, other = connect(), connect()
     assert first.greet(role="launcher", name="launcher", vocab_fingerprint="")
     other.send(msgspec.structs.replace(HELLO, role="launcher", name="launcher", vocab_fingerprint="", incarnation="b"))
@@ -239,7 +243,7 @@ def test_messages_before_hello_are_refused(connect: MakePeer) -> None:
     assert peer.refused().code == "not_hello_first"
 
 
-def test_a_role_may_send_its_own_messages_only(server: Server, connect: MakePeer) -> None:
+def test_a_role_may_send_its_own_messages_only(server: PeerServer, connect: MakePeer) -> None:
     peer = connect()
     peer.greet()
     peer.read()
@@ -251,7 +255,7 @@ def test_a_role_may_send_its_own_messages_only(server: Server, connect: MakePeer
 
 
 def test_a_second_hello_on_one_connection_is_welcomed_again_without_event_or_resend(
-    server: Server, connect: MakePeer
+    server: PeerServer, connect: MakePeer
 ) -> None:
     peer = connect()
     peer.greet()
@@ -260,7 +264,7 @@ def test_a_second_hello_on_one_connection_is_welcomed_again_without_event_or_res
     assert [type(message).__name__ for message in peer.read_n(3)] == ["Welcome", "CancelRollout", "Welcome"]
 
 
-def test_a_connection_cannot_become_another_peer(server: Server, connect: MakePeer) -> None:
+def test_a_connection_cannot_become_another_peer(server: PeerServer, connect: MakePeer) -> None:
     peer = connect()
     peer.greet()
     peer.read()
@@ -272,7 +276,7 @@ def test_a_connection_cannot_become_another_peer(server: Server, connect: MakePe
 # --------------------------------------------------------------------------------------- incarnations, connections
 
 
-def test_a_new_incarnation_replaces_the_former_which_may_not_come_back(server: Server, connect: MakePeer) -> None:
+def test_a_new_incarnation_replaces_the_former_which_may_not_come_back(server: PeerServer, connect: MakePeer) -> None:
     former, later = connect(), connect()
     former.greet()
     former.read()
@@ -291,7 +295,7 @@ def test_a_new_incarnation_replaces_the_former_which_may_not_come_back(server: S
 
 
 def test_a_late_hello_of_one_that_fell_silent_does_not_put_its_successor_out(
-    server: Server, connect: MakePeer, clock: Clock
+    server: PeerServer, connect: MakePeer, clock: Clock
 ) -> None:
     former, later, late = connect(), connect(), connect()
     former.greet()
@@ -308,7 +312,7 @@ def test_a_late_hello_of_one_that_fell_silent_does_not_put_its_successor_out(
 
 
 def test_a_replacement_comes_in_a_poll_of_its_own_so_that_replies_reach_the_former(
-    server: Server, connect: MakePeer
+    server: PeerServer, connect: MakePeer
 ) -> None:
     former = connect()
     former.greet()
@@ -328,7 +332,9 @@ def test_a_replacement_comes_in_a_poll_of_its_own_so_that_replies_reach_the_form
     assert [type(event) for event in events[:2]] == [PeerDown, PeerUp]
 
 
-def test_the_same_incarnation_on_a_new_connection_resumes_where_it_stopped(server: Server, connect: MakePeer) -> None:
+def test_the_same_incarnation_on_a_new_connection_resumes_where_it_stopped(
+    server: PeerServer, connect: MakePeer
+) -> None:
     peer = connect()
     peer.greet()
     for n in range(4):
@@ -343,7 +349,7 @@ def test_the_same_incarnation_on_a_new_connection_resumes_where_it_stopped(serve
     assert rest == [m.CancelRollout("r3", "x"), m.CancelRollout("r4", "while away")]
 
 
-def test_the_hello_of_an_older_connection_takes_nothing_from_a_newer_one(server: Server, connect: MakePeer) -> None:
+def test_the_hello_of_an_older_connection_takes_nothing_from_a_newer_one(server: PeerServer, connect: MakePeer) -> None:
     """It was on its way for longer."""
     newer, older = connect(), connect()
     newer.greet(connection=7)
@@ -356,7 +362,7 @@ def test_the_hello_of_an_older_connection_takes_nothing_from_a_newer_one(server:
     assert newer.read_n(1) == [m.CancelRollout("r", "x")]
 
 
-def test_hellos_of_one_incarnation_count_in_the_order_of_its_connections(server: Server, connect: MakePeer) -> None:
+def test_hellos_of_one_incarnation_count_in_the_order_of_its_connections(server: PeerServer, connect: MakePeer) -> None:
     """After a long pause of the server its peer has tried several connections, and ROUTER reads them in any order."""
     connections = [connect() for _ in range(8)]
     for number in (3, 7, 1, 0, 6, 5, 2, 4):
@@ -373,7 +379,7 @@ def test_hellos_of_one_incarnation_count_in_the_order_of_its_connections(server:
 
 
 def test_a_peer_that_goes_on_with_a_connection_it_had_replaced_is_told_to_say_hello(
-    server: Server, connect: MakePeer
+    server: PeerServer, connect: MakePeer
 ) -> None:
     replaced, newest = connect(), connect()
     replaced.greet()
@@ -385,7 +391,7 @@ def test_a_peer_that_goes_on_with_a_connection_it_had_replaced_is_told_to_say_he
     assert (server.overtaken, server.refused) == (1, {})
 
 
-def test_heartbeats_confirm_what_need_not_be_kept(server: Server, connect: MakePeer) -> None:
+def test_heartbeats_confirm_what_need_not_be_kept(server: PeerServer, connect: MakePeer) -> None:
     lost = connect()
     lost.greet()
     lost.send(m.Goodbye("it was counted as lost, with seven messages"))
@@ -404,7 +410,7 @@ def test_heartbeats_confirm_what_need_not_be_kept(server: Server, connect: MakeP
 
 
 def test_who_has_messages_of_a_buffer_that_this_one_knows_nothing_of_is_refused(
-    server: Server, connect: MakePeer
+    server: PeerServer, connect: MakePeer
 ) -> None:
     """It would go on with numbers of leases and batches that are given out anew here."""
     peer = connect()
@@ -415,14 +421,14 @@ def test_who_has_messages_of_a_buffer_that_this_one_knows_nothing_of_is_refused(
     assert [type(event) for event in connect().greet(incarnation="its next process")] == [PeerUp]
 
 
-def test_an_impossible_count_in_a_hello_starts_anew(server: Server, connect: MakePeer) -> None:
+def test_an_impossible_count_in_a_hello_starts_anew(server: PeerServer, connect: MakePeer) -> None:
     connect().greet()
     events = connect().greet(received_total=5)
     assert [type(event) for event in events] == [PeerDown, PeerUp]
 
 
 def test_messages_for_one_who_left_are_logged(
-    server: Server, connect: MakePeer, caplog: pytest.LogCaptureFixture
+    server: PeerServer, connect: MakePeer, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = connect()
     peer.greet()
@@ -436,7 +442,7 @@ def test_messages_for_one_who_left_are_logged(
 # ------------------------------------------------------------------------------------------------------- liveness
 
 
-def test_a_silent_peer_is_lost_after_the_peer_timeout(server: Server, connect: MakePeer, clock: Clock) -> None:
+def test_a_silent_peer_is_lost_after_the_peer_timeout(server: PeerServer, connect: MakePeer, clock: Clock) -> None:
     silent, lively = connect(), connect()
     silent.greet()
     lively.greet(name="actor-1")
@@ -458,13 +464,13 @@ def test_a_silent_peer_is_lost_after_the_peer_timeout(server: Server, connect: M
     assert silent.greet() == [PeerUp("actor", "actor-0", "first", "")]
 
 
-def test_a_poll_does_not_look_at_all_peers(server: Server, connect: MakePeer, clock: Clock) -> None:
+def test_a_poll_does_not_look_at_all_peers(server: PeerServer, connect: MakePeer, clock: Clock) -> None:
     connect().greet()
 
-    class Counted(dict[PeerId, Session]):
+    class Counted(dict[PeerId, PeerSession]):
         looks = 0
 
-        def values(self) -> ValuesView[Session]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def values(self) -> ValuesView[PeerSession]:  # pyright: ignore[reportIncompatibleMethodOverride]
             Counted.looks += 1
             return super().values()
 
@@ -479,7 +485,9 @@ def test_a_poll_does_not_look_at_all_peers(server: Server, connect: MakePeer, cl
     assert [type(event) for event in server.poll(0)] == [PeerDown], "silent for 10.1 s, of at most 10"
 
 
-def test_a_pause_of_the_server_is_not_the_silence_of_its_peers(server: Server, connect: MakePeer, clock: Clock) -> None:
+def test_a_pause_of_the_server_is_not_the_silence_of_its_peers(
+    server: PeerServer, connect: MakePeer, clock: Clock
+) -> None:
     connect().greet()
     clock.now_s += 1000.0
     nothing_happens(server)
@@ -499,7 +507,7 @@ def test_a_peer_too_far_behind_is_lost(make_server: MakeServer, connect: MakePee
 # ----------------------------------------------------------------------------------------------- floods and garbage
 
 
-def test_a_flood_of_one_peer_neither_starves_the_others_nor_the_owner(server: Server, connect: MakePeer) -> None:
+def test_a_flood_of_one_peer_neither_starves_the_others_nor_the_owner(server: PeerServer, connect: MakePeer) -> None:
     flood, calm = connect(), connect()
     flood.greet()
     calm.greet(name="actor-1")
@@ -519,7 +527,7 @@ def test_a_flood_of_one_peer_neither_starves_the_others_nor_the_owner(server: Se
         assert seen < 900, "the calm peer was heard only after the whole flood"
 
 
-def test_garbage_is_counted_and_harms_nobody(server: Server, connect: MakePeer) -> None:
+def test_garbage_is_counted_and_harms_nobody(server: PeerServer, connect: MakePeer) -> None:
     good, bad = connect(), connect()
     good.greet()
     good.read()
@@ -542,7 +550,7 @@ def test_garbage_is_counted_and_harms_nobody(server: Server, connect: MakePeer) 
     assert event.received.message == SEGMENT
 
 
-def test_malformed_messages_of_a_known_peer_are_refused_and_it_stays(server: Server, connect: MakePeer) -> None:
+def test_malformed_messages_of_a_known_peer_are_refused_and_it_stays(server: PeerServer, connect: MakePeer) -> None:
     peer = connect()
     peer.greet()
     peer.read()
@@ -553,7 +561,7 @@ def test_malformed_messages_of_a_known_peer_are_refused_and_it_stays(server: Ser
     assert isinstance(events_until_one(server)[0], FromPeer)
 
 
-def test_behind_a_damaged_message_nothing_is_read_until_a_new_connection(server: Server, connect: MakePeer) -> None:
+def test_behind_a_damaged_message_nothing_is_read_until_a_new_connection(server: PeerServer, connect: MakePeer) -> None:
     peer, again = connect(), connect()
     peer.greet()
     peer.read_n(1)
@@ -567,6 +575,6 @@ def test_behind_a_damaged_message_nothing_is_read_until_a_new_connection(server:
     assert [type(event) for event in events_until_one(server)] == [FromPeer], "the session was kept"
 
 
-def test_an_address_in_use_is_told(make_server: MakeServer, server: Server) -> None:
+def test_an_address_in_use_is_told(make_server: MakeServer, server: PeerServer) -> None:
     with pytest.raises(AddressUnusable, match="cannot bind"):
         make_server(server.address)

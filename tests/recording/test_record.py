@@ -18,8 +18,8 @@ from stillhouse.recording.format import (
     MAGIC,
     BatchRecord,
     ItemRecord,
+    RecordedRollout,
     RecordError,
-    Rollout,
     decode_frames,
     encode_batch,
     encode_header,
@@ -57,7 +57,7 @@ def test_what_was_trained_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_frames_that_a_later_version_sends_are_carried_along(tmp_path: Path) -> None:
     plain = rollout("a")
     payload = np.frombuffer(b"any bytes", np.uint8)
-    wide = Rollout(plain.item, (*plain.arrays, payload, np.zeros((0, 4), np.float16)))
+    wide = RecordedRollout(plain.item, (*plain.arrays, payload, np.zeros((0, 4), np.float16)))
     data = encode_batch(1, WeightVersion(0, 0), [wide], staleness={}, tasks_done=())
     (tmp_path / "r").write_bytes(encode_header(header()) + data)
     with Recording(tmp_path / "r") as recording:

@@ -31,7 +31,7 @@ from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.messages import TopKPiece
 from stillhouse.protocol.payloads.hidden import encode_hidden
-from stillhouse.recording.format import Rollout, Writer
+from stillhouse.recording.format import RecordedRollout, Writer
 from stillhouse.replay import command as replay
 from stillhouse.teachers.config import TeacherConfig
 from tests.learner.records import record, rollout
@@ -53,7 +53,7 @@ def plain(**learner: Any) -> dict[str, Any]:
 
 
 def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGERPRINT, n: int = 3) -> Path:
-    batches: Sequence[Sequence[Rollout]] = [[rollout(f"r{b}-{i}", 8) for i in range(4)] for b in range(n)]
+    batches: Sequence[Sequence[RecordedRollout]] = [[rollout(f"r{b}-{i}", 8) for i in range(4)] for b in range(n)]
     return record(path, batches, writer=writer, vocab_fingerprint=fingerprint, config=plain())
 
 
@@ -156,7 +156,7 @@ def test_estimators_are_compared_on_the_same_batches(tmp_path: Path, capsys: pyt
 def with_hidden_states(path: Path, teacher: Path) -> Path:
     """A recording of the demo's kind: the built-in student's rollouts, with the states of a teacher."""
     scorer = TorchScorer.load(teacher, TeacherConfig(payload="hidden"))
-    made: list[Rollout] = []
+    made: list[RecordedRollout] = []
     for i in range(4):
         item, (ids, *others, _) = rollout(f"r{i}", 8)[:2]
         (scores,) = scorer.score([ScoreRequest(ids, 2)], ScoreOptions(hidden=True))
@@ -164,7 +164,7 @@ def with_hidden_states(path: Path, teacher: Path) -> Path:
         payload = np.frombuffer(encode_hidden(scores.hidden, scorer.head_identity), np.uint8)
         item = msgspec.structs.replace(item, top_k=(TopKPiece(0, 2, 10, len(payload)),))
         sent = np.concatenate([np.zeros(2, np.float32), scores.logprobs])[None]
-        made.append(Rollout(item, (ids, *others, sent, payload)))
+        made.append(RecordedRollout(item, (ids, *others, sent, payload)))
     settings = plain(objective={"divergence": {"name": "reverse_kl"}})
     settings["teacher"]["payload"], settings["models"]["teacher"] = "hidden", str(teacher)
     return record(path, [made] * 2, vocab_fingerprint=FINGERPRINT, config=settings)

@@ -31,7 +31,7 @@ from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.weights.errors import Interrupted
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.server_checks import LearnerCanary
 from stillhouse.weights.staged_weights import tensor_of
 from tests.patience import PATIENCE_S
@@ -112,7 +112,7 @@ class Run:
             store=Store(f"file://{folder}/store") if way == "store" else None,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
-            members=Members(kind="adapters", check_by="canary", adapter_config=self.adapters.config_text()),
+            members=GroupMembers(kind="adapters", check_by="canary", adapter_config=self.adapters.config_text()),
             canary=LearnerCanary(self.model, vocab_tokens=VOCAB, bfloat16=False, sent="keep"),
         )
 

@@ -31,10 +31,10 @@ from stillhouse.weights.buckets import WholeTensors
 from stillhouse.weights.checkpoint_names import checkpoint_pieces
 from stillhouse.weights.config import WeightsConfig, sent_dtype
 from stillhouse.weights.errors import GroupBroken, Interrupted
-from stillhouse.weights.manifest import Bucket, Manifest
+from stillhouse.weights.manifest import WeightBucket, WeightManifest
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
-from stillhouse.weights.roster import CheckBy, Members
+from stillhouse.weights.roster import CheckBy, GroupMembers
 from stillhouse.weights.server_checks import LearnerCanary
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import (
@@ -106,7 +106,7 @@ class ForgetfulWeights(SaboteurWeights):
     forgets: str | None = None
     """Which, as a regular expression."""
 
-    def _update(self, bucket: Bucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
+    def _update(self, bucket: WeightBucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
         body = super()._update(bucket, label, last=last)
         if self.forgets is None:
             return body
@@ -160,7 +160,7 @@ class Run:
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
-            members=Members(kind="servers", check_by=check_by, pieces=checkpoint_pieces(self.model, self.student)),
+            members=GroupMembers(kind="servers", check_by=check_by, pieces=checkpoint_pieces(self.model, self.student)),
             canary=LearnerCanary(self.model, vocab_tokens=VOCAB, bfloat16=False, sent=sent),
         )
         if servers:
@@ -476,7 +476,9 @@ def test_loaded_from_the_file_a_version_must_have_the_same_checksums(
 ) -> None:
     write = stillhouse.weights.snapshot.write_content
 
-    def write_other(folder: Path, version: WeightVersion, manifest: Manifest, content: object, *, keep: int) -> Any:
+    def write_other(
+        folder: Path, version: WeightVersion, manifest: WeightManifest, content: object, *, keep: int
+    ) -> Any:
         return write(folder, version, manifest, WholeTensors(changed(run.weights(version), 9)), keep=keep)
 
     if other_file:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stillhouse.weights.buckets import Layout, byte_views, checksum, checksum_by_place, manifest_of
+from stillhouse.weights.buckets import EqualBuckets, byte_views, checksum, checksum_by_place, manifest_of
 
 Named = list[tuple[str, Tensor]]
 
@@ -31,7 +31,7 @@ def mixed_tensors() -> Named:
     ]
 
 
-def gathered(layout: Layout, named: Named) -> Tensor:
+def gathered(layout: EqualBuckets, named: Named) -> Tensor:
     sources = byte_views(named)
     run_B = torch.empty(layout.total_bytes, dtype=torch.uint8)
     for index in range(layout.n_buckets):
@@ -43,7 +43,7 @@ def gathered(layout: Layout, named: Named) -> Tensor:
 @pytest.mark.parametrize("bucket_bytes", [64, 128, 1_024, 1 << 20])
 def test_what_is_gathered_bucket_by_bucket_reads_back_as_the_same_tensors(bucket_bytes: int) -> None:
     named = mixed_tensors()
-    layout = Layout(manifest_of(named), bucket_bytes)
+    layout = EqualBuckets(manifest_of(named), bucket_bytes)
     views = layout.views(gathered(layout, named))
     assert [name for name, _ in views] == [name for name, _ in named]
     for (name, got), (_, sent) in zip(views, named, strict=True):
@@ -53,7 +53,7 @@ def test_what_is_gathered_bucket_by_bucket_reads_back_as_the_same_tensors(bucket
 
 def test_the_named_tensors_share_memory_with_the_run() -> None:
     named = mixed_tensors()
-    layout = Layout(manifest_of(named), 128)
+    layout = EqualBuckets(manifest_of(named), 128)
     run_B = gathered(layout, named)
     for _, view in layout.views(run_B):
         assert view.untyped_storage().data_ptr() == run_B.untyped_storage().data_ptr()
@@ -61,7 +61,7 @@ def test_the_named_tensors_share_memory_with_the_run() -> None:
 
 def test_the_run_is_found_only_when_every_tensor_lies_where_the_layout_says() -> None:
     named = mixed_tensors()
-    layout = Layout(manifest_of(named), 128)
+    layout = EqualBuckets(manifest_of(named), 128)
     run_B = gathered(layout, named)
     views = layout.views(run_B)
     found_B = layout.run_of(views)
@@ -69,12 +69,12 @@ def test_the_run_is_found_only_when_every_tensor_lies_where_the_layout_says() ->
     assert found_B.data_ptr() == run_B.data_ptr() and found_B.numel() == layout.total_bytes
     assert layout.run_of(named) is None
     assert layout.run_of([*views[:-1], (views[-1][0], views[-1][1].clone())]) is None
-    shifted = Layout(manifest_of(views[2:]), 128)
+    shifted = EqualBuckets(manifest_of(views[2:]), 128)
     assert shifted.run_of(views[2:]) is None
 
 
 def test_every_bucket_but_the_last_is_full_and_together_they_are_the_run() -> None:
-    layout = Layout(manifest_of(mixed_tensors()), 1_024)
+    layout = EqualBuckets(manifest_of(mixed_tensors()), 1_024)
     bounds = [layout.bounds(index) for index in range(layout.n_buckets)]
     assert bounds[0][0] == 0 and bounds[-1][1] == layout.total_bytes
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(bounds))
@@ -98,7 +98,7 @@ def test_exchanged_words_and_a_flipped_bit_change_both_checksums(n: int, first: 
 
 def test_a_bucket_that_differs_in_one_bit_or_is_another_has_another_checksum() -> None:
     named = mixed_tensors()
-    layout = Layout(manifest_of(named), 1_024)
+    layout = EqualBuckets(manifest_of(named), 1_024)
     run_B = gathered(layout, named)
     first, second = run_B[:1_024], run_B[1_024:2_048]
     assert checksum(first).item() != checksum(second).item()
@@ -123,4 +123,4 @@ def test_no_tensor_a_name_twice_and_a_crooked_bucket_size_are_refused() -> None:
     with pytest.raises(ValueError, match="came twice: a"):
         manifest_of([("a", torch.zeros(1)), ("a", torch.zeros(1))])
     with pytest.raises(ValueError, match="bucket_bytes = 100"):
-        Layout(manifest_of([("a", torch.zeros(1))]), 100)
+        EqualBuckets(manifest_of([("a", torch.zeros(1))]), 100)

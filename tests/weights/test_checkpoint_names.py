@@ -25,11 +25,11 @@ from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import PackedLayout, manifest_of
 from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
-from stillhouse.weights.manifest import Piece
-from stillhouse.weights.roster import Members
+from stillhouse.weights.manifest import TensorPiece
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.staged_weights import StagedWeights, Weight
 
-SERVERS = Members(kind="servers")
+SERVERS = GroupMembers(kind="servers")
 V1 = WeightVersion(0, 1)
 TINY: Final[dict[str, Any]] = {
     **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
@@ -111,9 +111,11 @@ def test_the_pieces_are_the_experts_one_after_the_other() -> None:
     model = tiny("qwen3_moe")
     pieces = checkpoint_pieces(model, model.named_parameters())
     layer = "model.layers.1.mlp.experts"
-    assert pieces[f"{layer}.down_proj"] == tuple(Piece(f"{layer}.{e}.down_proj.weight", (16, 8)) for e in range(4))
+    assert pieces[f"{layer}.down_proj"] == tuple(
+        TensorPiece(f"{layer}.{e}.down_proj.weight", (16, 8)) for e in range(4)
+    )
     assert pieces[f"{layer}.gate_up_proj"] == tuple(
-        Piece(f"{layer}.{e}.{half}_proj.weight", (8, 16)) for e in range(4) for half in ("gate", "up")
+        TensorPiece(f"{layer}.{e}.{half}_proj.weight", (8, 16)) for e in range(4) for half in ("gate", "up")
     )
     assert len(pieces) == 4  # two layers; all else has its own name
 

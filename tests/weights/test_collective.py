@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import stillhouse.weights.transports.collective
-from stillhouse.weights.buckets import Layout, WholeTensors, manifest_of
+from stillhouse.weights.buckets import EqualBuckets, WholeTensors, manifest_of
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, host_store
 from stillhouse.weights.transports.collective import WeightGroup
@@ -57,7 +57,7 @@ class Ranks:
         for future in self.all(lambda group: group.join(TIMEOUT_S)):
             future.result()
 
-    def broadcast(self, number: int, layout: Layout, named: Named) -> list[Future[Any]]:
+    def broadcast(self, number: int, layout: EqualBuckets, named: Named) -> list[Future[Any]]:
         """Of the members, what they received."""
         sent = self.pool.submit(self.groups[0].send, number, layout, WholeTensors(named), TIMEOUT_S)
         received = [self.pool.submit(group.receive, number, layout, TIMEOUT_S) for group in self.groups[1:]]
@@ -80,7 +80,7 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("bucket_bytes", [1_024, 1 << 20])
 def test_all_members_get_equal_tensors_round_after_round(four_ranks: Ranks, bucket_bytes: int) -> None:
     four_ranks.join()
-    layout = Layout(manifest_of(mixed_tensors(0)), bucket_bytes)
+    layout = EqualBuckets(manifest_of(mixed_tensors(0)), bucket_bytes)
     for number in range(1, 4):
         named = mixed_tensors(number)
         for future in four_ranks.broadcast(number, layout, named):
@@ -90,15 +90,15 @@ def test_all_members_get_equal_tensors_round_after_round(four_ranks: Ranks, buck
 
 def test_tensors_that_lie_in_one_run_are_sent_as_they_lie(four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     four_ranks.join()
-    layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
+    layout = EqualBuckets(manifest_of(mixed_tensors(0)), 1_024)
     named = layout.views(torch.zeros(layout.total_bytes, dtype=torch.uint8))
     for (_, view), (_, tensor) in zip(named, mixed_tensors(1), strict=True):
         view.copy_(tensor)
 
-    def gather(self: Layout, index: int, sources: list[Tensor], out_b: Tensor) -> None:
+    def gather(self: EqualBuckets, index: int, sources: list[Tensor], out_b: Tensor) -> None:
         raise AssertionError("there was nothing to gather")
 
-    monkeypatch.setattr(Layout, "gather", gather)
+    monkeypatch.setattr(EqualBuckets, "gather", gather)
     for future in four_ranks.broadcast(1, layout, named):
         for (name, got), (_, sent) in zip(future.result(), mixed_tensors(1), strict=True):
             assert torch.equal(got, sent), name
@@ -108,9 +108,9 @@ def test_the_next_bucket_is_gathered_while_the_one_before_is_on_its_way(
     four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     four_ranks.join()
-    layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
+    layout = EqualBuckets(manifest_of(mixed_tensors(0)), 1_024)
     steps: list[str] = []
-    start, finish, gather = WeightGroup._start, WeightGroup._finish_oldest, Layout.gather  # pyright: ignore
+    start, finish, gather = WeightGroup._start, WeightGroup._finish_oldest, EqualBuckets.gather  # pyright: ignore
 
     def log_start(group: WeightGroup, tensor: Tensor, deadline_s: float) -> None:
         start(group, tensor, deadline_s)
@@ -122,13 +122,13 @@ def test_the_next_bucket_is_gathered_while_the_one_before_is_on_its_way(
         if group is four_ranks.groups[0]:
             steps.append("finish")
 
-    def log_gather(self: Layout, start: int, end: int, sources: list[Tensor], out_b: Tensor) -> None:
+    def log_gather(self: EqualBuckets, start: int, end: int, sources: list[Tensor], out_b: Tensor) -> None:
         steps.append("gather")
         gather(self, start, end, sources, out_b)
 
     monkeypatch.setattr(WeightGroup, "_start", log_start)
     monkeypatch.setattr(WeightGroup, "_finish_oldest", log_finish)
-    monkeypatch.setattr(Layout, "gather", log_gather)
+    monkeypatch.setattr(EqualBuckets, "gather", log_gather)
     for future in four_ranks.broadcast(1, layout, mixed_tensors(1)):
         future.result()
     assert steps[:6] == ["gather", "start", "gather", "start", "finish", "gather"]
@@ -137,7 +137,7 @@ def test_the_next_bucket_is_gathered_while_the_one_before_is_on_its_way(
 
 def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     four_ranks.join()
-    layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
+    layout = EqualBuckets(manifest_of(mixed_tensors(0)), 1_024)
     receive_started = threading.local()
     honest = stillhouse.weights.transports.collective.checksum
 
@@ -159,7 +159,7 @@ def test_a_bucket_other_than_the_one_sent_is_refused(four_ranks: Ranks, monkeypa
 
 def test_ranks_that_are_not_in_the_same_round_notice(four_ranks: Ranks) -> None:
     four_ranks.join()
-    layout = Layout(manifest_of(mixed_tensors(0)), 1_024)
+    layout = EqualBuckets(manifest_of(mixed_tensors(0)), 1_024)
     sent = four_ranks.pool.submit(four_ranks.groups[0].send, 2, layout, WholeTensors(mixed_tensors(1)), TIMEOUT_S)
     received = [four_ranks.pool.submit(group.receive, 1, layout, TIMEOUT_S) for group in four_ranks.groups[1:]]
     sent.result()
@@ -179,7 +179,7 @@ def test_joining_ends_at_the_deadline_when_a_member_never_comes() -> None:
 def test_a_broadcast_ends_at_the_deadline_when_a_member_never_takes_part(four_ranks: Ranks) -> None:
     four_ranks.join()
     named: Named = [("large", torch.zeros(16 << 20))]  # more than the sockets hold
-    layout = Layout(manifest_of(named), 64 << 20)
+    layout = EqualBuckets(manifest_of(named), 64 << 20)
     with pytest.raises(GroupBroken):
         four_ranks.groups[0].send(1, layout, WholeTensors(named), 1.0)
 
@@ -200,7 +200,7 @@ def test_a_member_killed_inside_a_broadcast_breaks_it_for_the_others_long_before
     """Rank 1 of 3 is a process that kills itself in its third wait; the others would wait for two minutes."""
     store = host_store(HOST)
     named: Named = [("large", torch.zeros(4 << 20))]
-    layout = Layout(manifest_of(named), 1 << 20)
+    layout = EqualBuckets(manifest_of(named), 1 << 20)
     args = (HOST, store.port, 1, 3, layout, Fault(signal.SIGKILL, at_operation=3))
     victim = fork_server().Process(target=doomed_rank, args=args, daemon=True)
     victim.start()

@@ -24,10 +24,10 @@ from stillhouse.weights.control import (
     Waker,
     member_keys,
 )
-from stillhouse.weights.control_messages import Answer, FromMember, Go, Joined, Ready, Want
+from stillhouse.weights.control_messages import FromMember, Go, MemberAnswer, MemberJoined, MemberReady, Want
 from tests.patience import PATIENCE_S
 
-JOINED = Joined(1, 1, WeightVersion(0, 3))
+JOINED = MemberJoined(1, 1, WeightVersion(0, 3))
 MEMBERS = ("actor-0", "actor-host-0")
 POLLS = int(PATIENCE_S / 0.02)
 """Of 20 ms: how long a test waits for what must come."""
@@ -94,9 +94,9 @@ def test_nobody_speaks_for_another_rank(keys: Path, owner: str, rank: int) -> No
     host = ControlHost("127.0.0.1", 0, load_server_keys(keys, "learner", ("actor",)))
     host.begin(1, MEMBERS)
     with ControlMember(host.endpoint, load_client_keys(keys, owner, "learner")) as member:
-        member.send(Joined(1, rank, None))
+        member.send(MemberJoined(1, rank, None))
         assert poll_until(host, lambda _: host.unreadable_total == 1) == []
-        own = Joined(1, 1 + MEMBERS.index({"actor": "actor-host-0"}.get(owner, owner)), None)
+        own = MemberJoined(1, 1 + MEMBERS.index({"actor": "actor-host-0"}.get(owner, owner)), None)
         member.send(own)
         assert poll_until(host, bool) == [own]
     host.close()
@@ -192,11 +192,11 @@ def test_long_words_are_cut_before_they_cut_the_connection() -> None:
     host = ControlHost("127.0.0.1", 0)
     host.begin(1, MEMBERS)
     with ControlMember(host.endpoint, plan_keys(host)) as member:
-        member.send(Answer(1, 1, 1, "refused", "\n" + "x" * 1_000_000))
-        member.send(Ready(1, 1, "y" * 1_000_000))
+        member.send(MemberAnswer(1, 1, 1, "refused", "\n" + "x" * 1_000_000))
+        member.send(MemberReady(1, 1, "y" * 1_000_000))
         answer, ready = poll_until(host, lambda heard: len(heard) == 2)
-    assert isinstance(answer, Answer) and answer.reason == "\\n" + "x" * (LONGEST_WORDS - 1)
-    assert isinstance(ready, Ready) and ready.error == "y" * LONGEST_WORDS
+    assert isinstance(answer, MemberAnswer) and answer.reason == "\\n" + "x" * (LONGEST_WORDS - 1)
+    assert isinstance(ready, MemberReady) and ready.error == "y" * LONGEST_WORDS
     host.close()
 
 

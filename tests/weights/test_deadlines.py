@@ -11,12 +11,12 @@ import torch
 
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.control_messages import Check, Leave, Round
-from stillhouse.weights.deadlines import MOST_PATIENCE, Limits, kind_of
-from stillhouse.weights.roster import Seat
+from stillhouse.weights.control_messages import Leave, Round, WeightCheck
+from stillhouse.weights.deadlines import MOST_PATIENCE, RoundLimits, kind_of
+from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.snapshot import SnapshotKeeper
 from stillhouse.weights.staged_weights import StagedWeights
-from stillhouse.weights.transport import Setup
+from stillhouse.weights.transport import TransportSetup
 from stillhouse.weights.transports.collective import CollectiveTransport
 
 CONFIG = WeightsConfig(
@@ -28,23 +28,23 @@ CONFIG = WeightsConfig(
 )
 V1 = WeightVersion(0, 1)
 REF = WeightsRef(V1, "/nowhere", "00")
-BY_CANARY, BY_RELOAD = Check(), Check(weights=REF)
+BY_CANARY, BY_RELOAD = WeightCheck(), WeightCheck(weights=REF)
 
 
 def test_the_33_gb_of_a_checked_first_version_have_the_time_that_they_take() -> None:
     """Measured: sha256 of the file 24 s; with receiving, reading and hashing about a minute and a half."""
-    limits = Limits(WeightsConfig())
+    limits = RoundLimits(WeightsConfig())
     assert limits.limit_s("reload", 33_000_000_000) > 2 * 90.0
     assert limits.limit_s("plain", 1_000_000) < 30.1
 
 
 @pytest.mark.parametrize(("check", "passes"), [(None, 2), (BY_CANARY, 2), (BY_RELOAD, 6)])
-def test_a_round_has_its_floor_and_a_pass_at_a_time(check: Check | None, passes: int) -> None:
-    assert Limits(CONFIG).limit_s(kind_of(check), 10_000_000_000) == 30.0 + passes * 10.0
+def test_a_round_has_its_floor_and_a_pass_at_a_time(check: WeightCheck | None, passes: int) -> None:
+    assert RoundLimits(CONFIG).limit_s(kind_of(check), 10_000_000_000) == 30.0 + passes * 10.0
 
 
 def test_a_limit_that_was_missed_is_doubled_up_to_a_bound_and_one_that_is_not_needed_halved() -> None:
-    limits = Limits(CONFIG)
+    limits = RoundLimits(CONFIG)
     for expected in (60.0, 120.0, 240.0, 480.0, 480.0):
         limit_s = limits.limit_s("reload", 0)
         limits.took("reload", limit_s, limit_s)
@@ -59,19 +59,19 @@ def test_a_limit_that_was_missed_is_doubled_up_to_a_bound_and_one_that_is_not_ne
 
 
 def test_publish_waits_longer_than_a_group_and_a_checked_version_may_take() -> None:
-    limits = Limits(CONFIG)
+    limits = RoundLimits(CONFIG)
     n_bytes = 33_000_000_000
     assert limits.publish_wait_s(n_bytes) > limits.limit_s("join", n_bytes) + limits.limit_s("reload", n_bytes)
 
 
 @pytest.fixture
 def host() -> Iterator[CollectiveTransport]:
-    def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
+    def nobody(seats: Iterable[GroupSeat]) -> frozenset[GroupSeat]:
         return frozenset()
 
     config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
     snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
-    host = CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
+    host = CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
     yield host
     host.close()
 
@@ -82,10 +82,10 @@ def test_joiners_have_the_time_to_load_the_student_and_more_the_next_time(host: 
     newest.fill(V1, [("w", torch.zeros(25_000))])
     plans: list[WeightPlan] = []
     for _ in range(3):
-        assert host.form((Seat("actor-0", "1"),), newest, plans.append).error is not None
+        assert host.form((GroupSeat("actor-0", "1"),), newest, plans.append).error is not None
     assert [round(plan.join_timeout_s, 3) for plan in plans] == [0.5, 1.0, 2.0]
     plans.clear()
-    host.form((Seat("actor-0", "1"),), None, plans.append)
+    host.form((GroupSeat("actor-0", "1"),), None, plans.append)
     assert plans[0].join_timeout_s == pytest.approx(8 * 0.2)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -106,7 +106,7 @@ def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
     weights.fill(V1, [("w", torch.zeros(10_000))])
     for check in (None, None, BY_RELOAD):
         monkeypatch.setattr(host, "_group", Group())
-        monkeypatch.setattr(host, "_seats", (Seat("actor-0", "1"),))
-        assert host.publish(weights, check).lost == {Seat("actor-0", "1"): "no_answer"}
+        monkeypatch.setattr(host, "_seats", (GroupSeat("actor-0", "1"),))
+        assert host.publish(weights, check).lost == {GroupSeat("actor-0", "1"): "no_answer"}
     said = [message.timeout_s for message in headers if isinstance(message, Round)]
     assert said == pytest.approx([0.28, 0.56, 0.44])  # pyright: ignore[reportUnknownMemberType]

@@ -16,7 +16,7 @@ from stillhouse.weights import delta
 from stillhouse.weights.buckets import place_checksum
 from stillhouse.weights.config import DELTA_MIN_BYTES, DeltaUse
 from stillhouse.weights.delta import Deltas, FullReason, apply, changes, delta_bytes, encode, most_changes, unit_bytes
-from stillhouse.weights.manifest import Manifest, TensorSpec
+from stillhouse.weights.manifest import TensorSpec, WeightManifest
 from stillhouse.weights.staged_weights import StagedWeights
 
 Places: TypeAlias = dict[int, bytes]
@@ -145,8 +145,8 @@ def test_the_unit_is_the_width_that_most_bytes_have() -> None:
     def spec(name: str, dtype: str, n: int) -> TensorSpec:
         return TensorSpec(name, dtype, (n,))
 
-    assert unit_bytes(Manifest((spec("a", "bfloat16", 100), spec("b", "float32", 49)))) == 2
-    assert unit_bytes(Manifest((spec("a", "bfloat16", 100), spec("b", "float32", 51)))) == 4
+    assert unit_bytes(WeightManifest((spec("a", "bfloat16", 100), spec("b", "float32", 49)))) == 2
+    assert unit_bytes(WeightManifest((spec("a", "bfloat16", 100), spec("b", "float32", 51)))) == 4
 
 
 def slow_checksum(data: bytes) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stillhouse.engines.torch.weights import EmbeddedWeights
 from stillhouse.protocol.messages import Membership, WeightVersion
 from stillhouse.weights import delta
-from stillhouse.weights.buckets import Layout
+from stillhouse.weights.buckets import EqualBuckets
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.delta import DeltaSent
 from stillhouse.weights.errors import DeltaRefused
@@ -57,12 +57,12 @@ class Two:
         for joined in [self.pool.submit(group.join, PATIENCE_S) for group in (self.sender, self.member)]:
             joined.result()
         self.copies = [StagedWeights(), StagedWeights()]
-        self.layout: Layout | None = None
+        self.layout: EqualBuckets | None = None
 
     def whole(self, step: int) -> None:
         staged = self.copies[step % 2]
         staged.fill(version(step), weights(step))
-        self.layout = Layout(staged.manifest, 1_024)
+        self.layout = EqualBuckets(staged.manifest, 1_024)
         sent = self.pool.submit(self.sender.send, step, self.layout, staged.content, PATIENCE_S)
         got = self.pool.submit(self.member.receive, step, self.layout, PATIENCE_S, version(step))
         sent.result()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stillhouse.weights.buckets import PackedLayout, manifest_of
-from stillhouse.weights.manifest import ITEM_BYTES, Manifest, TensorSpec, whole_tensor_buckets
+from stillhouse.weights.manifest import ITEM_BYTES, TensorSpec, WeightManifest, whole_tensor_buckets
 
 specs = st.builds(
     TensorSpec,
@@ -26,14 +26,14 @@ def test_sizes_of_items_are_those_of_torch() -> None:
 
 def test_a_dtype_that_weights_do_not_have_is_refused() -> None:
     with pytest.raises(ValueError, match="complex128"):
-        whole_tensor_buckets(Manifest((TensorSpec("a", "complex128", (2,)),)), 64)
+        whole_tensor_buckets(WeightManifest((TensorSpec("a", "complex128", (2,)),)), 64)
 
 
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 600))
 def test_every_tensor_with_bytes_is_in_one_bucket_aligned_and_without_gaps(
     tensors: list[TensorSpec], bucket_bytes: int
 ) -> None:
-    buckets = whole_tensor_buckets(Manifest(tuple(tensors)), bucket_bytes)
+    buckets = whole_tensor_buckets(WeightManifest(tuple(tensors)), bucket_bytes)
     found = [spec.name for bucket in buckets for spec in bucket.tensors]
     assert sorted(found) == sorted(spec.name for spec in tensors if spec.n_bytes)
     end = 0

@@ -21,7 +21,7 @@ from torch import Tensor
 import stillhouse.weights.group_operations
 from stillhouse.engines.torch.weights import EmbeddedWeights
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.weights.buckets import Layout, PackedLayout, WholeTensors, manifest_of
+from stillhouse.weights.buckets import EqualBuckets, PackedLayout, WholeTensors, manifest_of
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import host_store, wait_for_device
@@ -31,7 +31,7 @@ from tests.patience import PATIENCE_S, eventually
 
 HOST = "127.0.0.1"
 NAMED = [("large", torch.arange(1_000, dtype=torch.float32))]
-LAYOUT = Layout(manifest_of(NAMED), 1_024)
+LAYOUT = EqualBuckets(manifest_of(NAMED), 1_024)
 FAILED = "NCCL error: remote process exited or there was a network error"
 
 

@@ -20,20 +20,20 @@ from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control import ControlHost
-from stillhouse.weights.control_messages import Agreed, Answer, Check, Go, Leave, Round
+from stillhouse.weights.control_messages import Agreed, Go, Leave, MemberAnswer, Round, WeightCheck
 from stillhouse.weights.group_operations import host_store
 from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
-from stillhouse.weights.roster import Seat
-from stillhouse.weights.sink import Taken
+from stillhouse.weights.roster import GroupSeat
+from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import SnapshotKeeper
 from stillhouse.weights.staged_weights import StagedWeights
-from stillhouse.weights.transport import Setup
+from stillhouse.weights.transport import TransportSetup
 from stillhouse.weights.transports.collective import CollectiveTransport, WeightGroup
 from tests.patience import PATIENCE_S, eventually
 
 WAIT_S = PATIENCE_S
 NAME = "actor-0"
-SEAT = Seat(NAME, "1")
+SEAT = GroupSeat(NAME, "1")
 CONFIG = WeightsConfig(
     bucket_bytes=4_096, join_timeout_s=PATIENCE_S, broadcast_timeout_s=PATIENCE_S, answer_grace_s=1.0
 )
@@ -93,11 +93,11 @@ def receiver(engine: MemoryEngine) -> Iterator[WeightReceiver]:
 
 
 def make_host(config: WeightsConfig = CONFIG) -> CollectiveTransport:
-    def nobody(seats: Iterable[Seat]) -> frozenset[Seat]:
+    def nobody(seats: Iterable[GroupSeat]) -> frozenset[GroupSeat]:
         return frozenset()
 
     snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
-    return CollectiveTransport(Setup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
+    return CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
 
 
 @pytest.fixture
@@ -203,23 +203,30 @@ def test_a_round_is_taken_once_and_a_check_by_loading_never_left_out() -> None:
     manifest = staged(V1).manifest
     rounds = [
         Round(1, number, V1, manifest.digest, Agreed(manifest, 4_096) if number == 1 else None, 1.0, 1.0, check, file)
-        for number, check in ((1, None), (1, None), (2, Check(file)), (2, Check(file)), (3, Check()), (4, None))
+        for number, check in (
+            (1, None),
+            (1, None),
+            (2, WeightCheck(file)),
+            (2, WeightCheck(file)),
+            (3, WeightCheck()),
+            (4, None),
+        )
     ]
     said, taken, answers = iter((*rounds, Leave(1, "over"))), list[int](), list[tuple[int, str]]()
 
     class Sink:
         version: WeightVersion | None = None
 
-        def take(self, header: Round, *_: Any) -> Taken:
+        def take(self, header: Round, *_: Any) -> Receipt:
             taken.append(header.number)
             self.version = header.version
-            return Taken(1, 0.0, 0.0)
+            return Receipt(1, 0.0, 0.0)
 
         def leave(self) -> None: ...
 
     class Control:
         def send(self, message: Any) -> None:
-            if isinstance(message, Answer):
+            if isinstance(message, MemberAnswer):
                 answers.append((message.number, message.status))
 
         def recv(self, *_: Any) -> Any:

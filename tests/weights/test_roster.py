@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.roster import Roster, Seat
+from stillhouse.weights.roster import GroupSeat, Roster
 
 CONFIG = WeightsConfig(join_window_s=2.0, rejoin_delay_s=5.0)
-A, B, C = Seat("a", "1"), Seat("b", "1"), Seat("c", "1")
+A, B, C = GroupSeat("a", "1"), GroupSeat("b", "1"), GroupSeat("c", "1")
 
 
 def roster(expected: int = 0) -> Roster:
@@ -91,7 +91,7 @@ def test_a_restarted_actor_is_wanted_at_once_and_its_former_self_is_forgotten() 
     r = roster()
     r.connect(0.0, [A, B])
     r.strike(0.0, B)
-    reborn = Seat("b", "2")
+    reborn = GroupSeat("b", "2")
     r.connect(1.0, [A, reborn])
     assert r.wanted(1.0) == (A, reborn)
     assert r.cooled_in_s(1.0) is None

@@ -13,11 +13,11 @@ from stillhouse.learner.config import LoraConfig
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.models.loading import load_causal_lm, save_hf
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.server_checks import TOKENS, CheckSchedule, Due, LearnerCanary
 from stillhouse.weights.staged_weights import tensor_of
 
-SERVERS = Members(kind="servers", check_by="reload")
+SERVERS = GroupMembers(kind="servers", check_by="reload")
 NOTHING = Due("off", canary=False)
 SONG = Due("off", canary=True)
 WHOLE = Due("reload", canary=True)
@@ -45,8 +45,8 @@ def test_and_then_the_canary_sings_with_every_so_many() -> None:
 
 
 def test_engines_are_never_asked_and_servers_not_when_it_is_off() -> None:
-    assert CheckSchedule(Members(), 1).due(1) == NOTHING
-    assert CheckSchedule(Members(kind="servers"), 1).due(1) == NOTHING
+    assert CheckSchedule(GroupMembers(), 1).due(1) == NOTHING
+    assert CheckSchedule(GroupMembers(kind="servers"), 1).due(1) == NOTHING
 
 
 Student = Callable[..., PreTrainedModel]

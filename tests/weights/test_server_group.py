@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from stillhouse.weights.buckets import PackedLayout, WholeTensors, manifest_of
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import host_store
-from stillhouse.weights.manifest import Bucket
+from stillhouse.weights.manifest import WeightBucket
 from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S
 from tests.sim.weights.weight_actors import fork_server
@@ -37,7 +37,7 @@ def tensors() -> list[tuple[str, Tensor]]:
     ]
 
 
-def server_rank(port: int, rank: int, world_size: int, buckets: tuple[Bucket, ...], pipe: Connection) -> None:
+def server_rank(port: int, rank: int, world_size: int, buckets: tuple[WeightBucket, ...], pipe: Connection) -> None:
     """What an SGLang scheduler does with /init_weights_update_group and one bucket after the other."""
     c10d: Any = distributed_c10d
     try:

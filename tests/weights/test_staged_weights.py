@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stillhouse.protocol.messages import Membership, WeightVersion
 from stillhouse.weights.buckets import PackedLayout, manifest_of
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.publisher import Publisher
-from stillhouse.weights.roster import EMBEDDED, Members, Seat
+from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat
 from stillhouse.weights.staged_weights import CudaStreams, Merged, NoStreams, StagedWeights, streams_of
-from stillhouse.weights.transport import Result
+from stillhouse.weights.transport import RoundResult
 from tests.patience import PATIENCE_S
 
 V1 = WeightVersion(0, 1)
-SERVERS = Members(kind="servers")
+SERVERS = GroupMembers(kind="servers")
 
 
 def originals() -> list[tuple[str, Tensor]]:
@@ -36,7 +36,7 @@ def originals() -> list[tuple[str, Tensor]]:
 
 
 @pytest.mark.parametrize("members", [EMBEDDED, SERVERS])
-def test_copies_are_equal_and_do_not_change_with_the_originals(members: Members) -> None:
+def test_copies_are_equal_and_do_not_change_with_the_originals(members: GroupMembers) -> None:
     named = originals()
     staged = StagedWeights(members)
     staged.fill(V1, named)
@@ -133,17 +133,17 @@ def test_the_publisher_sends_on_a_stream_of_its_own_and_after_the_copies(
     class Reads:
         """A transport to one member that has nothing yet."""
 
-        limits = Limits(WeightsConfig())
+        limits = RoundLimits(WeightsConfig())
         group_epoch = control_unreadable_total = 0
-        seats: tuple[Seat, ...] = ()
+        seats: tuple[GroupSeat, ...] = ()
 
-        def form(self, seats: tuple[Seat, ...], newest: StagedWeights | None, post_plan: object) -> Result:
+        def form(self, seats: tuple[GroupSeat, ...], newest: StagedWeights | None, post_plan: object) -> RoundResult:
             self.seats = seats
-            return Result(behind=newest is not None)
+            return RoundResult(behind=newest is not None)
 
-        def publish(self, weights: StagedWeights, check: object) -> Result:
+        def publish(self, weights: StagedWeights, check: object) -> RoundResult:
             log.append(f"read on {cuda.current_stream(GPU)}")
-            return Result(has=self.seats)
+            return RoundResult(has=self.seats)
 
         def close(self) -> None: ...
 

@@ -12,10 +12,10 @@ import pytest
 
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control import ControlHost, Request
-from stillhouse.weights.control_messages import Answer, FromMember, Want
-from stillhouse.weights.deadlines import Limits
+from stillhouse.weights.control_messages import FromMember, MemberAnswer, Want
+from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.errors import GroupBroken
-from stillhouse.weights.roster import Seat
+from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.transports import wire
 from stillhouse.weights.transports.wire import WireChannel
 from stillhouse.weights.wire import PIECE_BYTES
@@ -55,18 +55,18 @@ class Link:
         return SimpleNamespace(done=True)
 
     def answered(self, number: int) -> list[FromMember]:
-        return [Answer(1, rank, number, "staged") for rank, had in self.had.items() if had == PIECES]
+        return [MemberAnswer(1, rank, number, "staged") for rank, had in self.had.items() if had == PIECES]
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, until: dict[int, int], copies: int = MEMBERS) -> Link:
-    limits = Limits(CONFIG)
+    limits = RoundLimits(CONFIG)
     limits.copies = copies
     link = Link(until)
     monkeypatch.setattr(wire, "time", link)
     n_bytes = PIECES * PIECE_BYTES
     channel = WireChannel(
         cast(ControlHost, link),
-        tuple(Seat(f"actor-{rank}", "1") for rank in range(1, MEMBERS + 1)),
+        tuple(GroupSeat(f"actor-{rank}", "1") for rank in range(1, MEMBERS + 1)),
         gone=lambda: frozenset(),
         answered=link.answered,
         closing=lambda: False,
@@ -113,7 +113,7 @@ def test_nobody_is_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_limit_is_that_of_one_copy_and_a_pass_for_each_other_one() -> None:
     config = msgspec.structs.replace(CONFIG, slowest_bytes_per_s=1e9)
-    limits = Limits(config)
+    limits = RoundLimits(config)
     limits.copies = 32
     assert limits.limit_s("plain", 14_000_000_000) == 30.0 + (2 + 31) * 14.0
     assert limits.limit_s("reload", 14_000_000_000) == 30.0 + (6 + 31) * 14.0
@@ -144,7 +144,7 @@ def test_a_member_that_reads_nothing_has_a_windows_pieces_in_memory_by_however_m
 
     clock = Link({})
     monkeypatch.setattr(wire, "time", clock)
-    seats = (Seat("actor-0", "1"), Seat("actor-1", "1"))
+    seats = (GroupSeat("actor-0", "1"), GroupSeat("actor-1", "1"))
     channel = WireChannel(
         cast(ControlHost, SimpleNamespace(requests=requests, send_piece=send_piece)),
         seats,

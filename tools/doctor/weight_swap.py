@@ -35,7 +35,7 @@ from stillhouse.weights.checkpoint_names import checkpoint_pieces
 from stillhouse.weights.config import sent_dtype
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.server_checks import LearnerCanary
 
 ACTOR: Final = "actor-0"
@@ -82,7 +82,7 @@ def weights_taken(case: ModelCase) -> Iterator[Finding]:
     yield _judged(case, members, changed, new, old, again)
 
 
-def _judged(case: ModelCase, members: Members, changed: Sent, new: float, old: float, again: float) -> Finding:
+def _judged(case: ModelCase, members: GroupMembers, changed: Sent, new: float, old: float, again: float) -> Finding:
     fine, bad = limits(case, "actor")
     kind = "its server" if members.kind == "servers" else "the embedded engine"
     measured = (
@@ -104,7 +104,7 @@ def _judged(case: ModelCase, members: Members, changed: Sent, new: float, old: f
     )
 
 
-def _sent(case: ModelCase, members: Members, prompts: Sequence[Int32s]) -> tuple[Sent, Sent]:
+def _sent(case: ModelCase, members: GroupMembers, prompts: Sequence[Int32s]) -> tuple[Sent, Sent]:
     config = case.checked.config
     model = load_causal_lm(config.models.student, device="cpu", dtype="float32", attention="packed")
     own = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -126,7 +126,7 @@ def _sent(case: ModelCase, members: Members, prompts: Sequence[Int32s]) -> tuple
     return changed, back
 
 
-def _publisher(case: ModelCase, model: Any, members: Members, receiver: WeightReceiver) -> Publisher:
+def _publisher(case: ModelCase, model: Any, members: GroupMembers, receiver: WeightReceiver) -> Publisher:
     """As the learner makes it (learner.worker)."""
     config = case.checked.config.weights
     canary = None

@@ -23,7 +23,7 @@ import msgspec
 
 from stillhouse.launch.errors import LaunchError
 from stillhouse.tools.trace.clocks import Arrow, Offset, offsets
-from stillhouse.tracing.events import FOLDER, Header
+from stillhouse.tracing.events import FOLDER, TraceHeader
 
 ROLES: Final = ("learner", "buffer", "teacher", "actor")
 """In the order in which they are shown."""
@@ -52,7 +52,7 @@ class TraceSource(NamedTuple):
     """One file of events."""
 
     path: Path
-    header: Header
+    header: TraceHeader
     ordinal: int
     """1 for a worker's first process, 2 for the one after a restart."""
 
@@ -115,11 +115,11 @@ def find_sources(run: Path, lost: LostEvents) -> list[TraceSource]:
     """The files of a run, of all its processes and launches, and of those that joined it on a machine that sees the
     run folder."""
     paths = [*run.glob(f"{FOLDER}/*.jsonl"), *run.glob(f"{JOINED}/*/{FOLDER}/*.jsonl")]
-    found: list[tuple[Path, Header]] = []
+    found: list[tuple[Path, TraceHeader]] = []
     for path in paths:
         with path.open("rb") as lines:
             try:
-                found.append((path, msgspec.json.decode(lines.readline(), type=Header)))
+                found.append((path, msgspec.json.decode(lines.readline(), type=TraceHeader)))
             except msgspec.MsgspecError:
                 lost.files += 1
     found.sort(key=lambda one: (_rank(one[1].role), len(one[1].worker), one[1].worker, one[1].unix_ns))

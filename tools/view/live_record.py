@@ -16,8 +16,16 @@ from typing import BinaryIO, Final, Self
 
 import msgspec
 
-from stillhouse.recording.format import BatchRecord, Branches, RecordError, RecordHeader, Resumed, Rollout, scan
-from stillhouse.recording.reader import Kept, Recording, read_rollout
+from stillhouse.recording.format import (
+    BatchRecord,
+    Branches,
+    RecordedRollout,
+    RecordError,
+    RecordHeader,
+    ResumedRun,
+    scan,
+)
+from stillhouse.recording.reader import KeptBatch, Recording, read_rollout
 from stillhouse.tools.view.growing_page import GrowingPage
 from stillhouse.tools.view.heads import Heads
 from stillhouse.tools.view.rollouts import FoundRollout, choose, find_rollouts, read
@@ -34,7 +42,7 @@ class _Row:
     """A rollout of the page."""
 
     number: int
-    items: list[tuple[Kept, int]]
+    items: list[tuple[KeptBatch, int]]
     """Its parts, as in Found, each with the rest of its batch left out."""
 
 
@@ -99,8 +107,8 @@ class LiveRecord:
         for found in scan(self._stream, size, str(self.path), self._end):
             match found.kept:
                 case BatchRecord():
-                    self._batch(Kept(found.kept, found.blob_at))
-                case Resumed(version, parent):
+                    self._batch(KeptBatch(found.kept, found.blob_at))
+                case ResumedRun(version, parent):
                     self.branches.fork(version, parent)
                     self._forget_abandoned()
                 case RecordHeader():
@@ -110,7 +118,7 @@ class LiveRecord:
                 return self._end < size
         return False
 
-    def rollout(self, batch: Kept, index: int) -> Rollout:
+    def rollout(self, batch: KeptBatch, index: int) -> RecordedRollout:
         """As of a Recording."""
         return read_rollout(self._stream, batch, index)
 
@@ -123,7 +131,7 @@ class LiveRecord:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batch(self, batch: Kept) -> None:
+    def _batch(self, batch: KeptBatch) -> None:
         self.steps = batch.record.version.step + 1
         for index, record in enumerate(batch.record.items):
             one = _alone(FoundRollout(record.item, record.offline, [(batch, index)]))
@@ -173,8 +181,8 @@ def _alone(one: FoundRollout) -> FoundRollout:
     return FoundRollout(one.item, one.offline, [(_cut(batch, index), 0) for batch, index in one.items])
 
 
-def _cut(batch: Kept, index: int) -> Kept:
+def _cut(batch: KeptBatch, index: int) -> KeptBatch:
     record, item = batch.record, batch.record.items[index]
     masked = tuple(name for name in record.masked if name == item.item.rollout_id)
     changed = msgspec.structs.replace(record, items=(item,), masked=masked, settled=(), tasks_done=(), staleness={})
-    return Kept(changed, batch.blob_at)
+    return KeptBatch(changed, batch.blob_at)

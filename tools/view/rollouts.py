@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.messages import BatchItem, VersionSpan, WeightVersion
-from stillhouse.recording.format import Branches, RecordHeader, Rollout
-from stillhouse.recording.reader import Kept, Recording
+from stillhouse.recording.format import Branches, RecordedRollout, RecordHeader
+from stillhouse.recording.reader import KeptBatch, Recording
 from stillhouse.tools.write.given import DATA
 
 _IDS, _BEHAVIOUR, _TRAIN_MASK, _TEACHER, _PAYLOADS = range(5)
@@ -35,7 +35,7 @@ class FoundRollout:
     item: BatchItem
     """The newest, which is the longest."""
     offline: bool
-    items: list[tuple[Kept, int]]
+    items: list[tuple[KeptBatch, int]]
     """(batch, index of the item in it)."""
 
     @property
@@ -77,7 +77,7 @@ class Read:
     teacher_ML: npt.NDArray[np.float32]
     scored_ML: npt.NDArray[np.bool_]
     trained: tuple[TrainedRange, ...]
-    parts: tuple[Rollout, ...] = field(repr=False)
+    parts: tuple[RecordedRollout, ...] = field(repr=False)
     """The items that it was put together from."""
 
     @property
@@ -131,7 +131,7 @@ class RolloutSource(Protocol):
     @property
     def branches(self) -> Branches: ...
 
-    def rollout(self, batch: Kept, index: int) -> Rollout: ...
+    def rollout(self, batch: KeptBatch, index: int) -> RecordedRollout: ...
 
 
 def read(recording: RolloutSource, found: FoundRollout) -> Read:
@@ -180,7 +180,7 @@ def read(recording: RolloutSource, found: FoundRollout) -> Read:
     )
 
 
-def payload_rows(part: Rollout, teacher: int, token: int) -> tuple[bytes, int, int] | None:
+def payload_rows(part: RecordedRollout, teacher: int, token: int) -> tuple[bytes, int, int] | None:
     """The payload of this teacher that covers a token: (payload, its number of tokens, the token's row), or None."""
     at = 0
     for piece in part.item.top_k:

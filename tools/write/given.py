@@ -27,7 +27,14 @@ from stillhouse.launch.errors import ConfigError
 from stillhouse.learner.prompts.records import DataError
 from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.messages import BatchItem, TopKPiece, VersionSpan, WeightVersion
-from stillhouse.recording.format import FORMAT, RecordHeader, Rollout, config_digest, encode_batch, encode_header
+from stillhouse.recording.format import (
+    FORMAT,
+    RecordedRollout,
+    RecordHeader,
+    config_digest,
+    encode_batch,
+    encode_header,
+)
 from stillhouse.recording.writer import record_path
 
 if TYPE_CHECKING:
@@ -157,14 +164,14 @@ def _lines(
 
 def _items(
     lines: Iterator[tuple[str, str, Line]], score: Callable[[Sequence[Line]], list[RowScores]], *, at_once: int
-) -> Iterator[Rollout]:
+) -> Iterator[RecordedRollout]:
     """`at_once`: lines to score together."""
     while some := list(islice(lines, at_once)):
         scored = score([line for _, _, line in some])
         yield from (_rollout(*named, scores) for named, scores in zip(some, scored, strict=True))
 
 
-def _rollout(rollout_id: str, tag: str, line: Line, scores: RowScores) -> Rollout:
+def _rollout(rollout_id: str, tag: str, line: Line, scores: RowScores) -> RecordedRollout:
     n = len(line.token_ids)
     mask = np.zeros(n, np.uint8)
     for start, end in line.answers:
@@ -191,7 +198,7 @@ def _rollout(rollout_id: str, tag: str, line: Line, scores: RowScores) -> Rollou
     arrays = [line.token_ids, np.zeros(n, np.float32), mask, scores.logprobs[None]]
     if pieces:
         arrays.append(np.frombuffer(b"".join(scores.payloads), np.uint8))
-    return Rollout(item, tuple(arrays))
+    return RecordedRollout(item, tuple(arrays))
 
 
 def _scorer(config: RunConfig, tokenizer: Any) -> Callable[[Sequence[Line]], list[RowScores]]:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights import delta
-from stillhouse.weights.buckets import BucketLayout, Content, Layout, checksum, checksum_by_place
+from stillhouse.weights.buckets import BucketLayout, Content, EqualBuckets, checksum, checksum_by_place
 from stillhouse.weights.delta import DeltaSent
 from stillhouse.weights.errors import DeltaRefused, GroupBroken, Interrupted, WeightsRefused
 from stillhouse.weights.group_host import Channel, GroupHost
@@ -51,10 +51,10 @@ from stillhouse.weights.group_operations import (
     prefixed,
     wait_for_device,
 )
-from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.roster import Seat
+from stillhouse.weights.manifest import WeightManifest
+from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.staged_weights import Former
-from stillhouse.weights.transport import Setup
+from stillhouse.weights.transport import TransportSetup
 
 
 def _never() -> str | None:
@@ -268,7 +268,7 @@ def _buckets(layout: BucketLayout, run_B: Tensor) -> list[Tensor]:
 class CollectiveTransport(GroupHost):
     """Broadcasts to embedded engines. Members keep their connection to one store for all groups."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         self._store: Store | None = None
 
@@ -280,7 +280,7 @@ class CollectiveTransport(GroupHost):
         self._store = self._store or host_store(self._config.host, self._config.store_port)
         return self._store.port
 
-    def _open(self, seats: tuple[Seat, ...]) -> Channel:
+    def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:
         if self._store is None:
             raise RuntimeError("a group is made from a plan that names its store")
         return WeightGroup(
@@ -294,5 +294,5 @@ class CollectiveTransport(GroupHost):
             interrupted=lambda: self._stop_reason(seats),
         )
 
-    def _layout_of(self, manifest: Manifest) -> BucketLayout:
-        return Layout(manifest, self._config.bucket_bytes)
+    def _layout_of(self, manifest: WeightManifest) -> BucketLayout:
+        return EqualBuckets(manifest, self._config.bucket_bytes)

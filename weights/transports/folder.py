@@ -12,13 +12,13 @@ file that a member refuses is written again for the next attempt.
 from __future__ import annotations
 
 from stillhouse.protocol.messages import WeightsRef
-from stillhouse.weights.buckets import ALIGN_BYTES, BucketLayout, Content, Layout
-from stillhouse.weights.control_messages import Check
+from stillhouse.weights.buckets import ALIGN_BYTES, BucketLayout, Content, EqualBuckets
+from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.group_host import GroupHost, NotSent
-from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.roster import Seat
-from stillhouse.weights.staged_weights import Staged
-from stillhouse.weights.transport import Result
+from stillhouse.weights.manifest import WeightManifest
+from stillhouse.weights.roster import GroupSeat
+from stillhouse.weights.staged_weights import StagedVersion
+from stillhouse.weights.transport import RoundResult
 
 
 class NoGroup:
@@ -37,7 +37,7 @@ class FolderTransport(GroupHost):
     backend = "folder"
     independent = True
 
-    def publish(self, weights: Staged, check: Check | None = None) -> Result:
+    def publish(self, weights: StagedVersion, check: WeightCheck | None = None) -> RoundResult:
         result = super().publish(weights, check)
         if "refused" in result.lost.values():
             self._snapshots.forget()
@@ -46,13 +46,13 @@ class FolderTransport(GroupHost):
     def _meet_at(self) -> int:
         return 0
 
-    def _open(self, seats: tuple[Seat, ...]) -> NoGroup:
+    def _open(self, seats: tuple[GroupSeat, ...]) -> NoGroup:
         return NoGroup()
 
-    def _layout_of(self, manifest: Manifest) -> BucketLayout:
-        return Layout(manifest, ALIGN_BYTES)
+    def _layout_of(self, manifest: WeightManifest) -> BucketLayout:
+        return EqualBuckets(manifest, ALIGN_BYTES)
 
-    def _file_of(self, weights: Staged) -> WeightsRef:
+    def _file_of(self, weights: StagedVersion) -> WeightsRef:
         ref = self._snapshots.write(weights)
         if ref is None:
             raise NotSent(f"version {weights.version} could not be written to the run's folder or store")

@@ -30,9 +30,9 @@ from stillhouse.weights.group_operations import (
     host_store,
     prefixed,
 )
-from stillhouse.weights.manifest import Manifest, smallest_tensor_bucket
-from stillhouse.weights.roster import Seat
-from stillhouse.weights.transport import Setup, Transport
+from stillhouse.weights.manifest import WeightManifest, smallest_tensor_bucket
+from stillhouse.weights.roster import GroupSeat
+from stillhouse.weights.transport import Transport, TransportSetup
 from stillhouse.weights.transports.collective import CollectiveTransport
 
 LATE_S: Final = 1.5
@@ -112,7 +112,7 @@ class ServerTransport(CollectiveTransport):
         self._store = host_store(self._config.host, self._config.store_port)
         return self._store.port
 
-    def _open(self, seats: tuple[Seat, ...]) -> ServerGroup:
+    def _open(self, seats: tuple[GroupSeat, ...]) -> ServerGroup:
         store, self._store = self._store, None  # the group must hold the only reference, to be able to end it
         if store is None:
             raise RuntimeError("a group is made from a plan that names its store")
@@ -126,10 +126,10 @@ class ServerTransport(CollectiveTransport):
             interrupted=lambda: self._stop_reason(seats),
         )
 
-    def _layout_of(self, manifest: Manifest) -> PackedLayout:
+    def _layout_of(self, manifest: WeightManifest) -> PackedLayout:
         return PackedLayout(manifest, self._config.bucket_bytes)
 
 
-def collective(setup: Setup) -> Transport:
+def collective(setup: TransportSetup) -> Transport:
     """`weights.transport = collective`: broadcasts to embedded engines, or to SGLang servers."""
     return (ServerTransport if setup.members.kind == "servers" else CollectiveTransport)(setup)

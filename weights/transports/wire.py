@@ -23,11 +23,11 @@ import zmq
 
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.control import ControlHost, Request
-from stillhouse.weights.control_messages import Answer, FromMember
+from stillhouse.weights.control_messages import FromMember, MemberAnswer
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_host import Channel, GroupHost
-from stillhouse.weights.manifest import Manifest
-from stillhouse.weights.roster import Seat
+from stillhouse.weights.manifest import WeightManifest
+from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.wire import PIECE_BYTES, WINDOW, n_pieces
 
 KEPT_PIECES: Final = 2 * WINDOW
@@ -98,9 +98,9 @@ class WireChannel:
     def __init__(
         self,
         control: ControlHost,
-        seats: tuple[Seat, ...],
+        seats: tuple[GroupSeat, ...],
         *,
-        gone: Callable[[], frozenset[Seat]],
+        gone: Callable[[], frozenset[GroupSeat]],
         answered: Callable[[int], list[FromMember]],
         closing: Callable[[], bool],
         others_s: Callable[[int], float],
@@ -133,7 +133,7 @@ class WireChannel:
                 member.serve()
             gone = self._gone()
             done = {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
-            done |= {message.rank for message in self._answered(round_number) if isinstance(message, Answer)}
+            done |= {message.rank for message in self._answered(round_number) if isinstance(message, MemberAnswer)}
             for rank in done:
                 sent.pop(rank, None)
             if sent and all(time.monotonic() - heard_s[rank] > silent_s for rank in sent):
@@ -153,10 +153,10 @@ class WireTransport(GroupHost):
     def _meet_at(self) -> int:
         return 0
 
-    def _open(self, seats: tuple[Seat, ...]) -> Channel:
+    def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:
         def answered(round_number: int) -> list[FromMember]:
             self._heard += self._control.poll(0.0)
-            return [heard for heard in self._heard if isinstance(heard, Answer) and heard.number == round_number]
+            return [heard for heard in self._heard if isinstance(heard, MemberAnswer) and heard.number == round_number]
 
         return WireChannel(
             self._control,
@@ -167,5 +167,5 @@ class WireTransport(GroupHost):
             others_s=self.limits.others_s,
         )
 
-    def _layout_of(self, manifest: Manifest) -> BucketLayout:
+    def _layout_of(self, manifest: WeightManifest) -> BucketLayout:
         return self._members.staging(manifest, self._config.bucket_bytes)

@@ -16,11 +16,11 @@ from stillhouse.buffer.core import Core, Joined, Turn, decode_turn, encode_turn
 from stillhouse.buffer.journal.database import StoreCorrupt
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.buffer.journal.image import make_image
-from stillhouse.buffer.journal.imaging import ImageFork, Outcome, read_blobs, read_image, write_image
+from stillhouse.buffer.journal.imaging import ImageFork, ImageOutcome, read_blobs, read_image, write_image
 from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.parts import PART_BYTES, blob_key
 from stillhouse.buffer.journal.recovery import JournalError, start
-from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.store import JournalStore
 from stillhouse.buffer.journal.sweep import LOOKED_AT
 from stillhouse.buffer.state import BufferState
 from stillhouse.protocol import messages as m
@@ -40,14 +40,14 @@ def blob(*contents: bytes) -> bytes:
     return msgspec.msgpack.encode(list(contents))
 
 
-def numbers_in(store: Store) -> list[int]:
+def numbers_in(store: JournalStore) -> list[int]:
     """By the keys in the database alone."""
     with store._env.begin() as transaction:  # pyright: ignore[reportPrivateUsage]
         keys = [bytes(key) for key, _ in transaction.cursor()]
     return sorted({int.from_bytes(key[1:9], "big") for key in keys if key[:1] == b"v"})
 
 
-def put_image(store: Store, referred: set[int], body: bytes = b"image") -> None:
+def put_image(store: JournalStore, referred: set[int], body: bytes = b"image") -> None:
     write_image(store.next_image, Frozen(body, tuple(sorted(referred))), flush=False)
     store.adopt(store.position)
 
@@ -202,7 +202,7 @@ def test_the_image_that_a_fork_writes_has_the_tokens_of_its_moment(tmp_path: Pat
         recorded.say("actor", m.RolloutFailed("train-0-0-0", "engine_error"))
         assert recorded.core.snapshot(1.0).ledger.tokens.dropped
     gate.touch()
-    assert outcome_of(fork.finished).outcome is Outcome.WRITTEN
+    assert outcome_of(fork.finished).outcome is ImageOutcome.WRITTEN
     assert read_image(tmp_path / "image") == expected.body
     assert tuple(read_blobs(tmp_path / "image") or ()) == expected.blobs == (1, 2)
 
@@ -211,7 +211,7 @@ def test_the_image_that_a_fork_writes_has_the_tokens_of_its_moment(tmp_path: Pat
 
 
 def test_blobs_are_read_back_and_what_no_image_refers_to_is_deleted(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     long = bytes(range(256)) * (3 * PART_BYTES // 256)
     for number in range(1, 41):
@@ -221,7 +221,7 @@ def test_blobs_are_read_back_and_what_no_image_refers_to_is_deleted(tmp_path: Pa
         store.append([b"turn"], [(number, blob(b"%d" % number))])
     assert numbers_in(store) == sorted({*referred, *range(41, 51)})
     store.close()
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     assert store.image() == b"image" and len(list(store.turns())) == 10
     assert store.blob(20) == [b"20", long] and store.blob(45) == [b"45"]
     with pytest.raises(StoreCorrupt, match="part 0 of blob 4 is missing"):
@@ -231,7 +231,7 @@ def test_blobs_are_read_back_and_what_no_image_refers_to_is_deleted(tmp_path: Pa
 
 def test_a_sweep_takes_bounded_steps_and_begins_again_after_a_death(tmp_path: Path) -> None:
     n = 10 * LOOKED_AT
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     store.append([b"turn"], [(i, blob(b"x")) for i in range(1, n + 1)])
     put_image(store, kept := set(range(7, n, 100)))
@@ -241,7 +241,7 @@ def test_a_sweep_takes_bounded_steps_and_begins_again_after_a_death(tmp_path: Pa
         left.append(len(numbers_in(store)))
     assert all(before - LOOKED_AT <= after < before for before, after in zip([n, *left], left, strict=False))
     store.close()
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     assert store.image() == b"image" and len(list(store.turns())) == 4
     while len(numbers_in(store)) > len(kept):
         store.append([b"turn"])
@@ -252,7 +252,7 @@ def test_a_sweep_takes_bounded_steps_and_begins_again_after_a_death(tmp_path: Pa
 
 def test_an_image_that_comes_during_a_sweep_is_compared_with_what_the_sweep_has_passed(tmp_path: Path) -> None:
     n = 3 * LOOKED_AT
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     store.append([b"turn"], [(i, blob(b"x")) for i in range(1, n + 1)])
     put_image(store, set(range(1, n + 1)))
@@ -268,7 +268,7 @@ def test_an_image_that_comes_during_a_sweep_is_compared_with_what_the_sweep_has_
 def test_any_course_of_turns_images_and_deaths_keeps_what_is_needed_and_only_that(tmp_path: Path, seed: int) -> None:
     """Beside a model: the blobs that an image referred to, and all that came after it."""
     rng = Random(seed)
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     needed: set[int] = set()
     total = most = 0
@@ -282,7 +282,7 @@ def test_any_course_of_turns_images_and_deaths_keeps_what_is_needed_and_only_tha
             put_image(store, needed)
         if rng.random() < 0.05:
             store.close()
-            store = Store(tmp_path, sync="process")
+            store = JournalStore(tmp_path, sync="process")
             store.image()
             assert list(store.turns()) is not None
             for number in sorted(needed):
@@ -302,7 +302,7 @@ def test_any_course_of_turns_images_and_deaths_keeps_what_is_needed_and_only_tha
 
 def test_the_file_does_not_grow_with_what_has_passed_through_it(tmp_path: Path) -> None:
     """A hundred thousand tokens are held at a time, of millions."""
-    store, held = Store(tmp_path, sync="process"), list[int]()
+    store, held = JournalStore(tmp_path, sync="process"), list[int]()
     store.begin(b"meta")
     sizes: list[int] = []
     for number in range(1, 1_501):
@@ -335,7 +335,7 @@ def test_a_blob_that_is_lost_or_damaged_is_an_error_that_says_what_to_do(tmp_pat
 
 
 def test_a_damaged_list_of_blobs_is_an_error(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     put_image(store, {1, 2, 3})
     store.close()
@@ -344,7 +344,7 @@ def test_a_damaged_list_of_blobs_is_an_error(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(b"image") + 3] ^= 1
     file.write_bytes(content)
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     with pytest.raises(StoreCorrupt, match="list of blobs"):
         store.image()
     store.close()

@@ -15,9 +15,9 @@ from stillhouse.buffer.core import Core
 from stillhouse.buffer.journal.database import StoreCorrupt
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.buffer.journal.image import make_checked_image, restore_image
-from stillhouse.buffer.journal.imaging import Finished, ImageFork, Outcome, read_image, write_image
+from stillhouse.buffer.journal.imaging import Finished, ImageFork, ImageOutcome, read_image, write_image
 from stillhouse.buffer.journal.journal import Journal
-from stillhouse.buffer.journal.store import SWEPT_PARTS, Store
+from stillhouse.buffer.journal.store import SWEPT_PARTS, JournalStore
 from tests.buffer.driver import Driver
 from tests.buffer.journal.test_journal import opened
 from tests.buffer.shadow import new_book, no_blobs
@@ -58,7 +58,7 @@ def test_an_image_has_the_state_of_the_fork_and_the_log_what_came_after(tmp_path
     assert journal.tend_image() is None and not journal.may_start_image
     gate.touch()
     finished = outcome_of(journal.tend_image)
-    assert (finished.outcome, finished.n_bytes) == (Outcome.WRITTEN, len(b"before"))
+    assert (finished.outcome, finished.n_bytes) == (ImageOutcome.WRITTEN, len(b"before"))
     assert journal.store.log_bytes == len(b"three") and journal.may_start_image
     journal.write(b"four")
     journal.close()
@@ -83,7 +83,7 @@ def test_an_image_that_no_commit_names_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_death_before_old_turns_are_deleted_changes_nothing_and_they_are_deleted_later(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     n = 3 * SWEPT_PARTS
     for i in range(n):
@@ -92,7 +92,7 @@ def test_a_death_before_old_turns_are_deleted_changes_nothing_and_they_are_delet
     store.adopt(store.position)
     store.close()
     assert opened(tmp_path) == (b"image", [])
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     assert (store.image(), list(store.turns())) == (b"image", [])
     for i in range(4):
         assert store._first() == i * (SWEPT_PARTS + 1) if i < 3 else n  # pyright: ignore[reportPrivateUsage]
@@ -104,7 +104,7 @@ def test_a_death_before_old_turns_are_deleted_changes_nothing_and_they_are_delet
 
 @pytest.mark.parametrize("damage", ["a bit", "the end", "all"])
 def test_a_damaged_image_is_an_error(tmp_path: Path, damage: str) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     write_image(store.next_image, Frozen(bytes(10_000)), flush=False)
     file = store.next_image
@@ -125,7 +125,7 @@ def test_the_image_of_a_core_is_restored(tmp_path: Path) -> None:
     driver.offer(0, 1)
     driver.roll(0)
     fork = ImageFork(tmp_path / "image", lambda: make_checked_image(Core(driver.state), new_book(), 3.0), flush=True)
-    assert outcome_of(fork.finished).outcome is Outcome.WRITTEN
+    assert outcome_of(fork.finished).outcome is ImageOutcome.WRITTEN
     body = read_image(tmp_path / "image")
     assert body is not None
     core, now_s = restore_image(body, new_book(), no_blobs)
@@ -140,7 +140,7 @@ def test_a_segment_that_was_lost_without_a_report_is_found_by_the_recount(tmp_pa
     driver.state._life.rollouts["train-0-0-0"].segments.clear()  # pyright: ignore[reportPrivateUsage]
     journal = new_journal(tmp_path)
     journal.start_image(lambda: make_checked_image(Core(driver.state), new_book(), 0.0))
-    assert outcome_of(journal.tend_image).outcome is Outcome.MISCOUNTED
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.MISCOUNTED
     assert journal.store.image() is None
     journal.close()
 
@@ -152,7 +152,7 @@ def test_an_image_that_cannot_be_made_leaves_the_log(tmp_path: Path, capfd: pyte
     journal = new_journal(tmp_path)
     journal.write(b"one")
     journal.start_image(fail)
-    assert outcome_of(journal.tend_image).outcome is Outcome.FAILED
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.FAILED
     assert "RuntimeError: a bug" in capfd.readouterr().err
     assert journal.may_start_image
     journal.close()
@@ -165,7 +165,7 @@ def test_an_image_that_a_full_disk_does_not_take_is_removed(tmp_path: Path) -> N
         journal.write(b"one")
         assert journal.wants_image
         journal.start_image(lambda: Frozen(bytes(8 << 20)))
-        assert outcome_of(journal.tend_image).outcome is Outcome.DISK
+        assert outcome_of(journal.tend_image).outcome is ImageOutcome.DISK
         assert not journal.wants_image or journal.store.log_bytes, "the log must grow first"
         assert not list((disk / "journal").glob("image-*"))
         journal.write(b"two")
@@ -190,5 +190,5 @@ def test_the_fork_holds_nothing_of_the_buffer_and_dies_with_it(tmp_path: Path) -
     process.stdin.close()
     process.wait(PATIENCE_S)
     process.stdout.close()
-    Store(tmp_path, sync="process").close()
+    JournalStore(tmp_path, sync="process").close()
     fork.wait(PATIENCE_S)

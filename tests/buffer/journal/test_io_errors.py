@@ -18,7 +18,7 @@ from stillhouse.buffer.journal import store as store_module
 from stillhouse.buffer.journal.database import StoreUnwritable
 from stillhouse.buffer.journal.freezer import Frozen
 from stillhouse.buffer.journal.journal import Journal
-from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.store import JournalStore
 from tests.buffer.journal.test_imaging import outcome_of
 
 TURNS = 9
@@ -115,7 +115,7 @@ def live(folder: Path, faults: Faults, sync: Sync, monkeypatch: pytest.MonkeyPat
 
 
 def check(folder: Path, acknowledged: int) -> None:
-    store = Store(folder, sync="process")
+    store = JournalStore(folder, sync="process")
     image = store.image()
     turns = list(store.turns())
     first = 0 if image is None else int(image)

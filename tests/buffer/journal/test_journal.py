@@ -21,7 +21,7 @@ from stillhouse.buffer.journal.imaging import write_image
 from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.parts import PART_BYTES
 from stillhouse.buffer.journal.recovery import Beginning, CoreClock, JournalError, Started, start
-from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.store import JournalStore
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import WeightVersion
@@ -41,26 +41,26 @@ BEGINNING = Beginning(
 BODIES = [b"one", b"two" * 1000, b"three" * 100_000]
 
 
-def on_disk(store: Store) -> int:
+def on_disk(store: JournalStore) -> int:
     """Bytes that the file takes."""
     return store.path.stat().st_blocks * 512
 
 
 def opened(folder: Path) -> tuple[bytes | None, list[bytes]]:
-    store = Store(folder, sync="process")
+    store = JournalStore(folder, sync="process")
     try:
         return store.image(), list(store.turns())
     finally:
         store.close()
 
 
-def put_image(store: Store, body: bytes) -> None:
+def put_image(store: JournalStore, body: bytes) -> None:
     write_image(store.next_image, Frozen(body), flush=False)
     store.adopt(store.position)
 
 
 def filled(folder: Path, bodies: list[bytes] = BODIES) -> None:
-    store = Store(folder, sync="process")
+    store = JournalStore(folder, sync="process")
     store.begin(b"meta")
     for body in bodies:
         store.append([body])
@@ -75,19 +75,19 @@ def joined_turn(now_s: float, name: str = "a") -> bytes:
 
 
 def test_a_store_that_is_closed_twice_closes_no_file_of_others(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.close()
     others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # one has the number of the lock's descriptor
     store.close()
     for descriptor in others:
         os.close(descriptor)
-    Store(tmp_path, sync="process").close()
+    JournalStore(tmp_path, sync="process").close()
 
 
 def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: Path) -> None:
     filled(tmp_path)
     assert opened(tmp_path) == (None, BODIES)
-    store = Store(tmp_path, sync="disk")
+    store = JournalStore(tmp_path, sync="disk")
     assert (store.image(), list(store.turns())) == (None, BODIES)
     put_image(store, b"image")
     store.append([b"four", b"five"])
@@ -97,7 +97,7 @@ def test_turns_are_read_back_in_order_and_an_image_takes_their_place(tmp_path: P
 
 
 def test_what_is_larger_than_a_row_is_kept_in_parts(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     long = os.urandom(PART_BYTES) + b"tail"
     store.append([b"a", long, b"b"])
     put_image(store, long)
@@ -109,7 +109,7 @@ def test_what_is_larger_than_a_row_is_kept_in_parts(tmp_path: Path) -> None:
 def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
     """Turns and images of any size follow one another, of which it holds one image and one log at a time."""
     log_bytes, image_bytes, rng = 1 << 20, 600_000, Random(1)
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     for _ in range(60):
         while store.log_bytes < log_bytes:
@@ -144,7 +144,7 @@ def test_a_commit_that_a_dying_process_left_half_written_is_dropped(tmp_path: Pa
     """All pages of the last commit but the root page, which LMDB writes last, are there, or half of them."""
     filled(tmp_path)
     before = (tmp_path / "data.mdb").read_bytes()
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     assert list(store.turns()) == BODIES
     store.append([b"four" * 10_000])
     store.close()
@@ -197,15 +197,15 @@ def test_a_file_that_is_no_database_or_is_cut_off_is_an_error(tmp_path: Path) ->
 
 
 def test_a_journal_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     store.begin(b"meta")
     with pytest.raises(StoreUnwritable, match="locked"):
-        Store(tmp_path, sync="process")
+        JournalStore(tmp_path, sync="process")
     store.close()
 
 
 def test_its_files_stay_bounded(tmp_path: Path) -> None:
-    store = Store(tmp_path, sync="process")
+    store = JournalStore(tmp_path, sync="process")
     sizes: list[int] = []
     for _ in range(12):
         for _ in range(40):

@@ -14,7 +14,7 @@ from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
 from stillhouse.protocol.codec import Array
 from stillhouse.protocol.flow import AckKey
-from stillhouse.protocol.outbox import Outbox
+from stillhouse.protocol.outbox import ClientOutbox
 from tests.buffer.journal.reader import Found, Tokens, read
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.synthetic_run import BufferProcess, Shape, SyntheticRun
@@ -30,7 +30,7 @@ class Watched:
         self.sent: dict[tuple[str, int], tuple[int, Tokens]] = {}
         """Start and tokens, by rollout and index."""
         self.acknowledged: set[tuple[str, int]] = set()
-        send, note = Client.send, Outbox.acknowledged
+        send, note = Client.send, ClientOutbox.acknowledged
 
         def watched_send(client: Client, message: m.Message, arrays: Iterable[Array] = ()) -> None:
             arrays = list(arrays)
@@ -39,13 +39,13 @@ class Watched:
                 self.sent[message.rollout_id, message.index] = message.start, tokens
             send(client, message, arrays)
 
-        def watched_note(outbox: Outbox, keys: Iterable[AckKey]) -> None:
+        def watched_note(outbox: ClientOutbox, keys: Iterable[AckKey]) -> None:
             keys = frozenset(keys)
             self.acknowledged |= {(str(key[1]), int(str(key[2]))) for key in keys if key[0] == "segment"}
             note(outbox, keys)
 
         monkeypatch.setattr(Client, "send", watched_send)
-        monkeypatch.setattr(Outbox, "acknowledged", watched_note)
+        monkeypatch.setattr(ClientOutbox, "acknowledged", watched_note)
 
     def lost(self, found: Found, acknowledged: set[tuple[str, int]], trained: set[str]) -> list[tuple[str, int]]:
         """Segments of rollouts of which the learner has nothing that are not in the journal as they were sent."""

@@ -19,9 +19,9 @@ import pytest
 from stillhouse.buffer.journal import imaging
 from stillhouse.buffer.journal.database import StoreCorrupt, StoreUnwritable
 from stillhouse.buffer.journal.freezer import Frozen
-from stillhouse.buffer.journal.imaging import Outcome
+from stillhouse.buffer.journal.imaging import ImageOutcome
 from stillhouse.buffer.journal.journal import Journal
-from stillhouse.buffer.journal.store import Store
+from stillhouse.buffer.journal.store import JournalStore
 from tests.buffer.journal.test_imaging import new_journal, outcome_of
 from tests.buffer.journal.test_journal import opened
 from tests.full_disk import fill, small_disk
@@ -38,10 +38,10 @@ def test_a_fork_that_does_not_end_is_killed_and_another_may_follow(
     journal.write(b"one")
     journal.start_image(stop_myself)
     pid = fork_of(journal)
-    assert outcome_of(journal.tend_image).outcome is Outcome.OVERDUE
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.OVERDUE
     assert not psutil.pid_exists(pid), "reaped, too"
     journal.start_image(lambda: Frozen(b"image"))
-    assert outcome_of(journal.tend_image).outcome is Outcome.WRITTEN
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.WRITTEN
     journal.close()
     assert opened(tmp_path) == (b"image", [])
 
@@ -53,7 +53,7 @@ def test_an_image_that_is_complete_just_in_time_counts(tmp_path: Path, monkeypat
     fork = psutil.Process(fork_of(journal))
     eventually(lambda: fork.status() == psutil.STATUS_ZOMBIE, "the end of the fork")
     monkeypatch.setattr(imaging, "LIMIT_S", 0.0)
-    assert outcome_of(journal.tend_image).outcome is Outcome.WRITTEN
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.WRITTEN
     journal.close()
 
 
@@ -69,7 +69,7 @@ def test_a_fork_that_is_killed_leaves_the_log_and_no_file(tmp_path: Path, signum
     journal.start_image(half_write)
     eventually(journal.store.next_image.exists, "half an image")
     os.kill(fork_of(journal), signum)
-    assert outcome_of(journal.tend_image).outcome is Outcome.FAILED
+    assert outcome_of(journal.tend_image).outcome is ImageOutcome.FAILED
     assert not list(tmp_path.glob("image-*"))
     journal.write(b"two")
     journal.close()
@@ -125,7 +125,7 @@ def test_files_that_cannot_be_removed_are_no_error(tmp_path: Path) -> None:
         fork = psutil.Process(fork_of(journal))
         eventually(lambda: fork.status() == psutil.STATUS_ZOMBIE, "a fork that found no room")
         with fixed(folder):
-            assert outcome_of(journal.tend_image).outcome is Outcome.DISK
+            assert outcome_of(journal.tend_image).outcome is ImageOutcome.DISK
             fill(disk)
             with pytest.raises(StoreUnwritable):
                 journal.write(bytes(2 << 20))
@@ -161,7 +161,7 @@ def test_an_error_in_the_commit_that_names_an_image_loses_no_file_that_a_restart
         assert image == b"second"
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, store: Store, *, committed: bool, readable: bool) -> None:
+def fail_once(monkeypatch: pytest.MonkeyPatch, store: JournalStore, *, committed: bool, readable: bool) -> None:
     """The store's next commit raises; so does what is read after it, once."""
     transact, get = store._transact, store._get  # pyright: ignore[reportPrivateUsage]
 

@@ -17,7 +17,7 @@ from stillhouse.protocol.messages import Membership, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.wire import PIECE_BYTES
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import FakeServer, FakeServerEngine
@@ -65,7 +65,7 @@ class Rig:
             store=Store(f"file://{folder}/store") if way == "store" else None,
             post_plan=lambda plan: self.actors[-1].receiver.handle_plan(plan),
             published=lambda version, _: self.published.append(version),
-            members=Members(kind="adapters", adapter_config=msgspec.json.encode(CONFIG)),
+            members=GroupMembers(kind="adapters", adapter_config=msgspec.json.encode(CONFIG)),
         )
         self.begin()
 

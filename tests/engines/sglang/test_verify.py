@@ -13,7 +13,7 @@ from stillhouse.engines.sglang.http import RequestRefused
 from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.control_messages import Check
+from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.errors import SnapshotRefused, WeightsDiffer, WeightsRefused
 
 V1: Final = WeightVersion(0, 1)
@@ -64,7 +64,7 @@ def verifier(server: Pretender) -> ServerVerifier:
 def test_a_version_is_good_when_checksums_and_canary_are() -> None:
     server = Pretender()
     verify = verifier(server)
-    verify.check(Check(weights=FILE, canary=sings(-1.0)), V1, server.ask, nothing_new)
+    verify.check(WeightCheck(weights=FILE, canary=sings(-1.0)), V1, server.ask, nothing_new)
     assert verify.stats == {
         "weight_checks_total": 1.0,
         "weight_canaries_total": 1.0,
@@ -76,9 +76,9 @@ def test_a_version_is_good_when_checksums_and_canary_are() -> None:
 def test_weights_that_never_arrive_are_found_though_every_update_succeeds() -> None:
     server = Pretender(-1.0)
     verify = verifier(server)
-    verify.check(Check(canary=sings(-1.0)), V1, server.ask, nothing_new)
+    verify.check(WeightCheck(canary=sings(-1.0)), V1, server.ask, nothing_new)
     with pytest.raises(WeightsDiffer, match=r"version 0\.1: .* canary prompt"):
-        verify.check(Check(canary=sings(-1.1)), V1, server.ask, nothing_new)
+        verify.check(WeightCheck(canary=sings(-1.1)), V1, server.ask, nothing_new)
     with pytest.raises(WeightsDiffer, match="canary prompt"):
         verify.check_canary(sings(-1.1), V1, server.ask)
 
@@ -91,11 +91,11 @@ def test_where_checksums_cannot_be_had_the_canary_is_enough_unless_they_were_ask
     reload = unreadable if lacks == "file" else nothing_new
     verify = verifier(server)
     with pytest.raises(WeightsRefused, match="cannot be compared"):
-        verify.check(Check(FILE), V1, server.ask, reload)
-    verify.check(Check(FILE, canary=sings(-1.0)), V1, server.ask, reload)
+        verify.check(WeightCheck(FILE), V1, server.ask, reload)
+    verify.check(WeightCheck(FILE, canary=sings(-1.0)), V1, server.ask, reload)
     assert verify.stats["weight_checks_skipped_total"] == verify.stats["weight_canaries_total"] == 1
     with pytest.raises(WeightsRefused, match="cannot be compared"):
-        verify.check(Check(FILE, required=True, canary=sings(-1.0)), V1, server.ask, reload)
+        verify.check(WeightCheck(FILE, required=True, canary=sings(-1.0)), V1, server.ask, reload)
 
 
 def test_taken_from_the_file_the_version_must_have_the_same_checksums() -> None:
@@ -104,6 +104,6 @@ def test_taken_from_the_file_the_version_must_have_the_same_checksums() -> None:
     def other(ref: WeightsRef) -> None:
         server.checksums = {"a": "2"}
 
-    verifier(server).check(Check(weights=FILE), V1, server.ask, nothing_new)
+    verifier(server).check(WeightCheck(weights=FILE), V1, server.ask, nothing_new)
     with pytest.raises(WeightsDiffer, match=r"1 tensors differ .*\['a'\]"):
-        verifier(server).check(Check(weights=FILE), V1, server.ask, other)
+        verifier(server).check(WeightCheck(weights=FILE), V1, server.ask, other)

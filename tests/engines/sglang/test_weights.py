@@ -17,9 +17,9 @@ from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import manifest_of
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.control_messages import Agreed, Check, Round
+from stillhouse.weights.control_messages import Agreed, Round, WeightCheck
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
-from stillhouse.weights.sink import Taken
+from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import write_snapshot
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine, Refused
@@ -77,11 +77,11 @@ class Rig:
 
     def take(
         self,
-        check: Check | None = None,
+        check: WeightCheck | None = None,
         timeout_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         file: WeightsRef | None = None,
-    ) -> Taken:
+    ) -> Receipt:
         header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file)
         return self.sink.take(header, AGREED, lambda: "enough" if stop is not None and stop.is_set() else None)
 
@@ -177,7 +177,7 @@ def test_a_check_that_takes_long_ends_with_the_round_and_not_with_the_limit_of_s
     ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
     rig.holds(path)
     threading.Timer(1.0, rig.hold.set).start()  # longer than a short call may take
-    rig.take(Check(weights=ref))
+    rig.take(WeightCheck(weights=ref))
     assert rig.sink.stats["weight_checks_total"] == 1
     rig.engine.close()
     rig.server.close()
@@ -188,7 +188,7 @@ def test_a_check_is_left_when_the_owner_says_so(rig: Rig, tmp_path: Path, path: 
     ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
     rig.holds(path)
     with pytest.raises(GroupInterrupted, match="enough"):
-        rig.take(Check(weights=ref), stop=rig.held)
+        rig.take(WeightCheck(weights=ref), stop=rig.held)
     assert not rig.sink.settle(0.0)
     rig.hold.set()
     assert rig.sink.settle(PATIENCE_S)
@@ -199,7 +199,7 @@ def test_a_server_that_is_still_reading_when_the_round_is_over_is_not_lost(group
     ref = write_snapshot(tmp_path, V1, [(name, torch.zeros_like(tensor)) for name, tensor in NAMED], keep=1)
     rig.holds(DISK)
     with pytest.raises(GroupBroken, match="not done at the deadline"):
-        rig.take(Check(weights=ref), timeout_s=3.0)
+        rig.take(WeightCheck(weights=ref), timeout_s=3.0)
     threading.Timer(1.0, rig.hold.set).start()  # more than the patience for one that is stuck
     rig.sink.leave()
     rig.engine.server.raise_if_lost()
@@ -319,7 +319,7 @@ def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
 
     monkeypatch.setattr("stillhouse.engines.sglang.verify.ServerVerifier.check_canary", wrong)
     with pytest.raises(WeightsDiffer, match="canary"):
-        rig.take(Check(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
+        rig.take(WeightCheck(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
     assert rig.sink.version is None
     with pytest.raises(ServerLost, match="canary"):
         rig.sink.leave()

@@ -33,11 +33,11 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import packed
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.weights.buckets import Layout, PackedLayout
+from stillhouse.weights.buckets import EqualBuckets, PackedLayout
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.manifest import Piece
+from stillhouse.weights.manifest import TensorPiece
 from stillhouse.weights.publisher import Publisher, PublisherFailed
-from stillhouse.weights.roster import EMBEDDED, Members
+from stillhouse.weights.roster import EMBEDDED, GroupMembers
 from stillhouse.weights.staged_weights import NoStreams, Staging, Weight, tensor_of
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import PLAIN, items_of
@@ -182,7 +182,7 @@ def of_layouts(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, A
     staged.fill(WeightVersion(0, 1), trainer.named_weights())
     named = case.whole(trainer)
     found = of_pieces(ranks, trainer, named)
-    for layout in (Layout(staged.manifest, 64), PackedLayout(staged.manifest, 700)):
+    for layout in (EqualBuckets(staged.manifest, 64), PackedLayout(staged.manifest, 700)):
         expected_B = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         for (_, copy), (_, tensor) in zip(layout.views(expected_B), named, strict=True):
             copy.copy_(tensor)
@@ -197,8 +197,10 @@ def of_layouts(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, A
 def of_pieces(ranks: ProcessGroup, trainer: Trainer, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
     """A tensor that servers know as two, in the middle of whose rows the cut lies."""
     cut, whole = named[2]
-    pieces = {cut: (Piece("first", (2, *whole.shape[1:])), Piece("second", (len(whole) - 2, *whole.shape[1:])))}
-    staged = staged_by(ranks.staging, Members(kind="servers", pieces=pieces))
+    pieces = {
+        cut: (TensorPiece("first", (2, *whole.shape[1:])), TensorPiece("second", (len(whole) - 2, *whole.shape[1:])))
+    }
+    staged = staged_by(ranks.staging, GroupMembers(kind="servers", pieces=pieces))
     staged.fill(WeightVersion(0, 1), trainer.named_weights())
     layout = PackedLayout(staged.manifest, 700)
     got_B = torch.zeros(layout.total_bytes, dtype=torch.uint8)
@@ -220,7 +222,7 @@ def of_late_copies(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[st
         trainer.step(items_of(seed=step, top_k=False))
         staged = slots[step % 2]
         staged.fill(WeightVersion(0, step), trainer.named_weights())
-        layout = Layout(staged.manifest, 4_096)
+        layout = EqualBuckets(staged.manifest, 4_096)
         run_B = torch.zeros(layout.total_bytes, dtype=torch.uint8)
         staged.read(layout, 0, layout.total_bytes, run_B)
         found[f"wrong in version {step}"] = digest_of(layout.views(run_B)) != digest_of(case.whole(trainer))
@@ -249,7 +251,7 @@ def of_memory(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, An
         for staged in slots:
             staged.fill(WeightVersion(0, 1), trainer.named_weights())
     staged = slots[-1]
-    layout = Layout(staged.manifest, 1 << 18)
+    layout = EqualBuckets(staged.manifest, 1 << 18)
     out_b = torch.zeros(layout.largest_bytes, dtype=torch.uint8)
     living = 0
     for index in range(layout.n_buckets):
@@ -284,7 +286,7 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-def staged_by(staging: Staging, members: Members = EMBEDDED) -> StagedByRanks:
+def staged_by(staging: Staging, members: GroupMembers = EMBEDDED) -> StagedByRanks:
     staged = staging(members, dtype="keep", bucket_bytes=4_096, place="device", streams=NoStreams())
     assert isinstance(staged, StagedByRanks)
     return staged

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from stillhouse.buffer.config import ATTEMPTS_PER_EPOCH, BufferConfig
 from stillhouse.buffer.holdings import Ownership, Place, Progress
-from stillhouse.buffer.rollouts import Rollout, SegmentState, Slot
+from stillhouse.buffer.rollouts import RolloutState, SegmentState, Slot
 from stillhouse.buffer.state import BufferState, Outgoing
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.messages import BatchItem, WeightVersion
@@ -496,7 +496,7 @@ def _audit_candidates(state: BufferState) -> None:
         assert abs(weight - sum(found.values())) < 1e-6, f"weight {weight}, of {found}"
 
 
-def _leaves_alone(rollout: Rollout, state: BufferState) -> bool:
+def _leaves_alone(rollout: RolloutState, state: BufferState) -> bool:
     desk, segments = state._batches, rollout.segments
     assert desk.wanted is not None
     config = desk._config
@@ -509,7 +509,7 @@ def _leaves_alone(rollout: Rollout, state: BufferState) -> bool:
     return desk._idle or max(ages) >= config.max_staleness
 
 
-def _leaves_together(rollout: Rollout) -> bool:
+def _leaves_together(rollout: RolloutState) -> bool:
     task = rollout.slot.task
     others = [slot.rollout for slot in task.slots if not slot.settled]
     return not task.to_issue and all(

@@ -34,7 +34,7 @@ from stillhouse.weights.config import DeltaUse, WeightsConfig
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.publisher import Publisher, PublisherFailed
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.roster import Members
+from stillhouse.weights.roster import GroupMembers
 from tests.patience import SLOWNESS
 from tests.sim.weights.fake_server import Body, FakeServer, FakeServerEngine
 from tests.sim.weights.nccl_like import Fabric, Fault, FaultKind
@@ -201,7 +201,7 @@ class Campaign:
             post_plan=self._post_plan,
             published=self._published,
             expected_actors=N_MEMBERS,
-            members=Members(kind),
+            members=GroupMembers(kind),
         )
 
     def run(self, faults: int) -> Verdict:

@@ -31,7 +31,7 @@ from torch import Tensor
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
 from stillhouse.engines.torch.weights import EmbeddedWeights
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.buckets import Layout
+from stillhouse.weights.buckets import EqualBuckets
 from stillhouse.weights.group_operations import connect_store
 from stillhouse.weights.receiver import WeightReceiver
 from stillhouse.weights.snapshot import read_snapshot
@@ -144,7 +144,7 @@ def actor_main(name: str, connection: Connection, version: WeightVersion, digest
     receiver.close()
 
 
-def doomed_rank(host: str, port: int, rank: int, world_size: int, layout: Layout, fault: Fault) -> None:
+def doomed_rank(host: str, port: int, rank: int, world_size: int, layout: EqualBuckets, fault: Fault) -> None:
     """A process that takes part in one broadcast of a bare group, until its fault strikes."""
     _arm(fault)
     group = WeightGroup(connect_store(host, port, 60.0), group_epoch=1, rank=rank, world_size=world_size)

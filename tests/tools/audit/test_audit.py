@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stillhouse.protocol.messages import BatchItem, Settled, VersionSpan, WeightVersion
-from stillhouse.recording.format import RecordHeader, Rollout, encode_batch, encode_header, encode_resumed
+from stillhouse.recording.format import RecordedRollout, RecordHeader, encode_batch, encode_header, encode_resumed
 from stillhouse.tools.audit import record, report
 from stillhouse.tools.audit.record import AuditError, RecordedBatch, RecordFile, Resumed, Version
 from stillhouse.tools.audit.run import audit, main
@@ -348,7 +348,7 @@ def test_what_a_learner_writes_is_read(tmp_path: Path) -> None:
         + encode_batch(
             5,
             WeightVersion(1, 7),
-            [Rollout(whole, frames)],
+            [RecordedRollout(whole, frames)],
             staleness={0: 3},
             tasks_done=(3,),
             settled=(Settled(3, 1, "masked", "stale"),),

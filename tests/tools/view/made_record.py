@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
 from stillhouse.protocol.topk_codec import encode_top_k
-from stillhouse.recording.format import Rollout, encode_batch, encode_header, encode_resumed
+from stillhouse.recording.format import RecordedRollout, encode_batch, encode_header, encode_resumed
 from tests.learner.records import header
 
 HOSTILE = (
@@ -61,7 +61,7 @@ def rollout(
     branches: tuple[Branch, ...] = (),
     turn_rewards: tuple[TurnReward, ...] = (),
     sets: dict[tuple[int, int], tuple[list[int], list[float]]] | None = None,
-) -> Rollout:
+) -> RecordedRollout:
     """Turns are (sampled tokens, tokens of the environment after them); the version rises by one from turn to turn.
     `sets`: not None for one with top-k sets, a payload for each turn and teacher; (teacher, token) -> (ids, log-probs)
     is entered."""
@@ -94,10 +94,10 @@ def rollout(
         rollout_id, task, sample, 4, tag, teachers, at, tuple(spans), True, "stop", reward, len(turns), branches,
         tuple(pieces), turn_rewards,
     )  # fmt: skip
-    return Rollout(item, tuple(arrays))
+    return RecordedRollout(item, tuple(arrays))
 
 
-def cut(one: Rollout, end: int, trained: tuple[int, int], *, final: bool = False) -> Rollout:
+def cut(one: RecordedRollout, end: int, trained: tuple[int, int], *, final: bool = False) -> RecordedRollout:
     """The item of an earlier or later batch of the same rollout: its first `end` tokens, some of them to be trained."""
     item = one.item
     mask = np.zeros(end, np.uint8)
@@ -107,11 +107,15 @@ def cut(one: Rollout, end: int, trained: tuple[int, int], *, final: bool = False
         item, end=end, spans=spans, final=final, top_k=(), reward=item.reward if final else None
     )
     ids, mu, _, q = one.arrays[:4]
-    return Rollout(changed, (ids[:end], mu[:end], mask, np.ascontiguousarray(q[:, :end])))
+    return RecordedRollout(changed, (ids[:end], mu[:end], mask, np.ascontiguousarray(q[:, :end])))
 
 
 def batch(
-    version: tuple[int, int], rollouts: Sequence[Rollout], *, offline: Sequence[str] = (), masked: Sequence[str] = ()
+    version: tuple[int, int],
+    rollouts: Sequence[RecordedRollout],
+    *,
+    offline: Sequence[str] = (),
+    masked: Sequence[str] = (),
 ) -> bytes:
     placed = [one._replace(offline=one.item.rollout_id in offline) for one in rollouts]
     return encode_batch(
