@@ -22,7 +22,7 @@ from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
-from stillhouse.protocol.messages import HeldSegment as SegmentMessage
+from stillhouse.protocol.messages import Segment as SegmentMessage
 
 
 class Lifecycle:

@@ -36,7 +36,7 @@ from stillhouse.protocol.messages import (
     VersionSpan,
     WeightVersion,
 )
-from stillhouse.protocol.messages import HeldSegment as SegmentMessage
+from stillhouse.protocol.messages import Segment as SegmentMessage
 
 
 class Fate(NamedTuple):
