@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Final, Literal, TypeAlias
 
@@ -22,7 +22,6 @@ from stillhouse.buffer.breaker import Breaker
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.buffer.peers import Lease, TeacherPeer
 from stillhouse.buffer.rollouts import ScoreJob
-from stillhouse.buffer.rooms import Rooms
 
 WINDOW: Final = 256
 """Leases of a pool that count as recent."""
@@ -105,20 +104,28 @@ class Pool:
         self.name = name
         self.queue: list[tuple[int, int, int, int, ScoreJob]] = []
         self.teachers: dict[str, TeacherPeer] = {}
-        self.rooms = Rooms()
-        """The same teachers, by their room."""
         self.times = LeaseTimes()
         self.budget = HedgeBudget()
         self.unhedged: dict[int, Lease] = {}
         """Leases out for jobs that were not hedged, oldest first."""
 
     def joined(self, teacher: TeacherPeer) -> None:
+        self.left(teacher.name)
         self.teachers[teacher.name] = teacher
-        self.rooms.enter(teacher)
 
     def left(self, name: str) -> None:
         self.teachers.pop(name, None)
-        self.rooms.remove(name)
+
+    @property
+    def any_free(self) -> bool:
+        """Return True if a teacher has free tokens."""
+        return any(teacher.free_tokens > 0 for teacher in self.teachers.values())
+
+    def roomiest(self, new_tokens: int, may_take: Callable[[TeacherPeer], bool]) -> TeacherPeer | None:
+        """The teacher with most free tokens, of those for which `may_take` is true and that have room for an item of so
+        many new tokens (`TeacherPeer.has_room`). Of several, the one that joined first."""
+        able = (one for one in self.teachers.values() if one.has_room(new_tokens) and may_take(one))
+        return max(able, key=lambda teacher: teacher.free_tokens, default=None)
 
     def granted(self, lease: Lease) -> None:
         self.budget.granted(hedge=lease.hedge)

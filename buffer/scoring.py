@@ -124,7 +124,6 @@ class ScoreDesk:
         self._health.forgotten(teacher.name)
 
     def credit_changed(self, teacher: TeacherPeer) -> None:
-        self._pool(teacher.pool).rooms.changed(teacher)
         self._dirty[teacher.pool] = None
 
     # ---------------------------------------------------------------------------------------------------- jobs
@@ -148,7 +147,7 @@ class ScoreDesk:
         """Grant all leases that are possible."""
         for pool_name in self._dirty:
             pool = self._pools[pool_name]
-            if pool.rooms.any_free:
+            if pool.any_free:
                 self._dispatch_pool(now_s, pool)
         self._dirty.clear()
 
@@ -282,7 +281,7 @@ class ScoreDesk:
             known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, favourite.name)
             if favourite.has_room(context_tokens - known_tokens) and may_take(favourite):
                 return favourite
-        return pool.rooms.choose(context_tokens, lambda teacher: teacher is not favourite and may_take(teacher))
+        return pool.roomiest(context_tokens, lambda teacher: teacher is not favourite and may_take(teacher))
 
     def _lease(self, now_s: float, job: ScoreJob, teacher: TeacherPeer) -> Lease:
         known_tokens = job.rollout.known_tokens(job.segment, job.pool_index, teacher.name)
@@ -303,7 +302,6 @@ class ScoreDesk:
         pool.granted(lease)
         self._health.sent(lease)
         teacher.item_sent(lease, job.rollout.context_tokens(job.segment) - known_tokens)
-        pool.rooms.changed(teacher)
         return lease
 
     def _lease_of(self, teacher: TeacherPeer, lease_id: int) -> Lease | None:
@@ -379,7 +377,6 @@ class ScoreDesk:
         self._held.segment_changed(job.rollout, job.segment)
         pool = self._pools[lease.teacher.pool]
         pool.unhedged.pop(lease.lease_id, None)
-        pool.rooms.changed(lease.teacher)
         self._dirty[pool.name] = None
         if waste is not None:
             self._hedges.wasted[waste] += 1

@@ -38,7 +38,6 @@ from stillhouse.buffer import (
     pools,
     release,
     rollouts,
-    rooms,
     scoring,
     state,
     task_book,
@@ -62,7 +61,7 @@ _PROTOCOL: Final = (
 
 _STATE: Final = (
     arrivals, batch_size, breaker, candidates, config, core, departure, evals, groups, history, holdings, items,
-    learner_desk, ledger, lifecycle, pacing, peers, pools, release, rollouts, rooms, scoring, state, task_book, tickets,
+    learner_desk, ledger, lifecycle, pacing, peers, pools, release, rollouts, scoring, state, task_book, tickets,
     tokens, validation, versions,
 )  # fmt: skip
 _WIRE: Final = (learner_messages, shared, workers)
