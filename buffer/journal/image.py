@@ -55,7 +55,18 @@ from stillhouse.protocol.session import BookImage, SessionBook
 _NO_STATE: Final = ("loop.py", "server.py")
 """Files of this package that neither the core's state nor its reaction to a turn depends on."""
 _PROTOCOL: Final = (
-    *("bit_words", "branches", "codec", "flow", "handshake", "server_events", "session", "topk_codec", "topk_layout"),
+    *(
+        "bit_words",
+        "branches",
+        "children",
+        "codec",
+        "flow",
+        "handshake",
+        "server_events",
+        "session",
+        "topk_codec",
+        "topk_layout",
+    ),
 )
 """Modules of `protocol` that they do depend on, besides the packages `messages` and `payloads`."""
 

@@ -96,7 +96,7 @@ def read_image(found: Found, file: bytes, blobs: dict[int, list[bytes]]) -> None
     classes, objects = unpack(unpack(body)[1])
     names = [name for name, _ in classes]
     for index, *values in objects:
-        if names[index] != "Rollout":
+        if names[index] != "RolloutState":
             continue
         fields = dict(zip(classes[index][1], values, strict=True))
         rollout_id = fields["ticket"][2]["rollout_id"]

@@ -122,8 +122,8 @@ def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
 
 def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from stillhouse.buffer.journal.store import Store;"
-        "store = Store(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
+        "import os, signal, sys; from pathlib import Path; from stillhouse.buffer.journal.store import JournalStore;"
+        "store = JournalStore(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
         "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE_S)
