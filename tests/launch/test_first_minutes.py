@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from launcher_process import PATIENCE_S, ROOT
 
 import stillhouse.launch.run
-from stillhouse.launch.cluster import PACKAGES
 from stillhouse.launch.run import main
 from stillhouse.launch.runfolder import read_record
 
@@ -77,29 +75,13 @@ def run_help(*path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_foreign_package_first_on_the_path_is_named(tmp_path: Path) -> None:
-    (tmp_path / "buffer").mkdir()
-    (tmp_path / "buffer" / "__init__.py").touch()
-    done = run_help(tmp_path, ROOT)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"`import buffer` finds {tmp_path / 'buffer' / '__init__.py'}, expected {ROOT / 'buffer'}" in done.stderr
-    assert run_help(ROOT, tmp_path).returncode == 0
-
-
-def test_a_foreign_distribution_installed_over_ours_is_named(tmp_path: Path) -> None:
-    """As pip does it: into the same folder, over our files."""
-    for name in PACKAGES:
+def test_packages_of_others_with_the_names_of_our_folders_are_no_matter(tmp_path: Path) -> None:
+    """A whole installation beside them is in tests/integration/test_installed.py."""
+    for name in ("models", "buffer", "launch", "protocol"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").touch()
-    shutil.copy(ROOT / "launch" / "cluster.py", tmp_path / "launch")
-    (tmp_path / "actors" / "__init__.py").write_text("class Actor: ...\n")
-    theirs = tmp_path / "actors-2.0.dist-info"
-    theirs.mkdir()
-    (theirs / "METADATA").write_text("Metadata-Version: 2.1\nName: actors\nVersion: 2.0\n")
-    (theirs / "top_level.txt").write_text("actors\n")
-    done = run_help(tmp_path)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"finds {tmp_path / 'actors' / '__init__.py'}, of the distribution actors, expected" in done.stderr
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('not ours')\n", encoding="utf-8")
+    done = run_help(tmp_path, ROOT / "src")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("former", [{}, {"no_proxy": "own.net"}, {"NO_PROXY": "own.net"}])

@@ -254,7 +254,14 @@ def test_a_host_that_never_found_room_ends_the_run_and_one_that_lost_its_room_wa
     hosts.start()
     try:
         said: list[str] = []
-        until = lambda text: eventually(lambda: text in (said.append(texts(hosts)) or "".join(said)), text)  # noqa: E731
+
+        def until(text: str) -> None:
+            def is_said() -> bool:
+                said.append(texts(hosts))
+                return text in "".join(said)
+
+            eventually(is_said, text)
+
         until("Ray: actors-2 (1 actor) waits for a node with 8 CPUs, 0 GPUs and 32 GiB; free are nothing")
         cluster.hosts[0].dead = True
         until("actors-0 (2 actors) waits for a node")

@@ -180,7 +180,10 @@ def test_a_run_that_is_submitted_is_stopped_and_resumed(tmp_path: Path) -> None:
     (tmp_path / "big.yaml").write_text(render("k8s", "--name", "big", "--private", str(private), "--config", str(file)))
     files = ("-f", str(private / "secrets.yaml"), "-f", str(tmp_path / "big.yaml"))
     with ApiServer(pods, lambda one: validate.validate(one, "1.31", strict=True)) as server:
-        kubectl = lambda *words: called("kubectl", *server.options.split(), *words)  # noqa: E731
+
+        def kubectl(*words: str) -> str:
+            return called("kubectl", *server.options.split(), *words)
+
         kubectl("apply", *files)
         log = lambda: kubectl("logs", "job/big-run")  # noqa: E731
         volume = pods / "volume" / "big"

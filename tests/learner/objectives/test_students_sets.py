@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from stillhouse.engines.base import likeliest
-from stillhouse.learner.batch import TopRows
 from stillhouse.learner.objectives.distributions import Bucketed, TopKTeacher, reverse_kl
 from stillhouse.learner.objectives.options import Distributions
 from stillhouse.protocol.messages import TopIdsWanted
 from stillhouse.protocol.payloads.student_sets import decode_top_ids, encode_top_ids
+from stillhouse.protocol.payloads.top_k import TopRows
 from stillhouse.protocol.topk_codec import decode_top_k, encode_given
 
 V, N = 300, 6
