@@ -308,8 +308,8 @@ def test_a_segment_is_acknowledged_only_when_the_journal_has_it(
     known: list[bool] = []
     write, send = Journal.write, PeerServer.send
 
-    def written_first(journal: Journal, turn: bytes, now_s: float, blobs: Sequence[Any] = ()) -> None:
-        write(journal, turn, now_s, blobs)
+    def written_first(journal: Journal, turn: bytes, blobs: Sequence[Any] = ()) -> None:
+        write(journal, turn, blobs)
         written.append(turn)
 
     def look(server: PeerServer, role: m.Role, name: str, message: m.Message, arrays: Sequence[Any] = ()) -> Any:

@@ -33,7 +33,6 @@ from tests.patience import PATIENCE_S
         ({"importance": ("ppo", {"dual": 1.1})}, "dual: got 1.1, expected 0 .off. or above high = 1.2"),
         ({"divergence": "k4"}, "divergence = 'k4'; did you mean 'k[123]'. expected one of k1, k2, k3"),
         ({"importance": "truncate"}, "importance = 'truncate'; did you mean 'truncated'."),
-        ({"importance": "masked"}, "importance = 'masked': is rejection = .* name = 'token'"),
         ({"rejection": "geo"}, "rejection = 'geo'; did you mean 'geometric'"),
         (
             {"rejection": "token", "divergence": "seq_kd", "importance": "none"},
