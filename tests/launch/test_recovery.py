@@ -99,10 +99,10 @@ def test_a_buffer_that_breaks_off_while_it_drains_still_leaves_its_ledger(
 
 
 def test_a_buffer_that_does_not_come_back_at_the_end_makes_nobody_wait(start_launcher: StartLauncher) -> None:
-    """Without a journal it is not started again. A worker that was not told of the end is, by the launcher."""
+    """Without restarts it is not started again. A worker that was not told of the end is, by the launcher."""
     launcher = start_launcher(
         {**REAL_BUFFER, "actor-0": "misses_the_end"},
-        settings={"launch": {"shutdown_grace_s": 100_000.0}, "buffer": {"journal": False}},
+        settings={"launch": {"shutdown_grace_s": 100_000.0, "max_restarts": 0}},
     )
     launcher.until_ready()
     launcher.finish()
