@@ -200,7 +200,7 @@ def _print_trace(run: Path, out: Path) -> None:
     """By `stillhouse trace`, which prints its figures too. What goes wrong is reported, and changes nothing."""
     words = ["trace", str(run), str(out)]
     command = [sys.executable, "-P", "-m", "stillhouse.launch.cluster", *words]
-    done = subprocess.run(command, env=worker_environment(1), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=worker_environment(1), capture_output=True, encoding="utf-8", check=False)
     print(done.stdout, end="")
     print(done.stderr, end="", file=sys.stderr)
     if done.returncode != 0:

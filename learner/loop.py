@@ -85,7 +85,7 @@ class LearnerParts:
     publisher: Publisher
     metrics: MetricsWriter
     make_evaluation: Callable[[WeightVersion, str], EvaluationRun]
-    """Of a version, on the set of this name."""
+    """An evaluation of this version on the set of this name."""
     checkpoints: CheckpointWriter
     config: LearnerConfig
     version: WeightVersion

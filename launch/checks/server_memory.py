@@ -39,7 +39,7 @@ class ServerNeed(NamedTuple):
 
 class Sized(NamedTuple):
     needs: list[ServerNeed]
-    """Of each server on each of its GPUs, in the order of their start."""
+    """One per server and GPU of it, in the order of their start."""
     arguments: dict[str, tuple[str, ...]]
     """Worker -> the arguments that its server gets for this."""
     mistakes: list[str]

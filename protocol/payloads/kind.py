@@ -170,7 +170,7 @@ class ModelSizes(NamedTuple):
     vocabulary: int | None
     """Rows of the student's embedding."""
     hidden: int | None
-    """Of the teacher's model."""
+    """Size of a hidden state of the teacher's model."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SMALL_VOCABULARY: Final = 384
 """Largest vocabulary, in tokens, of which every token is sent by default: at most 1,012 bytes per position, within
 buffer.max_top_k_bytes."""
 _PADDING_ROWS: Final = 8
-"""So many more tokens are asked for: padding rows may be among the engine's likeliest."""
+"""Tokens that are asked for beyond k: padding rows may be among the engine's likeliest."""
 
 
 class SetsKind(PayloadKind):

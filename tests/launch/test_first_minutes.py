@@ -23,7 +23,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(
     folder = tmp_path / place
     assert main([f"--run-dir={folder}", "--steps=1"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"stillhouse: the run folder {folder} cannot be written: ") and "--run-dir DIR" in message
+    assert f"stillhouse: the run folder {folder} cannot be written: " in message and "--run-dir DIR" in message
 
 
 def test_ctrl_c_before_the_workers_leaves_a_run_that_was_stopped(

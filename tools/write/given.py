@@ -54,7 +54,7 @@ class RowScores(NamedTuple):
     logprobs: np.ndarray[Any, Any]
     """[n], 0 where not scored"""
     payloads: tuple[bytes, ...] = ()
-    """Of each answer (protocol.payloads)."""
+    """The payloads of each answer (protocol.payloads)."""
 
 
 def write_given(file: str, rows: str, config: RunConfig) -> int:

@@ -31,7 +31,7 @@ def test_too_few_tells_the_counts_and_how_to_share() -> None:
     assert "got 4 visible GPUs, 3 of them free (1 has the learner or an embedded engine)" in message
     assert "expected 4 for 2 actor servers (tp 2), 1 for 1 teacher servers (tp 1)" in message
     assert "actors' and teachers' together: 3 with tp 1 or 1 with tp 2" in message
-    assert "--actor.server.gpus names one GPU several times" in message
+    assert "--actor.server.gpus may name the learner's GPU, or one GPU several times" in message
 
 
 @pytest.mark.parametrize(
