@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -19,3 +20,10 @@ def test_the_reference_of_keys_has_every_key_once_with_its_help() -> None:
     assert expected <= set(listed)
     assert {name for name in listed if listed.count(name) > 1} == set()
     assert "Optimizer steps; the run ends after them." in page
+
+
+def test_every_name_of_the_references_is_there() -> None:
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE)]
+    assert len(names) > 30
+    assert [name for name in names if pkgutil.resolve_name(name) is None] == []  # raises for one that is not there

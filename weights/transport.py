@@ -1,14 +1,15 @@
 """The interface between the publisher and a transport, which carries versions to the members.
 
     form       sets the members, and finds out whether all of them have the newest version
-    publish    sends one version to all of them -> Result: who has it, who is left out and why, bytes, seconds
+    publish    sends one version to all of them -> RoundResult: who has it, who is left out and why, bytes, seconds
     disband    ends the membership of all
 
-A transport is a callable that takes a Setup: a file in weights/transports/, `module:attribute` (also in the working
-directory), or an entry point of an installed package in the group `stillhouse.weights`. `weights.group_host.GroupHost`
-is a base class for transports whose members answer on the learner's control channel, as all of ours do; its subclasses
-only say where members meet, and how the bytes leave. Receivers (weights.sink) need no change for transports that end in
-a process group's broadcast (`gloo`, `nccl`), in files (`folder`) or at the control port (`wire`).
+A transport is a callable that takes a TransportSetup: a file in weights/transports/, `module:attribute` (also in the
+working directory), or an entry point of an installed package in the group `stillhouse.weights`.
+`weights.group_host.GroupHost` is a base class for transports whose members answer on the learner's control channel, as
+all of ours do; its subclasses only say where members meet, and how the bytes leave. Receivers (weights.sink) need no
+change for transports that end in a process group's broadcast (`gloo`, `nccl`), in files (`folder`) or at the control
+port (`wire`).
 """
 
 # Why it is so: docs/decisions/weight-transports.md
