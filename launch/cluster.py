@@ -1,13 +1,7 @@
-"""Start a run:   python launch/cluster.py --actors 32 --teachers 8       (--help explains the keys)
-Add workers:   python launch/cluster.py join RUN --actors 8            (on another machine, with what `export` writes)
-Audit a run:   python launch/cluster.py audit RUN                      (one that was started with --record FILE)
-See its rollouts: python launch/cluster.py view RUN                    (one that was started with --record FILE)
-Make a job for Slurm or Kubernetes: python launch/cluster.py render slurm --config FILE
-Write its trace: python launch/cluster.py trace RUN                    (one that was started with --trace FILE)
-Try an environment, without a run:   python launch/cluster.py try ENV --n 4
-Examine a run before its start:   python launch/cluster.py doctor         (the keys of the run)
+"""Start a run:   python launch/cluster.py --actors 32 --teachers 8
 
-Only finds the packages, and an interpreter that has what they need. launch.run does the rest.
+`stillhouse` is the same program; --help lists its commands (launch.config.help). This file only finds the package, and
+an interpreter that has what it needs. launch.run does the rest.
 """
 
 import importlib.util

@@ -10,7 +10,7 @@ from typing import Final, cast
 import msgspec
 import yaml
 
-import stillhouse
+from stillhouse import SOURCES
 from stillhouse.launch.config.keys import field_docs
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import Plain, build, lacking
@@ -18,8 +18,7 @@ from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.atomic_file import write_atomic
 
-PACKAGE: Final = Path(stillhouse.__file__).resolve().parent
-SHIPPED: Final = (("examples",), ("builtin",))
+SHIPPED: Final = ("examples", "builtin")
 """Folders of the package whose files can be named from anywhere as they are in a checkout."""
 END: Final = "..."
 """Last line of a resolved configuration: YAML's end-of-document marker."""
@@ -52,8 +51,9 @@ def read_plain(path: Path) -> Plain:
 
 def _of_package(name: Path) -> Path | None:
     """Where the package has examples/... or builtin/..., if the working folder has no such file."""
-    shipped = PACKAGE / name
-    return shipped if name.parts[:1] in SHIPPED and not name.exists() and shipped.exists() else None
+    shipped = SOURCES / "stillhouse" / name
+    ours = str(name).partition("/")[0] in SHIPPED and not name.exists() and shipped.exists()
+    return shipped if ours else None
 
 
 def _with_its_files(plain: Plain) -> Plain:
