@@ -2,7 +2,7 @@
 
 `attention` chooses the attention function inside the model:
     "sdpa"    transformers' own, for `model.generate` and plain forwards on padded batches
-    "packed"  `models.packed`: many sequences in one row without padding (scoring, learning)
+    "packed"  `models.packed`: many sequences in one row (scoring, learning), without padding where that is exact
     "decode"  the generation engine's, registered by the module that defines it
 """
 
@@ -58,11 +58,12 @@ def load_causal_lm(
     """Load a causal LM from a local folder or a hub name. `weights=False`: only its shapes, on the meta device.
 
     The model comes back in eval mode (dropout is not part of the policy whose log-probs we compare), with gradients
-    on its parameters only when `train`. With `attention="packed"` a probe has compared it to its own plain forward.
+    on its parameters only when `train`. With `attention="packed"` a probe has compared it to its own plain forward, and
+    chosen how it runs rows; without weights, `models.packed.set_way` is to follow.
 
     Raises ModelError: path missing, no config.json, not a causal LM, weights missing from the checkpoint, vocabulary
     and embedding that do not fit, attention that is not registered; `models.packed.PackingError`: "packed" asked of
-    an architecture that cannot be packed.
+    an architecture whose rows cannot be exact.
     """
     name = resolve_path(path)
     config = load_config(name)
@@ -74,7 +75,8 @@ def load_causal_lm(
             "import the module that defines it before loading a model"
         )
     if attention == "packed":
-        packed.refuse_unpackable(config)
+        packed.refuse_bidirectional(config)
+        implementation = None  # transformers' choice, until a probe has shown which rows are exact
     if weights:
         model = _from_pretrained(name, torch_dtype, implementation)
         _check_embeddings(name, model)
@@ -94,7 +96,7 @@ def load_causal_lm(
     model.eval()
     model.requires_grad_(train)
     if weights and attention == "packed":
-        packed.probe(model)
+        packed.choose_way(model)
     return model
 
 
@@ -183,7 +185,7 @@ def load_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def _from_pretrained(name: str, dtype: torch.dtype, implementation: str) -> PreTrainedModel:
+def _from_pretrained(name: str, dtype: torch.dtype, implementation: str | None) -> PreTrainedModel:
     try:
         with _no_progress_bars():
             loaded = AutoModelForCausalLM.from_pretrained(

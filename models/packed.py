@@ -13,15 +13,21 @@ A sequence may continue a past (`models.past`), whose keys and values an earlier
 in the row; in attention it is a bucket of its own. Or each process of a group has a part of every sequence
 (`models.divided`).
 
+Recurrent, convolutional, chunked and sparse layers mix tokens outside of our attention, so that a row would leak from
+one sequence to the next. Such a model runs each bucket as one padded batch, through transformers' own attention
+("padded"): in a causal model, padding on the right changes nothing before it. Where even that is not exact, it runs one
+sequence at a time ("alone"). `choose_way` measures which is the fastest exact one.
+
 Legend: T tokens of all sequences, S tokens of a bucket, B sequences of a bucket, L its longest, P tokens of a past,
 M tokens attended to (P + L), H hidden size, N query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -39,11 +45,19 @@ from stillhouse.models.transfer import upload
 
 IMPLEMENTATION = "stillhouse_packed"
 
+Way: TypeAlias = Literal["packed", "padded", "alone"]
+"""How the sequences of a row go through a model, the fastest first."""
+WAYS: Final = cast("tuple[Way, ...]", get_args(Way))
+
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What an architecture raises that was not made for the arguments of a packed row."""
+
+log = logging.getLogger(__name__)
 
 
 class PackingError(ValueError):
-    """This architecture cannot be run packed; the message names the unsupported feature."""
+    """This architecture cannot be run in the way asked for; the message names the unsupported feature."""
 
 
 def packed_hidden(
@@ -67,7 +81,10 @@ def packed_hidden(
         raise ValueError(f"a sequence of {longest} tokens; the context window of this model is {limit}")
     order = layout_order(sizes, uses)
     sorted_around = [uses[i] for i in order] if uses else ()
-    layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around)
+    way = way_of(model)
+    if way != "packed" and any(one is not None and (one.past is not None or one.cells is not None) for one in uses):
+        raise PackingError(f"{type(model).__name__} runs {way}; only packed sequences continue a past")
+    layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around, alone=way == "alone")
     if order == list(range(len(sizes))):
         return _forward(model, ids_T, layout.positions_T, layout)
     to_sorted_T, to_given_T = permutation(sizes, order, ids_T.device)
@@ -80,6 +97,11 @@ def divided_hidden(model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout)
     same time. Raises ValueError for sequences that exceed the context."""
     if layout.longest > (limit := context_window(model.config)):
         raise ValueError(f"a sequence of {layout.longest} tokens; the context window of this model is {limit}")
+    if (way := way_of(model)) != "packed":
+        raise PackingError(
+            f"{type(model).__name__} runs {way}; sequences that are divided among ranks are packed: expected "
+            "learner.context_parallel = 1"
+        )
     return _forward(model, ids_P, upload(layout.positions, ids_P.device), layout)
 
 
@@ -88,24 +110,69 @@ def context_window(config: PreTrainedConfig) -> int:
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31 - 1)
 
 
-# ------------------------------------------------------------------------------------- what cannot be packed
+# ----------------------------------------------------------------------------------------------------- ways
 
 
-def refuse_unpackable(config: PreTrainedConfig) -> None:
-    """Raise PackingError for architectures that, by their config.json, mix tokens outside of attention."""
+def way_of(model: PreTrainedModel) -> Way:
+    return cast(Way, getattr(model, "_stillhouse_way", "packed"))
+
+
+def set_way(model: PreTrainedModel, way: Way, *, most: Callable[[int], int] | None = None) -> None:
+    """Set the model, its attention function with it, for a way. `most`: of ranks that share parameters, the largest
+    number that any gives; all make that many forward passes, because they gather parameters together."""
+    cast(Any, model)._stillhouse_way = way
+    cast(Any, model)._stillhouse_most = most
+    if way == "packed":
+        model.set_attn_implementation(IMPLEMENTATION)
+        return
+    try:
+        model.set_attn_implementation("sdpa")
+    except ValueError:  # this architecture has its own attention only
+        model.set_attn_implementation("eager")
+
+
+def choose_way(model: PreTrainedModel) -> None:
+    """Set the model for the fastest way in which each sequence of a row gets the logits that it has alone.
+
+    Raises PackingError, with what was measured, if there is none: the model is not causal, or its logits are not those
+    of its LM head."""
+    refuse_bidirectional(model.config)
+    reasons = [said] if (said := unpackable(model.config)) else []
+    possible = WAYS[len(reasons) :] if not moving_rope(model.config) else ("packed", "alone")[len(reasons) :]
+    for way in possible:
+        set_way(model, way)
+        try:
+            probe(model)
+        except PackingError as error:
+            reasons.append(str(error))
+        except _FAILURES as error:
+            reasons.append(f"{way} rows fail ({type(error).__name__}: {error})")
+        else:
+            if reasons:
+                log.info("%s runs its sequences %s: %s", type(model).__name__, way, "; ".join(reasons))
+            return
+    raise PackingError(
+        f"{reasons[-1]}; it can be neither student nor embedded teacher here: expected another model, or, for a "
+        "teacher, an SGLang server (teacher.engine = sglang)"
+    )
+
+
+def unpackable(config: PreTrainedConfig) -> str:
+    """Why a row without padding would not be exact, as far as config.json says it and short sequences do not show it;
+    else empty."""
     text: Any = config.get_text_config()
-    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if unknown := layer_types - _SUPPORTED_LAYERS:
-        raise PackingError(
-            f"model_type {config.model_type!r} has layers of type {sorted(unknown)}; packed forwards do "
-            f"{sorted(_SUPPORTED_LAYERS)} only (a recurrent or chunked layer would leak between sequences)"
-        )
+    if unknown := set(getattr(text, "layer_types", None) or ()) - _SUPPORTED_LAYERS:
+        return f"model_type {config.model_type!r} has layers of type {sorted(unknown)}"
     if getattr(text, "attn_temperature_tuning", False):
-        raise PackingError(
-            f"model_type {config.model_type!r} has attn_temperature_tuning, which scales queries by their place in the "
-            "whole row, not in their sequence; packed forwards cannot do that"
-        )
-    if getattr(text, "is_causal", True) is False:
+        return f"model_type {config.model_type!r} scales queries by their place in the row (attn_temperature_tuning)"
+    if getattr(text, "index_topk", None):
+        return f"model_type {config.model_type!r} attends to index_topk = {text.index_topk} tokens that it selects"
+    return ""
+
+
+def refuse_bidirectional(config: PreTrainedConfig) -> None:
+    """Raise PackingError for models that, by their config.json, see what comes after a token."""
+    if getattr(config.get_text_config(), "is_causal", True) is False:
         raise PackingError(
             f"model_type {config.model_type!r} is configured as bidirectional; expected causal attention"
         )
@@ -118,7 +185,7 @@ def refuse_undividable(config: PreTrainedConfig) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
     if getattr(text, "layer_types", None) is None and getattr(text, "sliding_window", None):
         kinds = {"sliding_attention"}  # Mistral says it so
-    reason = f"layers of type {sorted(kinds)}" if kinds else ""
+    reason = f"layers of type {sorted(kinds)}" if kinds else unpackable(config)
     if getattr(text, "attn_logit_softcapping", None) is not None:
         reason = reason or "a cap on attention scores (attn_logit_softcapping)"
     if kind := moving_rope(config):
@@ -132,33 +199,40 @@ def refuse_undividable(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> None:
-    """Run three short sequences packed, and each alone through the model's own eager path; compare the logits. Compare
-    the rotations of a short sequence alone and beside the longest one.
+    """Run three short sequences in the way that the model is set for, and each alone through its own eager path;
+    compare the logits. Packed, also compare the rotations of a short sequence alone and beside the longest one.
 
     Catches what the configuration does not show: ignored positions or keyword arguments, the architecture's own masks,
     a head that is more than one linear layer. Raises PackingError with the difference measured.
     """
-    lengths = (5, 2, 7)
+    lengths, way = (5, 2, 7), way_of(model)
     vocab_rows = lm_head(model).weight_VH.shape[0]
     ids_T = ((torch.arange(sum(lengths)) * 37 + 11) % vocab_rows).to(model.device)
     with full_float32():
-        packed_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
+        found_TV = lm_head(model).logits(packed_hidden(model, ids_T, lengths))
         model.set_attn_implementation("eager")
         try:
             alone = [model(input_ids=ids_L[None], use_cache=False).logits[0] for ids_L in ids_T.split(list(lengths))]
+            begun_LV = model(input_ids=ids_T[None, -7:-3], use_cache=False).logits[0]
         finally:
-            model.set_attn_implementation(IMPLEMENTATION)
-    plain_TV = torch.cat(alone).to(packed_TV.dtype)
-    difference = float((packed_TV - plain_TV).abs().max())
+            set_way(model, way)
+    plain_TV = torch.cat(alone).to(found_TV.dtype)
     tf32 = tf32_forced(model.device.type)
     allowed = relative_tolerance(model.dtype, tf32=tf32) * max(1.0, float(plain_TV.abs().max()))
-    if not difference <= allowed:
+    named = f"(allowed {allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)})"
+    seen = float((plain_TV[-7:-3] - begun_LV.to(plain_TV.dtype)).abs().max())
+    if not seen <= allowed:
         raise PackingError(
-            f"{type(model).__name__}: packed logits differ from the plain forward by {difference:.3g} (allowed "
-            f"{allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)}); this architecture mixes tokens outside of "
-            "the attention interface or changes its logits after the head, and cannot be scored or trained packed"
+            f"{type(model).__name__} is not causal: tokens change logits before them by {seen:.3g} {named}"
         )
-    if name := depends_on_neighbours(model):
+    difference = float((found_TV - plain_TV).abs().max())
+    if not difference <= allowed:
+        mixes = "" if way == "alone" else "mixes tokens outside of the attention interface or "
+        raise PackingError(
+            f"{type(model).__name__}: {way} logits differ from the plain forward by {difference:.3g} {named}; this "
+            f"architecture {mixes}changes its logits after the head"
+        )
+    if way == "packed" and (name := depends_on_neighbours(model)):
         raise PackingError(f"{name} turns a short sequence otherwise beside a long one; it cannot be run packed")
 
 
@@ -172,6 +246,8 @@ def probe_past(model: PreTrainedModel) -> int:
             f"{type(model).__name__} has rotary frequencies that change with the length of the batch; kept keys would "
             "have been turned by others"
         )
+    if (way := way_of(model)) != "packed":
+        raise PackingError(f"{type(model).__name__} runs {way}, and its state is more than keys and values")
     n_first, n_tokens = 9, 14
     vocab_rows = lm_head(model).weight_VH.shape[0]
     ids_T = ((torch.arange(n_tokens) * 37 + 11) % vocab_rows).to(model.device)
@@ -222,7 +298,7 @@ def packed_attention(
             f"{type(module).__name__} passes an attention mask, dropout {dropout}, a position bias or a batch of "
             f"{query.shape[0]}; packed attention has none of these"
         )
-    if reason := unseen_window(module, sliding_window, packed_layout.longest):
+    if reason := unseen_window(module, sliding_window):
         raise PackingError(reason)
     if isinstance(packed_layout, DividedLayout):
         if (
@@ -305,14 +381,16 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, mask_LM: Tensor 
     return weights[..., :seen] @ value
 
 
-def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: int) -> str:
-    """The reason why `longest` tokens cannot be run, else empty: some architectures put their sliding window only into
-    the mask, which our attention functions never see."""
+def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: int | None = None) -> str:
+    """The reason why `longest` tokens (all that the model takes) cannot be run, else empty: some architectures put
+    their sliding window only into the mask, which our attention functions never see."""
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
     kind = getattr(module, "layer_type", None)
     windowed = kind == "sliding_attention" or (kind is None and getattr(config, "layer_types", None) is None)
-    if sliding_window is not None or not windowed or window is None or longest <= window:
+    if sliding_window is not None or not windowed or window is None:
+        return ""
+    if (longest := longest or context_window(config)) <= window:
         return ""
     return (
         f"{type(module).__name__} has a sliding window of {window} tokens that it does not pass to its attention "
@@ -335,11 +413,40 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
 
 
 def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: RowLayout | DividedLayout) -> Tensor:
+    if isinstance(layout, RowLayout) and way_of(model) != "packed":
+        return _forward_padded(model, ids_T, layout)
     turn_each_alone(model)
-    output = model.base_model(
+    output = _trunk(model)(
         input_ids=ids_T[None],
         position_ids=positions_T[None],
         use_cache=False,
         packed_layout=layout,
     )
     return cast(Tensor, output.last_hidden_state)[0]
+
+
+def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout) -> Tensor:
+    """Each bucket as a batch. No mask is needed: what is behind a causal sequence does not change it."""
+    trunk = _trunk(model)
+
+    def states(ids_BL: Tensor) -> Tensor:
+        return cast(Tensor, trunk(input_ids=ids_BL, use_cache=False).last_hidden_state).flatten(0, 1)
+
+    parts: list[Tensor] = []
+    for bucket in layout.buckets:
+        ids_S = ids_T[bucket.start : bucket.end]
+        if bucket.source_BL is None:
+            parts.append(states(ids_S.view(bucket.n_sequences, -1)))
+        else:
+            padded_H = states(ids_S[bucket.source_BL].view(bucket.n_sequences, -1))
+            parts.append(cast(Tensor, Gather.apply(padded_H, bucket.real_S, bucket.source_BL, False)))
+    hidden_TH = parts[0] if len(parts) == 1 else torch.cat(parts)
+    most = cast("Callable[[int], int] | None", getattr(model, "_stillhouse_most", None))
+    for _ in range(0 if most is None else most(len(parts)) - len(parts)):
+        hidden_TH = hidden_TH + 0.0 * states(ids_T[:2][None])[:1]  # in the graph, so that its backward pass is made too
+    return hidden_TH
+
+
+def _trunk(model: PreTrainedModel) -> Any:
+    """All of a model but its head. Llama 4's says that it is called `language_model`, and is not."""
+    return model.base_model if model.base_model is not model else cast(Any, model).model

@@ -80,22 +80,25 @@ def shortest_beside(longest: int) -> int:
     return min(math.ceil(longest * _BUCKET_SLACK), longest - _BUCKET_SLACK_TOKENS)
 
 
-def make_layout(lengths: Sequence[int], device: torch.device, uses: Sequence[CacheUse | None] = ()) -> RowLayout:
-    """Buckets over sequences in the order of `layout_order`. `uses`: one entry per sequence, or none at all."""
+def make_layout(
+    lengths: Sequence[int], device: torch.device, uses: Sequence[CacheUse | None] = (), *, alone: bool = False
+) -> RowLayout:
+    """Buckets over sequences in the order of `layout_order`. `uses`: one entry per sequence, or none at all. `alone`:
+    each sequence is a bucket."""
     uses = uses or [None] * len(lengths)
     pasts = [None if one is None else one.past for one in uses]
-    alone = sum(past is None for past in pasts)
+    n_begun = sum(past is None for past in pasts)
     buckets: list[Bucket] = []
     first, start = 0, 0
-    while first < alone:
+    while first < n_begun:
         longest = lengths[first]
         floor = shortest_beside(longest)
-        last = first
-        while last < alone and lengths[last] >= floor:
+        last = first + 1
+        while last < n_begun and lengths[last] >= floor and not alone:
             last += 1
         buckets.append(_bucket(start, lengths[first:last], device))
         first, start = last, buckets[-1].end
-    for length, past in zip(lengths[alone:], pasts[alone:], strict=True):
+    for length, past in zip(lengths[n_begun:], pasts[n_begun:], strict=True):
         buckets.append(Bucket(start, start + length, 1, length, None, None, past))
         start += length
     offsets = [0 if past is None else past.n_tokens for past in pasts]

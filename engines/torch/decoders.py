@@ -24,7 +24,7 @@ from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, c
 from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from stillhouse.engines.torch.products import packs
 from stillhouse.engines.torch.step import DecodeStep, Prefill, plan_step
-from stillhouse.models.packed import refuse_unpackable
+from stillhouse.models.packed import unpackable
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from stillhouse.models.rotary import moving_rope
 
@@ -68,7 +68,8 @@ def build_decoder(model: PreTrainedModel, max_context: int, *, fused: bool, kern
 
     Raises UnsupportedModelError, with the reason, when the architecture cannot be run over the slot cache."""
     _refuse_moving_rope(model)
-    refuse_unpackable(model.config)
+    if reason := unpackable(model.config):
+        raise UnsupportedModelError(f"{reason}; the slot cache does full and sliding attention only")
     probe_ids = _probe_sequences(model, max_context)
     model.set_attn_implementation("eager")
     with torch.inference_mode(), full_float32():

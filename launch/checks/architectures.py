@@ -20,7 +20,7 @@ from stillhouse.models.description import known_vocabulary_size
 from stillhouse.models.safetensors_header import head_beside_embedding, nonfinite_tensors
 
 PLAIN_TYPES: Final = frozenset({"gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
-"""Types of model without layers that packed forwards cannot do."""
+"""Types of model that need no look by transformers."""
 _STATIC_ROPES: Final = frozenset({None, "default", "linear", "llama3", "yarn"})
 _SCANNED_BYTES: Final = 256 * 2**20
 """Weights of more bytes are not read before a worker loads them."""
@@ -52,13 +52,16 @@ def architectures(config: RunConfig) -> Iterator[str]:
         if not loads and key != "models.student":
             continue
         try:
-            packed.refuse_unpackable(found := load_config(name))  # learner and teachers read many sequences in one row
+            packed.refuse_bidirectional(found := load_config(name))
             if key == "models.student" and _divides(config):
                 packed.refuse_undividable(found)
         except (ModelError, packed.PackingError) as error:
             yield f"{key}: {error}"
             continue
-        if key == "models.student" and loads and config.actors and (kind := moving_rope(found)):
+        generates = key == "models.student" and loads and config.actors
+        if generates and (reason := packed.unpackable(found)):
+            yield f"{key}: {reason}; the embedded engine cannot generate with it: expected actor.engine = sglang"
+        if generates and (kind := moving_rope(found)):
             yield (
                 f"{key}: {name} has rope_type {kind!r}, whose frequencies change with the length of the batch; the "
                 "embedded engine cannot generate with it: expected another student, or actor.engine = sglang"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.learner.ranks.mesh import Mesh
 from stillhouse.models.layers import layers
+from stillhouse.models.packed import WAYS, set_way, way_of
 from stillhouse.models.transfer import own_rows, share_of
 
 
@@ -59,7 +60,16 @@ def sharded(model: PreTrainedModel, device: torch.device, ranks: Mesh, *, bfloat
         model.to_empty(device=device)
     for tensor, value in zip(_tensors(model), values, strict=True):
         _take_from_first(tensor, value, device)
+    way = torch.tensor(WAYS.index(way_of(model)), device=device)
+    dist.broadcast(way, src=0)  # the others had no weights to measure it with
+    set_way(model, WAYS[int(way)], most=lambda n: _most(n, device))
     return root
+
+
+def _most(number: int, device: torch.device) -> int:
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.models import packed
@@ -45,6 +54,34 @@ def build_student(
     model.set_attn_implementation(implementation)
     model.to(dtype)  # pyright: ignore[reportArgumentType]
     return model.eval()
+
+
+def build_hybrid(dtype: torch.dtype = torch.float32, vocab: int = VOCAB, **changes: Any) -> PreTrainedModel:
+    """A random Qwen3.5: of two layers, one is recurrent. `changes`: of its config; with `num_experts`, a mixture."""
+    shape: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        **changes,
+    }
+    torch.manual_seed(0)
+    if "num_experts" in changes:
+        shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+        model: PreTrainedModel = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**shape))
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**shape))
+    return model.to(dtype).eval()  # pyright: ignore
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from transformers import (
     GraniteForCausalLM,
     HyperCLOVAXConfig,
     HyperCLOVAXForCausalLM,
-    Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
@@ -35,7 +34,6 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -318,17 +316,7 @@ def test_probe_accepts_what_is_turned_alone(name: str) -> None:
     packed.probe(_build(MOVING[name], packed.IMPLEMENTATION))
 
 
-def test_scaling_by_the_place_in_the_row_is_refused_from_the_configuration_alone() -> None:
-    with pytest.raises(PackingError, match="attn_temperature_tuning"):
-        packed.refuse_unpackable(Llama4TextConfig(layer_types=["full_attention"] * 48))
-
-
-def test_recurrent_layers_are_refused_from_the_configuration_alone() -> None:
-    with pytest.raises(PackingError, match="linear_attention"):
-        packed.refuse_unpackable(Qwen3NextConfig())
-
-
-def test_window_that_an_architecture_keeps_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_an_architecture_keeps_to_itself_is_run_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build(_mistral, packed.IMPLEMENTATION)
     inner = packed.packed_attention
 
@@ -336,9 +324,10 @@ def test_window_that_an_architecture_keeps_to_itself_is_refused(monkeypatch: pyt
         return inner(*args, **{**kwargs, "sliding_window": None})
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, packed.IMPLEMENTATION, without_window)  # pyright: ignore
-    packed_hidden(model, _ids((4,)), (4,))
     with pytest.raises(PackingError, match="sliding window of 4 tokens"):
-        packed_hidden(model, _ids((5,)), (5,))
+        packed_hidden(model, _ids((4,)), (4,))
+    packed.choose_way(model)
+    assert packed.way_of(model) == "padded"
 
 
 def test_first_fit_decreasing_drops_nothing_and_keeps_to_the_budget() -> None:

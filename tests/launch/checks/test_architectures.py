@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
-from transformers import Qwen3NextConfig
 
 from stillhouse import builtin
 from stillhouse.launch.checks import architectures as checks
@@ -58,10 +57,6 @@ def _not_finite(value: float, dtype: torch.dtype) -> Change:
     return _in_weights(change)
 
 
-def _hybrid(folder: Path) -> None:
-    (folder / "config.json").write_text(Qwen3NextConfig(vocab_size=320).to_json_string(), encoding="utf-8")
-
-
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[Change, str]] = {
     "ids past the embedding": (_ids_past_the_embedding, r"has the id 320 .*past the 320 rows of the embedding"),
@@ -71,7 +66,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "NaN": (_not_finite(float("nan"), torch.float32), r"1 tensors have NaN .*layers\.0\.mlp\.up_proj"),
     "infinity": (_not_finite(float("-inf"), torch.bfloat16), r"1 tensors have NaN or infinity"),
-    "hybrid": (_hybrid, "model_type 'qwen3_next' has layers of type"),
+    "sees what follows": (_in_json("config.json", is_causal=False), "configured as bidirectional"),
     "no causal LM": (_in_json("config.json", model_type="bert", architectures=["BertModel"]), "BertModel"),
     "longrope": (_in_json("config.json", rope_parameters=LONGROPE), "rope_type 'longrope'"),
 }

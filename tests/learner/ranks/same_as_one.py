@@ -30,9 +30,10 @@ from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.optimizer import AdamWState
 from stillhouse.learner.step.train_step import Trainer
+from stillhouse.models.packed import set_way
 from stillhouse.protocol.messages import Branch
 from stillhouse.weights.staged_weights import tensor_of
-from tests.learner.conftest import build_item, build_student
+from tests.learner.conftest import build_hybrid, build_item, build_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, with_states
@@ -72,6 +73,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "adapters, bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4, "lora": LoraConfig(rank=2, alpha=4.0)},
     "moments on the host": {"moments": "host", "updates_per_batch": 2, "max_grad_norm": 1e-2},
     "adapters, moments on the host": {"moments": "host", "lora": LoraConfig(rank=2, alpha=4.0)},
+    "recurrent layers": {"pack_tokens": 4096, "updates_per_batch": 2},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 
@@ -106,10 +108,14 @@ def branched(one: TrainItem) -> TrainItem:
     return replace(one, item=msgspec.structs.replace(one.item, branches=(Branch(5, 3),)))
 
 
-def trainer_of(config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64) -> Trainer:
+def trainer_of(
+    config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64, *, recurrent: bool = False
+) -> Trainer:
     """Only rank 0 has values; the others get theirs from it."""
     with torch.device("meta" if ranks.rank else "cpu"):
-        model = build_student(dtype=dtype)
+        model = build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype)
+    if recurrent and not ranks.rank:
+        set_way(model, "padded")
     torch.manual_seed(0)
     adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
     return Trainer(
@@ -150,13 +156,15 @@ def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return max(each)
 
 
-def of_steps(ranks: Ranks, settings: dict[str, Any], *, hidden: bool) -> dict[str, float]:
+def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, float]:
     """Largest differences over three steps, with teacher's text in the second, and after them. Alone, the moments are
     beside the weights."""
     config = learner_config(**(PLAIN | settings))
     dtype = torch.float32 if config.dtype == "bfloat16" else torch.float64
     by_one = msgspec.structs.replace(config, moments="device")
-    alone, together = trainer_of(by_one, Ranks(), dtype), trainer_of(config, ranks, dtype)
+    hidden, recurrent = name == "hidden states", name == "recurrent layers"
+    alone = trainer_of(by_one, Ranks(), dtype, recurrent=recurrent)
+    together = trainer_of(config, ranks, dtype, recurrent=recurrent)
     figures = gradients = 0.0
     for step in range(3):
         divided = ranks.context_group is not None
@@ -326,7 +334,7 @@ def main(names: Sequence[str]) -> None:
     ranks.announce = lambda *_: None  # type: ignore[method-assign,assignment]
     for name, settings in CASES.items():
         if not names or name in names:
-            results[name] = of_steps(ranks, settings, hidden=name == "hidden states")
+            results[name] = of_steps(ranks, name, settings)
     for name, check in FURTHER.items():
         if not names or name in names:
             results[name] = check(ranks)
