@@ -125,7 +125,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokenizer=TOKENIZERS, texts=st.tuples(WORDS, WORDS, WORDS), tools=st.sampled_from([None, []]))
 def test_an_ordinary_conversation_has_the_ids_of_transformers(
     tokenizer: PreTrainedTokenizerFast, texts: tuple[str, str, str], tools: Any
@@ -137,7 +137,7 @@ def test_an_ordinary_conversation_has_the_ids_of_transformers(
     assert TextTokenizer(tokenizer).chat_prompt(turns, tools).tolist() == right
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokenizer=TOKENIZERS, texts=st.tuples(HOSTILE, WORDS, HOSTILE), role=st.sampled_from(["user", "tool", "system"]))
 def test_control_tokens_of_others_are_text(
     tokenizer: PreTrainedTokenizerFast, texts: tuple[str, str, str], role: str
@@ -175,7 +175,7 @@ def test_a_control_token_that_plain_text_makes_too_is_refused() -> None:
         render_prompt(tokenizer, PromptRecord(0, "a<s>a", None))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokenizer=TOKENIZERS, texts=st.tuples(WORDS, WORDS, HOSTILE))
 def test_turns_behind_an_answer_are_what_follows_it_in_the_whole(
     tokenizer: PreTrainedTokenizerFast, texts: tuple[str, str, str]
@@ -190,7 +190,7 @@ def test_turns_behind_an_answer_are_what_follows_it_in_the_whole(
     assert text.chat_turn(texts[2], closed=False).tolist() == whole[at - 1 :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(tokenizer=TOKENIZERS, texts=st.tuples(WORDS, WORDS, WORDS, WORDS))
 def test_answers_to_train_on_are_those_of_the_whole_or_refused(
     tokenizer: PreTrainedTokenizerFast, texts: tuple[str, str, str, str]

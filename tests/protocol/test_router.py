@@ -83,10 +83,11 @@ def send_parts(tcp: socket.socket, at_most_bytes: int) -> int:
     """Frames each of which says that another one follows, until cut. Returns how many bytes went out."""
     frame = b"\x03" + struct.pack(">Q", 1 << 16) + bytes(1 << 16)
     sent_bytes = 0
+    tcp.settimeout(2.0 * SLOWNESS)  # the other end may read no more, and not hang up
     while sent_bytes < at_most_bytes:
         try:
             tcp.sendall(frame)
-        except OSError:  # reset, or on a busy machine no longer read
+        except OSError:
             break
         sent_bytes += len(frame)
     return sent_bytes
@@ -96,7 +97,7 @@ def send_empty_parts(tcp: socket.socket, at_most_bytes: int) -> int:
     """The same with frames of no bytes: two bytes each, for which ZeroMQ takes 64."""
     frames = b"\x01\x00" * (1 << 15)
     sent_bytes = 0
-    tcp.settimeout(2.0 * SLOWNESS)  # the other end may read no more, and not hang up
+    tcp.settimeout(2.0 * SLOWNESS)
     while sent_bytes < at_most_bytes:
         try:
             tcp.sendall(frames)
@@ -114,6 +115,7 @@ def test_a_message_without_an_end_is_cut_and_the_others_go_on(
         flooding = pool.submit(send_parts, flood, 100 * MAX_UNREAD_BYTES)
         wait_until(router, flooding.done)
         assert flooding.result() < 100 * MAX_UNREAD_BYTES, "nobody stopped it"
+        wait_until(router, lambda: bool(router.refused))
     assert router.refused == {"endless_message": 1}
     assert "refused (endless_message) a connection from 127.0.0.1:" in caplog.text
     send_frames(dealer, [b"hello"])

@@ -65,7 +65,7 @@ def _assert_same(top: TopK, expected: TopK) -> None:
     bits=st.integers(8, 16),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_what_is_decoded_equals_the_slow_decoder(n: int, vocab: int, k: int, mass: float, bits: int, seed: int) -> None:
     rows = _rows(n, min(k, vocab), vocab, seed)
     payload = encode_top_k(*rows, vocab_size=vocab, mass=mass, max_k=k, logprob_bits=bits)
@@ -131,7 +131,7 @@ def _payload(sets: list[list[int]], vocab: int) -> bytes:
     block=st.sampled_from([50, 1 << 15]),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_ids_that_do_not_ascend_at_a_position_are_refused_and_those_of_different_positions_are_not_compared(
     counts: list[int], vocab: int, wrong: str | None, block: int, data: st.DataObject
 ) -> None:
@@ -324,8 +324,7 @@ def test_length_promised_but_not_sent_takes_no_memory() -> None:
             decode_top_k(header)
 
 
-@pytest.mark.parametrize("vocab", [1, 9, 300, 49_152, 151_936])
-@pytest.mark.parametrize("k", [1, 5, 16, 64, 256])
+@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (9, 5), (300, 1), (300, 16), (300, 256), (49_152, 64), (151_936, 16)])
 def test_no_position_takes_more_than_the_most_bytes(vocab: int, k: int) -> None:
     """Which bounds what a teacher may send. And a payload is not larger than words without gaps and counts in two bytes
     would make it, from a few positions on."""

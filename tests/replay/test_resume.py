@@ -83,11 +83,10 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     [
         (1, power_cut, ()),
         (3, signal_came, ()),
-        (5, power_cut, ()),
         (5, power_cut, EVALUATED),
         (5, power_cut, VALUES),
     ],
-    ids=["before the first checkpoint", "signal", "power cut", "with evaluations", "with a value head"],
+    ids=["before the first checkpoint", "signal", "with evaluations", "with a value head"],
 )
 def test_it_ends_as_an_undisturbed_one(
     step: int, end: After, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

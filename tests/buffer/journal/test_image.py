@@ -31,7 +31,7 @@ WITHOUT_EFFECT = {"addresses", "atomic_file", "errors", "server", "settings"}
 configuration uses, which the journal compares by itself."""
 
 
-@pytest.mark.parametrize("seed", [6, 8, 9])
+@pytest.mark.parametrize("seed", [6, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (8, 9))])
 def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_course_of_events(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +61,7 @@ def test_an_image_is_the_same_bytes_whatever_the_hash_seed() -> None:
             check=True,
             timeout=PATIENCE_S,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(digests) == 1 and digests != {b""}
 

@@ -21,8 +21,8 @@ from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.store import JournalStore
 from tests.buffer.journal.test_imaging import outcome_of
 
-TURNS = 9
-IMAGES = (3, 6)
+TURNS = 6
+IMAGES = (2, 4)
 """An image is made after so many turns."""
 
 

@@ -124,18 +124,6 @@ def test_a_wrong_configuration_ends_with_code_2_before_torch_is_imported(argumen
     assert "Traceback" not in done.stderr
 
 
-def test_the_script_runs_from_any_folder(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "cluster.py"), "--check"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "nothing was started" in done.stdout
-
-
 @pytest.mark.parametrize(
     "words",
     [

@@ -137,6 +137,11 @@ class FakeCluster:
         pass
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts_module, "TICK_S", 0.05)
+
+
 @pytest.fixture
 def watched(tmp_path: Path) -> Generator[tuple[RayHosts, FakeCluster, Path]]:
     cluster = FakeCluster()
@@ -232,7 +237,7 @@ def test_hosts_that_leave_at_the_end_are_not_placed_again(tmp_path: Path) -> Non
 def test_hosts_that_hang_at_the_end_of_the_run_are_killed(
     watched: tuple[RayHosts, FakeCluster, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosts_module, "END_S", 3.0)
+    monkeypatch.setattr(hosts_module, "END_S", 6.0)
     hosts, cluster, _ = watched
     said: list[str] = []
     eventually(lambda: (said.append(texts(hosts)) or "".join(said)).count("on 10.0.0.9") == 3, "three hosts")

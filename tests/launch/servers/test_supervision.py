@@ -10,7 +10,6 @@ import sys
 from typing import Any
 
 import psutil
-import pytest
 from launcher_process import Launcher, StartLauncher
 
 from tests.patience import PATIENCE_S, eventually
@@ -44,30 +43,24 @@ def all_gone(launcher: Launcher) -> bool:
     return launcher.leftovers() == [] and not any(map(alive, pids))
 
 
-def test_servers_start_with_the_run_and_end_with_it(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher(settings=settings())
+def test_servers_start_and_end_with_the_run_and_their_key_is_in_no_command_line_log_or_file(
+    start_launcher: StartLauncher,
+) -> None:
+    """And a worker that dies by itself finds its server again."""
+    launcher = start_launcher({"actor-0": "crash_once"}, settings=settings())
     launcher.until_ready()
     for worker in ("actor-0", "teacher-0"):
         assert "answers: True" in launcher.log(worker)  # the worker was started when its server answered, with its key
-    launcher.finish()
-    assert launcher.wait() == 0, launcher.said
-    servers = launcher.summary()["servers"]
-    assert servers.keys() == {"server-actor-0", "server-teacher-0"}
-    assert all(server["exit_codes"] == [-signal.SIGTERM] for server in servers.values())
-    assert all_gone(launcher)
-
-
-def test_the_key_is_in_no_command_line_log_or_file_of_the_run(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher(settings=settings())
-    launcher.until_ready()
-    (actor,) = launcher.pids("actor-0")
-    key = psutil.Process(actor).environ()["STILLHOUSE_SERVER_KEY"]
+    key = psutil.Process(launcher.pids("teacher-0")[-1]).environ()["STILLHOUSE_SERVER_KEY"]
     assert len(key) > 30
     family = psutil.Process(launcher.process.pid).children(recursive=True)
     assert not any(key in word for process in family for word in process.cmdline())
-    launcher.finish()
-    assert launcher.wait() == 0, launcher.said
-    assert "'api_key': '(hidden)'" in launcher.log("server-actor-0")
+    summary = launcher.summary_when_finished()
+    assert summary["servers"].keys() == {"server-actor-0", "server-teacher-0"}
+    assert all(server["exit_codes"] == [-signal.SIGTERM] for server in summary["servers"].values())
+    assert summary["workers"]["actor-0"]["exit_codes"] == [1, 0] and len(server_pids(launcher, "actor-0")) == 1
+    assert all_gone(launcher)
+    assert "'api_key': '(hidden)'" in launcher.log("server-teacher-0")
     files = [file for file in launcher.run_dir.rglob("*") if file.is_file()]
     assert not [file for file in files if key.encode() in file.read_bytes()]
     assert key not in launcher.said
@@ -75,39 +68,24 @@ def test_the_key_is_in_no_command_line_log_or_file_of_the_run(start_launcher: St
     assert stat.S_IMODE(log.stat().st_mode) == 0o600
 
 
-def test_a_dead_server_is_renewed_together_with_its_worker(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher(settings=settings())
+def test_a_dead_server_is_renewed_with_its_worker_and_a_worker_that_lost_its_server_gets_a_new_one(
+    start_launcher: StartLauncher,
+) -> None:
+    launcher = start_launcher({"teacher-0": "loses_server_once"}, settings=settings())
     launcher.until_ready()
+    eventually(lambda: launcher.log("teacher-0").count("answers: True") == 2, "teacher-0 is on the new server")
     (first,) = server_pids(launcher, "actor-0")
     os.kill(first, signal.SIGKILL)
     eventually(lambda: len(launcher.pids("actor-0")) == 2, "actor-0 is started again")
     eventually(lambda: launcher.log("actor-0").count("answers: True") == 2, "on a living server")
-    assert len(launcher.pids("teacher-0")) == len(server_pids(launcher, "teacher-0")) == 1
-    launcher.finish()
-    assert launcher.wait() == 0, launcher.said
-    summary = launcher.summary()
-    assert summary["servers"]["server-actor-0"]["exit_codes"] == [-signal.SIGKILL, -signal.SIGTERM]
-    assert summary["servers"]["server-actor-0"]["restarts"] == summary["workers"]["actor-0"]["restarts"] == 1
+    summary = launcher.summary_when_finished()
+    assert len(server_pids(launcher, "teacher-0")) == len(server_pids(launcher, "actor-0")) == 2
+    assert summary["workers"]["teacher-0"]["exit_codes"] == [5, 0]
+    for worker in ("actor-0", "teacher-0"):
+        assert summary["servers"][f"server-{worker}"]["exit_codes"] == [-signal.SIGKILL, -signal.SIGTERM]
+        assert summary["servers"][f"server-{worker}"]["restarts"] == summary["workers"][worker]["restarts"] == 1
     assert "server-actor-0 was killed by SIGKILL; it is started again" in launcher.said
     assert all_gone(launcher)
-
-
-def test_a_worker_that_lost_its_server_gets_a_new_one(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher({"teacher-0": "loses_server_once"}, settings=settings())
-    launcher.until_ready()
-    eventually(lambda: launcher.log("teacher-0").count("answers: True") == 2, "teacher-0 is on the new server")
-    launcher.finish()
-    assert launcher.wait() == 0, launcher.said
-    assert len(server_pids(launcher, "teacher-0")) == 2
-    assert launcher.summary()["workers"]["teacher-0"]["exit_codes"] == [5, 0]
-    assert launcher.summary()["servers"]["server-teacher-0"]["exit_codes"] == [-signal.SIGKILL, -signal.SIGTERM]
-
-
-def test_a_worker_that_dies_by_itself_finds_its_server_again(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher({"actor-0": "crash_once"}, settings=settings())
-    launcher.until_ready()
-    assert launcher.summary_when_finished()["workers"]["actor-0"]["exit_codes"] == [1, 0]
-    assert len(server_pids(launcher, "actor-0")) == 1
 
 
 def test_a_server_that_cannot_start_ends_the_run_with_its_last_words(start_launcher: StartLauncher) -> None:
@@ -135,6 +113,7 @@ def test_ctrl_c_ends_servers_that_still_load(start_launcher: StartLauncher) -> N
     eventually(lambda: bool(server_pids(launcher, "actor-0")), "the server is on its way")
     launcher.process.send_signal(signal.SIGINT)
     assert launcher.wait() == 130
+    assert launcher.summary()["ready_s"] is None
     assert all_gone(launcher)
 
 
@@ -148,12 +127,10 @@ def test_the_second_ctrl_c_kills_servers_at_once(start_launcher: StartLauncher) 
     assert all_gone(launcher)
 
 
-@pytest.mark.parametrize("behave", ["serve", "mute"])
-def test_sigkill_of_the_launcher_leaves_no_server(start_launcher: StartLauncher, behave: str) -> None:
-    launcher = start_launcher(settings=settings(behave))
-    if behave == "serve":
-        launcher.until_ready()
-    eventually(lambda: bool(server_pids(launcher, "actor-0")), "the server is there")
+def test_sigkill_of_the_launcher_leaves_no_server(start_launcher: StartLauncher) -> None:
+    """Neither one that serves, the teacher's, nor one that still loads."""
+    launcher = start_launcher(settings=settings("mute"))
+    eventually(lambda: all(server_pids(launcher, worker) for worker in ("actor-0", "teacher-0")), "servers are there")
     launcher.process.kill()
     launcher.wait()
     eventually(lambda: all_gone(launcher), "everybody is gone")

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_ranks_on_one_machine_and_their_launcher_listen_on_loopback_only(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.launch.workers.rank_that_looks", str(tmp_path)]

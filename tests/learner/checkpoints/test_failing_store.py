@@ -72,7 +72,9 @@ def place(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     ("kind", "said"),
     [
         (403, "access was refused by .*see AWS_ACCESS_KEY_ID"),
-        ("skewed", "refused the request for its time: .*; set the clock of this host"),
+        pytest.param(
+            "skewed", "refused the request for its time: .*; set the clock of this host", marks=pytest.mark.slow
+        ),
         pytest.param(500, "as the test wants", marks=pytest.mark.slow),
         pytest.param(503, "as the test wants", marks=pytest.mark.slow),
         pytest.param(507, "has no room", marks=pytest.mark.slow),
@@ -90,10 +92,14 @@ def test_an_upload_that_fails_again_and_again_is_given_up(place: Place, kind: Ki
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [503, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (500, "cut_request")), "cut_answer"],
+    ("kind", "part"),
+    [
+        (503, MODEL),
+        ("cut_answer", "step_000020_epoch_0/manifest.json"),
+        ("cut_answer", "owner.json"),
+        *(pytest.param(kind, MODEL, marks=pytest.mark.slow) for kind in (500, "cut_request")),
+    ],
 )
-@pytest.mark.parametrize("part", [MODEL, "step_000020_epoch_0/manifest.json", "owner.json"])
 def test_an_upload_that_fails_once_is_made_again(place: Place, kind: Kind, part: str) -> None:
     place.faulty.faults = [Fault("PUT", part, kind, times=1)]
     place.add()

@@ -38,6 +38,7 @@ def test_actors_get_what_one_process_has_and_no_rank_holds_it_all(n_ranks: int, 
     assert memory["largest"] <= 1.1 * memory["whole"] / shares, "no tensor was put together before it was copied"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_fails_the_publisher() -> None:
     first, second = run_ranks(2, MODULE, "dead rank")
     assert second.returncode == 9
