@@ -1,7 +1,7 @@
 """A real run of the built-in task with a fault every moment or two, and the verdict.
 
     python bench/faults/chaos.py --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
-    python bench/faults/chaos.py --runs 10 --faults 30 --report docs/results/chaos-audit.md
+    python bench/faults/chaos.py --runs 10 --faults 30 --report FILE
     python bench/faults/chaos.py --hosts 3 --delay-ms 50 --loss 0.01 --faults 40 --no-reference
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="--KEY=VALUE", help="further keys of the run")
     parser.add_argument("--no-reference", action="store_true", help="no second run without faults")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--report", type=Path, help="write the report there, too (docs/results/chaos-....md)")
+    parser.add_argument("--report", type=Path, help="write the report there, too")
     args = parser.parse_args(arguments)
     if args.hosts == 1 and (args.delay_ms or args.loss or args.rank_hosts > 1 or "partition" in args.kinds.split(",")):
         parser.error("--delay-ms, --loss, --rank-hosts and partitions need --hosts 2 or more")

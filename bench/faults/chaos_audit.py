@@ -110,7 +110,7 @@ def text(done: Sequence[Audited], command: str) -> str:
         "|---" * 3 + "|---:" * (12 + len(COLUMNS)) + "|---|",
         *(_row(run) for run in done),
         "",
-        "Counted by `stillhouse audit` ([reliability.md](reliability.md#the-audit)). twice: tokens of the kept branch "
+        "Counted by `stillhouse audit` (docs/results/reliability.md). twice: tokens of the kept branch "
         "that were trained before, and samples with tokens of two rollouts; skipped: tasks and samples; settled "
         "wrongly: samples settled twice, trained after they were settled, or settled and open; over the bound: tokens; "
         "not counted: steps that the record lacks or tells otherwise than `metrics.jsonl`.",

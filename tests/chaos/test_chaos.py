@@ -1,5 +1,5 @@
 """Over fifty faults in four runs, and all the promises hold. Three hundred by hand: bench/faults/chaos.py --runs 10,
-and docs/results/chaos-*.md."""
+and docs/results/reliability.md."""
 
 from __future__ import annotations
 

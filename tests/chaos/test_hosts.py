@@ -1,5 +1,5 @@
 """Faults of a run whose workers are spread over three hosts, 50 ms apart and with 1 % loss: all the promises hold.
-More by hand: bench/faults/chaos.py --hosts 3, and docs/results/chaos-hosts.md."""
+More by hand: bench/faults/chaos.py --hosts 3, and docs/results/reliability.md."""
 
 from __future__ import annotations
 
