@@ -50,7 +50,7 @@ Way: TypeAlias = Literal["packed", "padded", "alone"]
 WAYS: Final = cast("tuple[Way, ...]", get_args(Way))
 
 _SUPPORTED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-_FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What an architecture raises that was not made for the arguments of a packed row."""
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def choose_way(model: PreTrainedModel) -> None:
             probe(model)
         except PackingError as error:
             reasons.append(str(error))
-        except _FAILURES as error:
+        except FAILURES as error:
             reasons.append(f"{way} rows fail ({type(error).__name__}: {error})")
         else:
             if reasons:
@@ -416,7 +416,7 @@ def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout:
     if isinstance(layout, RowLayout) and way_of(model) != "packed":
         return _forward_padded(model, ids_T, layout)
     turn_each_alone(model)
-    output = _trunk(model)(
+    output = trunk(model)(
         input_ids=ids_T[None],
         position_ids=positions_T[None],
         use_cache=False,
@@ -427,10 +427,10 @@ def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout:
 
 def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout) -> Tensor:
     """Each bucket as a batch. No mask is needed: what is behind a causal sequence does not change it."""
-    trunk = _trunk(model)
+    run = trunk(model)
 
     def states(ids_BL: Tensor) -> Tensor:
-        return cast(Tensor, trunk(input_ids=ids_BL, use_cache=False).last_hidden_state).flatten(0, 1)
+        return cast(Tensor, run(input_ids=ids_BL, use_cache=False).last_hidden_state).flatten(0, 1)
 
     parts: list[Tensor] = []
     for bucket in layout.buckets:
@@ -447,6 +447,6 @@ def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout) ->
     return hidden_TH
 
 
-def _trunk(model: PreTrainedModel) -> Any:
+def trunk(model: PreTrainedModel) -> Any:
     """All of a model but its head. Llama 4's says that it is called `language_model`, and is not."""
     return model.base_model if model.base_model is not model else cast(Any, model).model

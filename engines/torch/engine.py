@@ -1,4 +1,4 @@
-"""Embedded generation engine: continuous batching of any Hugging Face causal LM over a slot KV cache.
+"""Embedded generation engine: continuous batching of any Hugging Face causal LM, over a slot KV cache or its own.
 
     submit --> queue --place--> slots --+--> one step --> tokens --> deltas
                                         |    (rows decode, new prompts ride along)
@@ -27,11 +27,10 @@ from transformers import PreTrainedModel
 
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
 from stillhouse.engines.config import EngineConfig
-from stillhouse.engines.torch.decoders import build_decoder, vocabulary_rows
-from stillhouse.engines.torch.kv_cache import SlotCache
+from stillhouse.engines.torch.decoders import build_slots, vocabulary_rows
 from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample, top_of
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
-from stillhouse.engines.torch.step import Prefill, plan_step
+from stillhouse.engines.torch.step import Prefill
 from stillhouse.engines.torch.weights import WeightStage
 from stillhouse.models.description import resolve_dtype
 from stillhouse.models.loading import resolve_device
@@ -68,10 +67,11 @@ class TorchEngine:
         model.to(device=self._device, dtype=dtype).eval().requires_grad_(False)  # pyright: ignore
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
         self._n_ids = vocabulary_rows(model)
-        self._decoder = build_decoder(model, config.max_context, fused=config.fused, kernels=config.kernels)
+        self._slots = build_slots(
+            model, config.max_concurrent, config.max_context, fused=config.fused, kernels=config.kernels
+        )
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the fused decoder joined weights; torch would keep the room of the single ones
-        self._cache = SlotCache(config.max_concurrent, config.max_context, self._device)
         self._table = SlotTable(config.max_concurrent, config.max_context)
         self._queue: deque[GenerationRequest] = deque()
         self._live: dict[str, Running | None] = {}
@@ -109,7 +109,7 @@ class TorchEngine:
                 "shared_prefill_tokens_total": float(totals.shared_prefill_tokens),
                 "retracted_tokens_total": float(totals.retracted_tokens),
                 "stale_stagings_total": float(self._stage.stale_total),
-                "kv_cache_bytes": float(self._cache.memory_bytes),
+                "kv_cache_bytes": float(self._slots.memory_bytes),
             },
         )
 
@@ -170,7 +170,7 @@ class TorchEngine:
         self._emit_all()
         if not self._stage.swap():
             return
-        self._decoder.refresh()
+        self._slots.refresh()
         self._totals.swaps += 1
         self._holders.clear()
         if self._config.update_mode == "retract" and n_running:
@@ -204,7 +204,7 @@ class TorchEngine:
         while self._queue and self._table.free:
             request = self._queue[0]
             key, n_past = request.prompt_ids.tobytes(), len(request.prompt_ids) - 1
-            holders = self._holders.get(key)
+            holders = self._holders.get(key) if self._slots.shares_prompts or key in joining else None
             if holders is None and n_past:
                 longest = max(longest, n_past)
                 if joining and (len(joining) + 1) * longest > self._config.prefill_tokens_per_step:
@@ -225,7 +225,7 @@ class TorchEngine:
             self._holders.setdefault(key, []).append(running)
         self._arrange(placed)
         for holder, running in copies:
-            self._cache.copy_slots([holder.row], [running.row], len(running.request.prompt_ids) - 1)
+            self._slots.copy_slots([holder.row], [running.row], len(running.request.prompt_ids) - 1)
         return list(joining.values())
 
     def _place(self, request: GenerationRequest) -> Running:
@@ -242,7 +242,7 @@ class TorchEngine:
         moves = [(source, target) for source, target in zip(sources, targets, strict=True) if target not in empty]
         if moves:
             sources, targets = zip(*moves, strict=True)
-            self._cache.copy_slots(sources, targets, int(self._table.length[list(targets)].max()))
+            self._slots.copy_slots(sources, targets, int(self._table.length[list(targets)].max()))
 
     def _run_step(self, joining: Sequence[_Joining]) -> None:
         n_rows = self._table.n_running
@@ -280,15 +280,7 @@ class TorchEngine:
 
     def _forward(self, n_rows: int, fills: Sequence[Prefill]) -> Tensor:
         """Logits [R, V] of rows 0 .. n_rows - 1, each with its last token as input, while `fills` fill their slots."""
-        step = plan_step(
-            self._table.next_input[:n_rows],
-            self._table.length[:n_rows] - 1,
-            fills,
-            max_context=self._config.max_context,
-            device=self._device,
-        )
-        self._cache.begin(step)
-        return self._decoder.forward(step, self._cache)
+        return self._slots.run(self._table.next_input[:n_rows], self._table.length[:n_rows] - 1, fills)
 
     def _row_sampling(self, n_rows: int) -> RowSampling:
         table = self._table
@@ -333,7 +325,7 @@ class TorchEngine:
             self._table.length[row] -= 1
             self._totals.sampled_tokens -= 1
             self._end(running, "error", f"the model gave a log-prob that is not finite under weights {self.version}")
-            self._cache.clear_slot(row)
+            self._slots.clear_slot(row)
         return rows
 
     # --------------------------------------------------------------------------------------------- refusals

@@ -58,10 +58,7 @@ def architectures(config: RunConfig) -> Iterator[str]:
         except (ModelError, packed.PackingError) as error:
             yield f"{key}: {error}"
             continue
-        generates = key == "models.student" and loads and config.actors
-        if generates and (reason := packed.unpackable(found)):
-            yield f"{key}: {reason}; the embedded engine cannot generate with it: expected actor.engine = sglang"
-        if generates and (kind := moving_rope(found)):
+        if key == "models.student" and loads and config.actors and (kind := moving_rope(found)):
             yield (
                 f"{key}: {name} has rope_type {kind!r}, whose frequencies change with the length of the batch; the "
                 "embedded engine cannot generate with it: expected another student, or actor.engine = sglang"

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -18,17 +22,27 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -54,6 +68,13 @@ _COMMON: dict[str, Any] = {
     "attn_implementation": "sdpa",
 }
 _GATED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
+_LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 _EAGER: dict[str, Any] = {**_GATED, "attn_implementation": "eager"}
 
 
@@ -84,6 +105,30 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
             model = GPT2LMHeadModel(GPT2Config(**_COMMON))
         case "gpt-neox":
             model = GPTNeoXForCausalLM(GPTNeoXConfig(**_COMMON, intermediate_size=48))
+        case "qwen3.5":
+            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_GATED, **_LINEAR))
+        case "qwen3.5-moe":
+            routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            routed["shared_expert_intermediate_size"] = 24
+            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_GATED, **_LINEAR, **routed))
+        case "qwen3-next":
+            routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            routed["shared_expert_intermediate_size"] = 24
+            model = Qwen3NextForCausalLM(Qwen3NextConfig(**_GATED, **_LINEAR, **routed))
+        case "lfm2":
+            kinds = ["conv", "full_attention"]
+            model = Lfm2ForCausalLM(Lfm2Config(**{**_GATED, "head_dim": 8}, layer_types=kinds))
+        case "falcon-h1":
+            state: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8}
+            model = FalconH1ForCausalLM(FalconH1Config(**_GATED, **state, mamba_chunk_size=8))
+        case "mamba":
+            model = MambaForCausalLM(
+                MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.3)
+            )
+        case "bloom":
+            model = BloomForCausalLM(
+                BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+            )
         case _:
             raise LookupError(kind)
     with torch.no_grad():

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stillhouse.engines.config import EngineConfig
-from stillhouse.engines.torch.decoders import FusedDecoder, ModuleDecoder, build_decoder
+from stillhouse.engines.torch.decoders import CachedSlots, Decoder, FusedDecoder, ModuleDecoder, build_slots
 from stillhouse.engines.torch.engine import TorchEngine
 from tests.engines.torch.generation import VOCAB, assert_true, make_engine, make_model, make_requests, run
 
@@ -22,10 +22,15 @@ def test_any_architecture_with_the_attention_interface_runs_through_its_modules(
     assert_true(make_model(kind), requests, outputs)
 
 
+def _decoder(kind: str) -> Decoder:
+    slots = build_slots(make_model(kind), 2, 32, fused=True)
+    assert isinstance(slots, CachedSlots)
+    return slots.decoder
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_the_fused_decoder_agrees_with_the_modules(kind: str) -> None:
-    decoder = build_decoder(make_model(kind), 32, fused=True)
-    assert isinstance(decoder, FusedDecoder)
+    assert isinstance(_decoder(kind), FusedDecoder)
     requests = make_requests(8, new_tokens=16)
     fused, plain = (run(make_engine(kind, fused=choice), requests) for choice in (True, False))
     for request in requests:
@@ -35,7 +40,7 @@ def test_the_fused_decoder_agrees_with_the_modules(kind: str) -> None:
 
 
 def test_an_architecture_without_a_fused_decoder_gets_its_modules() -> None:
-    assert isinstance(build_decoder(make_model("mistral-window"), 32, fused=True), ModuleDecoder)
+    assert isinstance(_decoder("mistral-window"), ModuleDecoder)
 
 
 def test_half_precision_stays_near_the_truth() -> None:
@@ -44,18 +49,6 @@ def test_half_precision_stays_near_the_truth() -> None:
         outputs = run(make_engine(dtype="bfloat16", fused=fused), requests)
         model = make_model("qwen3").to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
         assert_true(model, requests, outputs, atol=0.5)
-
-
-def test_attention_with_distances_of_its_own_is_refused() -> None:
-    model = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
-    with pytest.raises(ValueError, match="BloomForCausalLM"):
-        TorchEngine(model, EngineConfig(max_context=32, device="cpu"))
-
-
-def test_a_model_without_attention_is_refused() -> None:
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="linear_attention"):
-        TorchEngine(model, EngineConfig(max_context=32, device="cpu"))
 
 
 def test_rotary_frequencies_that_follow_the_batch_are_refused() -> None:

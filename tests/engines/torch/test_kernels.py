@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch import products
+from stillhouse.engines.torch.decoders import CachedSlots
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.engines.torch.fused import FusedDecoder
 from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, Rotary, compiled_kernels
@@ -218,9 +219,9 @@ def test_kernels_follow_a_swap(kind: str, update_mode: str) -> None:
 
 
 def kernels_of(engine: TorchEngine) -> Kernels | None:
-    decoder = engine._decoder  # pyright: ignore[reportPrivateUsage]
-    assert isinstance(decoder, FusedDecoder)
-    return decoder.kernels
+    slots = engine._slots  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(slots, CachedSlots) and isinstance(slots.decoder, FusedDecoder)
+    return slots.decoder.kernels
 
 
 @pytest.mark.usefixtures("a_compiler")
