@@ -151,6 +151,10 @@ class EngineMismatch(ValueError):
     ExitCode.USELESS."""
 
 
+class BudgetSpent(Exception):
+    """What the user allowed to be sent is spent. The worker ends with ExitCode.SPENT, and with it the run."""
+
+
 class ScoringEngine(Protocol):
     """Scores tokens with a teacher model."""
 

@@ -179,6 +179,8 @@ class AutoFacts(NamedTuple):
 
     server: ServerConfig
     urls: tuple[str, ...]
+    api: str
+    """Address of an API that scores (teachers); empty: none is given."""
     in_process: str
     """The reason why only an engine in the worker's process will do; empty: any will."""
     gpus: bool

@@ -21,10 +21,11 @@ ENTRY_POINT_GROUP: Final = "stillhouse.engines"
 BUILT_IN: Final = {
     "torch": "stillhouse.engines.torch.provider:PROVIDER",
     "sglang": "stillhouse.engines.sglang.provider:PROVIDER",
+    "api": "stillhouse.engines.api.provider:PROVIDER",
 }
 AUTO: Final = "auto"
 """The launcher chooses: the first of `AUTO_ORDER` that fits, else EMBEDDED (launch.checks.placement)."""
-AUTO_ORDER: Final = ("sglang",)
+AUTO_ORDER: Final = ("api", "sglang")
 EMBEDDED: Final = "torch"
 """The engine that works anywhere: in the worker's process, on any device."""
 

@@ -40,6 +40,7 @@ from stillhouse.engines.provider import SERVERS
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
 from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.protocol.atomic_file import not_a_link, write_atomic
+from stillhouse.protocol.context import ExitCode
 from stillhouse.protocol.keys import KEYS, make_keys
 
 EndState: TypeAlias = Literal["finished", "failed", "stopped"]
@@ -68,7 +69,13 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def end_state(exit_code: int) -> EndState:
     """The state for a launcher's exit code; 128 + n means ended by signal n."""
-    return "finished" if exit_code == 0 else "stopped" if exit_code > 128 or exit_code == ALARM_EXIT_CODE else "failed"
+    return (
+        "finished"
+        if exit_code == 0
+        else "stopped"
+        if exit_code > 128 or exit_code in (ALARM_EXIT_CODE, ExitCode.SPENT)
+        else "failed"
+    )
 
 
 class RunFolder(WorkFolder):

@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
     RUN_LOST = 6
     """The buffer is not the one that this worker knew: another launch of the run, another run, or a buffer that has
     lost its journal. The launch that this worker belonged to is over."""
+    SPENT = 7
+    """A teacher has sent as much to an API as it may. The run ends in order, with a checkpoint."""
     TERMINATED = 143
     """The worker ended because of SIGTERM."""
 

@@ -36,6 +36,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A section of the configuration. The ranges of its types are checked whether it is made by `msgspec.convert` or by
     a call, and numbers must be finite. A subclass with a __post_init__ of its own calls this one first."""
 
+    given_by: ClassVar[str] = ""
+    """The field that a bare text in the place of the section sets; empty: it must be a table."""
+
     def __post_init__(self) -> None:
         for name, annotation in _ranged(type(self)):
             value = getattr(self, name)

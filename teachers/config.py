@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from stillhouse.engines.api.config import ApiConfig
 from stillhouse.engines.config import ScorerSettings, ServerConfig
 from stillhouse.engines.registry import EngineOptions, check_engine
 from stillhouse.engines.sglang.config import ServerLinkConfig
@@ -34,6 +35,8 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """Options of engines from other packages, set as teacher.NAME.KEY."""
     sglang: ServerLinkConfig = msgspec.field(default_factory=ServerLinkConfig)
     """The teacher's connection to its SGLang server."""
+    api: ApiConfig = msgspec.field(default_factory=ApiConfig)
+    """A teacher that somebody else serves behind an OpenAI-style completions API. `--teacher.api URL` sets its url."""
     pool: str = "default"
     """Name of the one pool of a run without `pools`; tasks name the pools that must score them."""
     payload: PayloadName = "top_k"
@@ -67,6 +70,10 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
             raise ValueError("pool: got an empty name, expected one, e.g. default")
         kind_of(self)  # its own checks
         check_engine("teacher", self.engine, self.urls)
+        if self.engine != "auto" and bool(self.api.url) != (self.engine == "api"):
+            raise ValueError(f"engine: got {self.engine} with api.url = {self.api.url!r}, expected both or none")
+        if self.api.url and self.urls:
+            raise ValueError("urls: got servers beside an api, expected one of the two")
 
     @property
     def sends(self) -> PayloadKind:
@@ -98,6 +105,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Options of engines from other packages, set as pools.POOL.NAME.KEY; they override all of teacher.NAME."""
     sglang: ServerLinkConfig | None = None
     """Overrides all of teacher.sglang."""
+    api: ApiConfig = msgspec.field(default_factory=ApiConfig)
+    """An API as the teacher of this pool: `pools.NAME.api = URL`, and its further keys (teacher.api has them)."""
     server: ServerConfig | None = None
     """Overrides all of teacher.server: other GPUs, another tp."""
     device: str | None = None

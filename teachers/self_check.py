@@ -47,6 +47,9 @@ def self_check(engine: ScoringEngine, vocab_tokens: int) -> SelfCheck | None:
     except (ValueError, RuntimeError) as error:
         log.warning("the noise of the scores could not be measured: %s", error)
         return None
+    if not np.isfinite([alone, among]).all():
+        log.warning("the noise of the scores could not be measured: some tokens have no score")
+        return None
     noise_nats = float(np.abs(alone.astype(np.float64) - among).max())
     if not noise_nats <= LOUD_NATS:
         log.warning(

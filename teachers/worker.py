@@ -27,6 +27,7 @@ import numpy as np
 
 from stillhouse.engines.base import (
     LOGPROBS_ONLY,
+    BudgetSpent,
     EngineLost,
     EngineMismatch,
     ReportsFigures,
@@ -361,6 +362,9 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     except EngineLost as error:
         log.error("server lost: %s", error)
         return ExitCode.SERVER_LOST
+    except BudgetSpent as error:
+        log.error("%s", error)
+        return ExitCode.SPENT
 
 
 def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:

@@ -68,6 +68,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
     ConfigError with all mistakes, after all findings."""
     mistakes = [*(_devices(config) if devices else ()), *architectures(config)]
     yield from _models(config)
+    yield from _apis(config)
     try:
         tokenizer = load_tokenizer(config.models.student)
     except TokenizerError as error:
@@ -225,6 +226,12 @@ def _models(config: RunConfig) -> Iterator[Finding]:
         yield _found(key, f"{name}, {size / 1e6:,.1f} million parameters" if size else name)
         if not size and has_no_weights(Path(name)):
             yield _found(key, "it has no weights: this plan is from config.json alone, and a run needs them", "warning")
+
+
+def _apis(config: RunConfig) -> Iterator[Finding]:
+    for pool in teacher_pools(config):
+        if api := pool.config.teacher.api.url:
+            yield _found(f"{pool.key}.api", f"{api}; its tokens and log-probs are probed when its teacher starts")
 
 
 def _devices(config: RunConfig) -> Iterator[str]:

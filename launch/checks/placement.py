@@ -271,7 +271,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
     why: dict[str, str] = {}
     actor = config.actor
     if actor.engine == AUTO:
-        engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, "", machine, interpreters)
+        engine, why["actor"] = _choose(filled.actor.server, filled.actor.urls, "", "", machine, interpreters)
         if engine == EMBEDDED and machine.gpus:
             why["actor"] += f"; {EMBEDDED_COST}"
         actor = replace(actor, engine=engine)
@@ -283,7 +283,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
         if own.engine != AUTO:
             continue
         unfit = "it scores with the student's average" if pool.name == average else ""
-        engine, why[pool.key] = _choose(own.server, own.urls, unfit, machine, interpreters)
+        engine, why[pool.key] = _choose(own.server, own.urls, own.api.url, unfit, machine, interpreters)
         if config.pools:
             pools[pool.name] = replace(pools[pool.name], engine=engine)
         else:
@@ -294,7 +294,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
 
 
 def _choose(
-    server: ServerConfig, urls: tuple[str, ...], in_process: str, machine: Machine, interpreters: Interpreters
+    server: ServerConfig, urls: tuple[str, ...], api: str, in_process: str, machine: Machine, interpreters: Interpreters
 ) -> tuple[str, str]:
     """Returns (engine, reason). `in_process`: why the engine must run in the worker's process; empty: it need not."""
     why = ""
@@ -302,7 +302,7 @@ def _choose(
         provider = find_engine(name)
         modules = provider.servers.modules if provider.servers is not None else ()
         look = functools.partial(interpreters.look, modules=modules)
-        fits, why = provider.fits(AutoFacts(server, urls, in_process, bool(machine.gpus), look))
+        fits, why = provider.fits(AutoFacts(server, urls, api, in_process, bool(machine.gpus), look))
         if fits:
             return name, why
     return EMBEDDED, why

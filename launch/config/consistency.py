@@ -7,6 +7,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -45,6 +47,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
     return Findings(
         mistakes=[
             *_pools(config),
+            *_apis(config),
             *_environments(config),
             *_advantages_of_parts(config),
             *_group_rewards(config),
@@ -64,6 +67,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
         ],
         warnings=[
             *_left_to_others(config),
+            *_late_apis(config),
             *_rate_for_the_bound(config),
             *(_router_loss(student) if student is not None else ()),
             *_uneven_groups(config),
@@ -120,6 +124,8 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
             f"teacher.pool: got {pool!r}, to which learner.tasks.routes sends nothing; expected one of the run's "
             f"pools: {', '.join(routes) or '(none)'}"
         )
+    if config.teachers and config.teacher.api.most_tokens < math.inf:
+        mistakes.append(f"teacher.pool: got {pool!r}, whose budget the run's own teacher keeps; expected another one")
     mistakes += engines_for_payloads(config)
     if config.actors:
         mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
@@ -145,6 +151,43 @@ def _pools(config: RunConfig) -> Iterator[str]:
             yield (
                 f"{f'pools.{name}' if config.pools else 'teacher.pool'}: got {name!r}, to which learner.tasks.routes "
                 f"sends nothing; expected one of its pools: {', '.join(routes) or '(none)'}"
+            )
+
+
+def _apis(config: RunConfig) -> Iterator[str]:
+    """Check APIs as far as it is possible without asking them."""
+    for pool in teacher_pools(config):
+        api, key = pool.config.teacher.api, f"{pool.key}.api"
+        if not api.url:
+            continue
+        if api.key_env and not os.environ.get(api.key_env):
+            yield f"{key}.key_env: the environment has no {api.key_env}, expected the key of {api.url}"
+        n = pool.config.teachers
+        if api.most_tokens < math.inf and n != 1:
+            yield (
+                f"{'pools.' + pool.name + '.count' if config.pools else 'teachers'}: got {n} with a budget of {key}, "
+                f"expected 1, which keeps it; it sends {key}.max_concurrent requests at one time"
+            )
+        model = config.pools[pool.name].model if config.pools else config.models.teacher.replace(BUILTIN, "")
+        if model:
+            named = f"pools.{pool.name}.model" if config.pools else "models.teacher"
+            yield (
+                f"{named}: got {model!r} with {key}, which has its own; expected none. {key}.model names it there, and "
+                f"{key}.reference a folder with the same weights to compare with"
+            )
+        if api.reference and not (Path(api.reference).expanduser() / "config.json").is_file():
+            yield f"{key}.reference: {api.reference!r} is no model folder, expected one with config.json"
+    if config.pools and config.teacher.api.url:
+        yield "teacher.api: got an API beside pools, expected it as pools.NAME.api of one of them"
+
+
+def _late_apis(config: RunConfig) -> Iterator[str]:
+    for pool in teacher_pools(config):
+        api = pool.config.teacher.api
+        if api.url and api.timeout_s >= config.buffer.lease_s:
+            yield (
+                f"{pool.key}.api.timeout_s: {api.timeout_s:g} is not below buffer.lease_s = {config.buffer.lease_s:g}; "
+                "what takes longer than a lease is asked, and paid for, again"
             )
 
 
@@ -340,7 +383,10 @@ def context_window(folder: Path) -> int | None:
 
 
 def teacher_window(pool: TeacherPool) -> int | None:
-    """Longest sequence in tokens that the pool's model reads; None if the model is not found or does not say."""
+    """Longest sequence in tokens that the pool's model reads; None if the model is not found or does not say. That of
+    an API is known when its teacher starts."""
+    if pool.config.teacher.api.url:
+        return None
     named = pool.config.models.teacher
     folder = builtin.TEACHER_DIR if named == BUILTIN else Path(named).expanduser()
     return context_window(folder) if (folder / "config.json").is_file() else None

@@ -36,7 +36,7 @@ def urls_with_credentials(plain: object, key: str = "") -> Iterator[str]:
             yield (
                 f"{key}: got a URL with {what}, which would stand in config.yaml and in logs; "
                 "expected one without. Put it into an environment variable and name that by the key that ends in _env "
-                "(url_env of mcp and openenv, key_env of judge, api_key_env of sglang)"
+                "(url_env of mcp and openenv, key_env of judge and api, api_key_env of sglang)"
             )
         case _:
             pass

@@ -74,6 +74,8 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
             return None if rest_of_struct else Key(name, item, msgspec.NODEFAULT, "")
     if nested is None:
         return None if rest else Key(name, field.type, default_of(field), field_docs(struct).get(field.name, ""))
+    if not rest_of_struct and rest != name and (bare := given_by(nested)):
+        return find_key(struct, f"{name}.{bare}")
     below = find_key(nested, rest_of_struct)
     return below._replace(name=name.removesuffix(rest_of_struct) + below.name) if below is not None else None
 
@@ -235,6 +237,11 @@ def _sections_beside(struct: type[msgspec.Struct]) -> Mapping[str, type[Settings
 def is_table(annotation: object) -> bool:
     """Whether the type is `Annotated[dict[str, Settings], Members]`."""
     return typing.get_origin(typing.get_args(annotation)[0]) is dict
+
+
+def given_by(struct: type[msgspec.Struct]) -> str:
+    """The field that a bare text in the place of this section sets (`Settings.given_by`); empty: none."""
+    return struct.given_by if issubclass(struct, Settings) else ""
 
 
 def struct_type(annotation: object) -> type[msgspec.Struct] | None:

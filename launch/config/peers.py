@@ -40,6 +40,7 @@ PEERS: Final[Mapping[str, str]] = {
     "model_name_or_path": "models.student",
     "hf_checkpoint": "models.student",
     "teacher_model_name_or_path": "models.teacher",
+    "teacher_model_server_url": "teacher.api.url",
     "train_files": "learner.tasks.prompts",
     "prompt_data": "learner.tasks.prompts",
     "dataset_name": "learner.tasks.prompts",

@@ -37,7 +37,7 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     if needs_no_teacher(config):
         return ()
     if not config.pools:
-        return (TeacherPool(config.teacher.pool, "teacher", "models.teacher", 0, config),)
+        return (_pool(config.teacher.pool, "teacher", "models.teacher", 0, config),)
     found: list[TeacherPool] = []
     first = 0
     for name, pool in config.pools.items():
@@ -47,9 +47,16 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
         models = replace(config.models, teacher=pool.model or config.models.teacher)
         own = replace(config, pools={}, teachers=pool.count, teacher=settings, models=models)
         model_key = f"pools.{name}.model" if pool.model else "models.teacher"
-        found.append(TeacherPool(name, f"pools.{name}", model_key, first, own))
+        found.append(_pool(name, f"pools.{name}", model_key, first, own))
         first += pool.count
     return tuple(found)
+
+
+def _pool(name: str, key: str, model_key: str, first: int, own: RunConfig) -> TeacherPool:
+    """An API has no model folder. Its tokenizer must be the student's, and so the student stands for it."""
+    if own.teacher.api.url:
+        model_key, own = "models.student", replace(own, models=replace(own.models, teacher=own.models.student))
+    return TeacherPool(name, key, model_key, first, own)
 
 
 def engine_of(config: RunConfig, role: EngineRole) -> EngineProvider:

@@ -16,6 +16,7 @@ from stillhouse.launch.config.keys import (
     choices_of,
     default_of,
     find_key,
+    given_by,
     is_table,
     keys_of,
     members_of_items,
@@ -95,6 +96,8 @@ def _build(
                 values[name] = msgspec.convert(value, field_type)
             except msgspec.ValidationError as error:
                 mistakes.append(wrong_type(key, value, field_type, str(error)))
+        elif isinstance(value, str) and (bare := given_by(nested)):
+            values[name] = _build(nested, {bare: value}, f"{key}.", valid, mistakes)
         elif isinstance(value, Mapping):
             values[name] = _build(nested, cast(Mapping[str, object], value), f"{key}.", valid, mistakes)
         else:

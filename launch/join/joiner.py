@@ -168,7 +168,7 @@ class Joiner(Watch):
             self._until_over()
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST)
+        return code not in (ExitCode.OK, ExitCode.USELESS, ExitCode.RUN_LOST, ExitCode.SPENT)
 
     def _has_broken_off(self) -> bool:
         """Whether the run itself ended badly. Call it once there is an ending, before our link is closed."""

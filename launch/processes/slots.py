@@ -126,6 +126,8 @@ def said(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     if code == ExitCode.SERVER_LOST:
         return "found its inference server dead or stuck"
+    if code == ExitCode.SPENT:
+        return "has spent the budget of its API"
     if code == ExitCode.RUN_LOST:
         return "found another buffer than the one it knew"
     return f"ended with exit code {code}"

@@ -179,7 +179,7 @@ class RunSupervisor(Watch):
     # ------------------------------------------------------------------------------------------------- watching
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        if worker.role not in self._restartable or code in (ExitCode.USELESS, ExitCode.RUN_LOST):
+        if worker.role not in self._restartable or code in (ExitCode.USELESS, ExitCode.RUN_LOST, ExitCode.SPENT):
             return False
         match worker.role:
             case "buffer":

@@ -206,7 +206,8 @@ class Watch(ABC):
             # Shutdown may be on its way to us: the buffer sends it to all at once.
             self._left = self._left or (worker.name, time.monotonic(), event.code)
         else:
-            self._end(f"{worker.name} {self._cause(worker, event.code)}", log=worker.name)
+            code = ExitCode.SPENT if event.code == ExitCode.SPENT else ExitCode.FAILED
+            self._end(f"{worker.name} {self._cause(worker, event.code)}", code, log=worker.name)
 
     def _restart(self, worker: Worker, code: int) -> None:
         now_s = time.monotonic()

@@ -114,6 +114,7 @@ class WorkerFigures:
         figures = {
             **_of_group("actors", actors, ("running", "waiting_for_weights", "rollouts_in_hand")),
             **_of_group("teachers", teachers, ("held_tokens", "prefix_tokens")),
+            **_of_apis([peer.stats for peer in teachers if peer.alive]),
             **_of_actors(self._added(actors)),
             **_of_teachers(self._added(teachers)),
         }
@@ -257,6 +258,12 @@ def _of_teachers(added: defaultdict[str, float]) -> dict[str, float]:
             if items > 0 and f"{name}_total" in added
         },
     }
+
+
+def _of_apis(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What was sent to APIs and what came back without use (`engines.api.scorer`), over all their teachers."""
+    names = {name for one in stats for name in one if name.startswith(("api_sent", "api_money", "api_unscored"))}
+    return {f"teachers/{name}": sum(one.get(name, 0.0) for one in stats) for name in sorted(names)}
 
 
 def _mean(tag: str, total: float, n: float) -> dict[str, float]:

@@ -55,7 +55,9 @@ class ModelCase(Case):
     @property
     def pools(self) -> tuple[TeacherPool, ...]:
         """Raises Impossible for a run without teachers."""
-        pools = teacher_pools(self.config)
+        pools = tuple(pool for pool in teacher_pools(self.config) if not pool.config.teacher.api.url)
+        if not pools and teacher_pools(self.config):
+            raise Impossible("an API has no weights here; it is probed when its teacher starts")
         if not pools:
             raise Impossible("no teacher scores anything in this run (teachers = 0)")
         return pools

@@ -243,3 +243,67 @@ def test_the_models_of_all_pools_are_looked_at_before_anything_starts(tmp_path: 
     shutil.rmtree(other)
     with pytest.raises(ConfigError, match=r"pools\.theirs\.model: no folder"):
         check(build(RunConfig, plain))
+
+
+API = "https://api.example.com/v1"
+
+
+def test_an_api_is_given_by_its_address_or_by_a_table(tmp_path: Path) -> None:
+    flags = ("--pools.multipliers.api", API, "--pools.multipliers.api.model", "m")
+    text = FILE.replace('model = "M"\n', "")
+    config = resolve(tmp_path, text, *flags)
+    assert config.pools["multipliers"].api.url == API and config.pools["multipliers"].api.model == "m"
+    assert resolve(tmp_path, text + f'api = {{ url = "{API}", model = "m" }}').pools == config.pools
+    assert resolve(tmp_path, text + f'api = "{API}"').pools["multipliers"].api.url == API
+    pool = teacher_pools(config)[1]
+    assert pool.config.models.teacher == config.models.student and pool.model_key == "models.student"
+    file = tmp_path / "config.yaml"
+    write_config(config, file)
+    assert read_config(file) == config
+
+
+def test_an_api_needs_neither_folder_nor_gpu(tmp_path: Path) -> None:
+    config = resolve_config(parse_arguments(["--teacher.api", API, "--device", "cuda"]))
+    checked = check(config, Machine(("0", "1", "2", "3"), pretended=True))
+    assert checked.config.teacher.engine == "api" and checked.config.models.teacher == "builtin"
+    assert "teachers: an API on the CPU" in checked.servers.placement.text
+    assert (
+        "teacher-0" not in checked.servers.placement.places.seats or checked.servers.placement.gpu("teacher", 0) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--teacher.api", API, "--teacher.api.key_env", "NO_SUCH_KEY"), "the environment has no NO_SUCH_KEY"),
+        (("--teacher.api", API, "--teachers=2", "--teacher.api.budget_tokens=9"), "teachers: got 2 with a budget"),
+        (("--teacher.api", API, "--teacher", "M"), "models.teacher: got 'M' with teacher.api"),
+        (("--teacher.api", API, "--teacher.api.reference", "/nowhere"), "'/nowhere' is no model folder"),
+        (("--teacher.api", API, "--teacher.payload", "hidden"), "teacher.engine: got 'api'"),
+        (("--teacher.api", API, "--teacher.top_k_of", "student", "--teacher.top_k=8"), "teacher.engine: got 'api'"),
+    ],
+)
+def test_what_does_not_fit_an_api_is_refused(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(resolve_config(parse_arguments(list(flags))))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--teacher.api", API, "--teacher.engine=torch"), "engine: got torch with api.url"),
+        (("--teacher.engine=api",), "engine: got api with api.url = ''"),
+        (("--teacher.api", API, "--teacher.urls", "http://localhost:1"), "got servers beside an api"),
+        (("--teacher.api", "https://me:pw@example.com/v1"), "a user or password"),
+    ],
+)
+def test_contradictions_about_an_api_are_refused(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_config(parse_arguments(list(flags)))
+    assert said in str(caught.value) and "pw@" not in str(caught.value)
+
+
+def test_an_api_slower_than_a_lease_is_warned_of() -> None:
+    config = resolve_config(parse_arguments(["--teacher.api", API, "--teacher.api.timeout_s=90"]))
+    assert any("teacher.api.timeout_s: 90" in line for line in check_consistency(config, None).warnings)
