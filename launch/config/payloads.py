@@ -9,6 +9,7 @@ from stillhouse import builtin
 from stillhouse.engines.registry import BUILT_IN, find_engine
 from stillhouse.launch.config.pools import TeacherPool, teacher_pools, worker_groups
 from stillhouse.launch.config.run import BUILTIN, RunConfig
+from stillhouse.learner.objectives.options import Distributions
 from stillhouse.models.description import known_hidden_size, known_vocabulary_size
 from stillhouse.protocol.payloads.kind import ModelSizes
 
@@ -52,6 +53,13 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"learner.objective.{needed_for} needs {key}: got {value}, expected one above 0, "
                 f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
                 f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
+            )
+        divergence = objective.divergence_of(pool.name)
+        if isinstance(divergence, Distributions) and divergence.temperature != 1.0 and not kind.needs_head:
+            yield (
+                f"learner.objective.{objective.divergence_key(pool.name)}.temperature = {divergence.temperature} needs "
+                f"{pool.key}.payload = hidden: got {key} = {value}, which does not tell a tail at another temperature; "
+                "or temperature = 1"
             )
         yield from kind.mistakes(pool.key, sizes_of(pool, rows))
         if kind.needs_head and ema.decay and ema.pool == pool.name:

@@ -2,7 +2,7 @@
 
 They are computed once per batch, before it is divided into microbatches, so packing cannot change them. Whitening
 happens here, BEFORE any divergence is subtracted: the coefficient of a divergence keeps its meaning whatever the spread
-of the rewards (see `learner.objectives.losses.combined_advantage`). A rollout without a reward has the advantage 0 and
+of the rewards (see `learner.objectives.losses.token_loss`). A rollout without a reward has the advantage 0 and
 is in no mean.
 
 Advantages of single tokens need a value function. The sampled tokens of a path follow one another as if the

@@ -32,6 +32,7 @@ from stillhouse.protocol.settings import Member, NonNegativeFloat, PositiveFloat
 
 DomainScale: TypeAlias = Literal["none", "rms"]
 TeacherBalance: TypeAlias = Literal["none", "tokens"]
+CostReturn: TypeAlias = Literal["sum", "mean"]
 _NO_CORRECTION = ("none", "geometric", "gspo")
 """Importance weights that do not correct each token's distribution."""
 
@@ -86,6 +87,13 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     turn_discount: Share = 1.0
     """Discount of the divergence per turn: that of a token is multiplied by turn_discount ** (turns before its own).
     0: only the first turn is distilled. Rewards are not changed."""
+    cost_discount: Share = 0.0
+    """Discount per trained token with which a token also answers for the costs of those that follow it. 0: each token
+    answers only for itself. 1: for all that follows, which is the gradient of the divergence between whole rollouts,
+    with much more variance. Only with costs of sampled tokens."""
+    cost_return: CostReturn = "sum"
+    """What a token answers for with cost_discount. sum: the discounted sum of the costs. mean: this divided by the sum
+    of the discounts, so that the beginning of a long rollout does not weigh more than its end (MiniLLM)."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the student's entropy, in nats per token, which is added to what is maximised: it slows the loss of
     variety. 0: off."""
@@ -146,6 +154,32 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 f"length_penalty = {self.length_penalty.name!r} with advantage = 'none', which trains on no reward; "
                 "expected an advantage, or length_penalty = 'none'"
             )
+
+        self._check_discount()
+
+    def _check_discount(self) -> None:
+        """Raises ValueError for a discount of costs where it would do nothing, or something wrong."""
+        if not self.cost_discount:
+            if self.cost_return != "sum":
+                raise ValueError(
+                    f"cost_return = {self.cost_return!r} with cost_discount = 0: a token answers only for itself; "
+                    "expected a cost_discount above 0, or cost_return = 'sum'"
+                )
+            return
+        got = f"cost_discount = {self.cost_discount}"
+        if not self.has_divergence:
+            raise ValueError(f"{got} with coef = 0: there are no costs; expected 0, or a coef above 0")
+        for one in self.divergences:
+            if compares_distributions(one) or one.name == "seq_kd":
+                raise ValueError(
+                    f"{got} with divergence = {one.name!r}: only costs of tokens that the student sampled are "
+                    "discounted; expected 'k1', 'k2', 'k3' or 'null', or cost_discount = 0"
+                )
+            if has_baseline(one):
+                raise ValueError(
+                    f"{got} with divergence.baseline = 'expected_cost', whose mean over what follows is that of the "
+                    "costs: only noise would be left of them; expected baseline = 'none', or cost_discount = 0"
+                )
 
     def _check_members(self) -> None:
         """Raises ValueError for a divergence that is none, or that cannot be that of a single pool."""

@@ -244,9 +244,15 @@ class TopKTeacher:
                 f"the mass of the others, at least exp({LOG_TAIL_FLOOR:.1f})"
             )
 
-    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
+    def compare(
+        self, z_CV: Tensor, place: slice, divergence: Between, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
         """(divergence [C], its gradient by the logits [C, V]) of the student's logits at the rows `place`.
-        May overwrite `z_CV`."""
+        May overwrite `z_CV`. Raises ValueError for a temperature other than 1."""
+        if temperature != 1.0:
+            raise ValueError(
+                f"a top-k set at temperature {temperature}: what its tail is there is not known; expected 1"
+            )
         sides, parts = self._bucketed(z_CV, place)
         divergence_C, slope_CB = divergence(*sides)
         total_slope_C1 = slope_CB.sum(dim=1, keepdim=True)
@@ -343,19 +349,24 @@ class WholeTeacher:
         self._head, self._vocab_tokens = head, vocab_tokens
         self._sampled_T, self._sent_T = sampled_T, sent_T
 
-    def compare(self, z_CV: Tensor, place: slice, divergence: Between) -> tuple[Tensor, Tensor]:
-        """As `TopKTeacher.compare`, with a bucket for each token."""
-        student_CV, teacher_CV = self.buckets(z_CV, place)
+    def compare(
+        self, z_CV: Tensor, place: slice, divergence: Between, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """As `TopKTeacher.compare`, with a bucket for each token, at `temperature`."""
+        student_CV, teacher_CV = self.buckets(z_CV, place, temperature)
         divergence_C, slope_CV = divergence(student_CV, teacher_CV)
         total_C1 = slope_CV.sum(dim=1, keepdim=True)
-        return divergence_C, slope_CV.sub_(student_CV.exp_().mul_(total_C1))
+        grad_CV = slope_CV.sub_(student_CV.exp_().mul_(total_C1))
+        return divergence_C, grad_CV if temperature == 1.0 else grad_CV.div_(temperature)
 
-    def buckets(self, z_CV: Tensor, place: slice) -> Buckets:
-        """As `TopKTeacher.buckets`. Fills in `error_T`."""
+    def buckets(self, z_CV: Tensor, place: slice, temperature: float = 1.0) -> Buckets:
+        """As `TopKTeacher.buckets`, at `temperature`. Fills in `error_T`, which is at temperature 1."""
         logits_CV = self._head.logits(self.states_TH[place].to(self._head.weight_VH.dtype))
         teacher_CV = torch.log_softmax(logits_CV[:, : self._vocab_tokens].to(z_CV.dtype), dim=1)
         chosen_C = teacher_CV.gather(1, self._sampled_T[place, None]).squeeze(1)
         self.error_T[place] = (chosen_C - self._sent_T[place]).abs().to(self.error_T.dtype)
+        if temperature != 1.0:
+            z_CV, teacher_CV = z_CV / temperature, torch.log_softmax(teacher_CV / temperature, dim=1)
         return Buckets(torch.log_softmax(z_CV, dim=1), teacher_CV)
 
 

@@ -145,6 +145,20 @@ def sums_before(value_N: Tensor, before_N: Tensor) -> Tensor:
     return total_N[:n_tokens]
 
 
+def sums_after(value_N: Tensor, before_N: Tensor, discount: float) -> Tensor:
+    """[N] sum of discount ** d * value over each token itself (d = 0) and all tokens that follow it, d tokens later;
+    behind a branching point those of all branches. `before_N`: see `sums_before`. After each round a token has the sum
+    over twice as many tokens."""
+    n_tokens = len(value_N)
+    before_N = torch.cat([torch.where(before_N < 0, n_tokens, before_N), before_N.new_full((1,), n_tokens)])
+    total_N = torch.cat([value_N, value_N.new_zeros(1)])  # the last entry gathers what leaves the start: not used
+    for _ in range(n_tokens.bit_length()):
+        total_N[n_tokens] = 0.0
+        total_N = total_N.index_add(0, before_N, discount * total_N)
+        before_N, discount = before_N[before_N], discount * discount
+    return total_N[:n_tokens]
+
+
 def context_weights(ratios: TokenRatios, before_N: Tensor, cap: float) -> Tensor:
     """w = min(product of r over the trained tokens BEFORE this one on its path, cap), [N]: the weight of terms that
     depend on the context alone, such as a divergence between distributions. The token's own r is not part of it.

@@ -7,9 +7,13 @@
     loss   = -sum_t share_t * w_t * A_t * s_t / divisor
 
 s: the current student's log-prob of the sampled token (the only term with a gradient); mu: the log-prob that the engine
-reported when it sampled the token; q: a teacher's log-prob. The discount of costs is 0: a token answers only for
-itself. A token that no teacher scores has A = A_reward. For a teacher with a divergence between distributions the cost
-is 0, and the divergence is added in `learner.step.step_loss`.
+reported when it sampled the token; q: a teacher's log-prob. A token that no teacher scores has A = A_reward. For a
+teacher with a divergence between distributions the cost is 0, and the divergence is added in `learner.step.step_loss`.
+
+By default a token answers only for itself. With `cost_discount` g above 0 it answers for all trained tokens that follow
+it too. With K_t = sum over teachers of coef * (cost_t - baseline_t), and u over the token and those behind it,
+
+    A_t = A_reward - sum_u g ** (u - t) * K_u          with `cost_return` mean divided by sum_u g ** (u - t)
 
 baseline_t is 0, or the mean of the cost over the student's whole distribution at the token's context, which does not
 depend on the token. Since grad s has mean 0 over that distribution, it changes the variance and not the expectation.
@@ -38,9 +42,9 @@ import torch
 from torch import Tensor
 
 from stillhouse.learner.objectives.advantages import RewardSignal, make_signal
-from stillhouse.learner.objectives.config import DomainScale, ObjectiveConfig, TeacherBalance
+from stillhouse.learner.objectives.config import CostReturn, DomainScale, ObjectiveConfig, TeacherBalance
 from stillhouse.learner.objectives.divergences import Divergences, make_divergences
-from stillhouse.learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios
+from stillhouse.learner.objectives.importance import TOKEN_LOCAL, ImportanceFn, TokenRatios, sums_after
 from stillhouse.learner.objectives.length import LengthPenalty, make_length_penalty
 from stillhouse.learner.objectives.options import Null
 from stillhouse.learner.objectives.registry import (
@@ -142,6 +146,9 @@ class TokenInputs:
     """Weight of the token's divergence, by its turn; None = 1."""
     baseline_MN: Tensor | None = None
     """Mean cost at the token's context; 0 where not routed. None = 0."""
+    before_N: Tensor | None = None
+    """int64: the last token before each one on its path (`Microbatch.before_N`). Only with a discount of costs, which
+    some of the tokens alone do not have."""
 
     def at(self, place: slice) -> TokenInputs:
         """The inputs of some tokens."""
@@ -157,6 +164,7 @@ class TokenInputs:
             proximal_N=None if self.proximal_N is None else self.proximal_N[place],
             divergence_weight_N=None if self.divergence_weight_N is None else self.divergence_weight_N[place],
             baseline_MN=None if self.baseline_MN is None else self.baseline_MN[:, place],
+            before_N=None,
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
@@ -185,6 +193,8 @@ class Objective:
     """In place of `aggregation`, if there is one."""
     turn_discount: float = 1.0
     prefix_gain: float = 0.0
+    cost_discount: float = 0.0
+    cost_return: CostReturn = "sum"
     entropy_coef: float = 0.0
     teacher_balance: TeacherBalance = "none"
     reads_teachers: bool = True
@@ -193,8 +203,19 @@ class Objective:
 
     @property
     def by_token(self) -> bool:
-        """True if neither weight nor rejection of a token depends on other tokens."""
-        return self.importance in TOKEN_LOCAL and self.rejection in REJECTED_ALONE
+        """True if neither advantage nor weight nor rejection of a token depends on costs and ratios of others."""
+        return self.importance in TOKEN_LOCAL and self.rejection in REJECTED_ALONE and not self.cost_discount
+
+    def returns(self, cost_N: Tensor, before_N: Tensor | None) -> Tensor:
+        """[N] the costs that each token answers for, from the cost of each."""
+        if not self.cost_discount:
+            return cost_N
+        if before_N is None:
+            raise ValueError("a discount of costs needs the tokens before each one, and the microbatch as a whole")
+        total_N = sums_after(cost_N, before_N, self.cost_discount)
+        if self.cost_return == "sum":
+            return total_N
+        return total_N / sums_after(torch.ones_like(cost_N), before_N, self.cost_discount)
 
 
 @dataclass(frozen=True)
@@ -250,6 +271,8 @@ def make_objective(config: ObjectiveConfig, *, max_new_tokens: int) -> Objective
         turn_aggregation=cast(TurnAggregationFn, aggregation) if by_turn else None,
         turn_discount=config.turn_discount,
         prefix_gain=config.prefix_gain,
+        cost_discount=config.cost_discount,
+        cost_return=config.cost_return,
         entropy_coef=config.entropy_coef,
         teacher_balance=config.teacher_balance,
         reads_teachers=not isinstance(config.divergence, Null),
@@ -268,12 +291,8 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     weighted_MN = (cost_MN if inputs.baseline_MN is None else cost_MN - inputs.baseline_MN) / scale
     if inputs.divergence_weight_N is not None:
         weighted_MN = weighted_MN * inputs.divergence_weight_N.to(current_N.dtype)
-    advantage_N = combined_advantage(
-        inputs.reward_advantage_N.to(current_N.dtype),
-        weighted_MN,
-        inputs.routed_MN,
-        inputs.coef_M.to(current_N.dtype),
-    )
+    own_N = total_cost(weighted_MN, inputs.routed_MN, inputs.coef_M.to(current_N.dtype))
+    advantage_N = inputs.reward_advantage_N.to(current_N.dtype) - objective.returns(own_N, inputs.before_N)
     ratios = inputs.ratios(current_N, advantage_N)
     rejected_N = objective.rejection(ratios.at_start(), objective.rejection_options)
     weights_N, cut_N = objective.importance(ratios, objective.options)
@@ -304,6 +323,6 @@ def _null_teacher(inputs: TokenInputs, coef: float) -> TokenInputs:
 _PER_TOKEN = tuple(field.name for field in fields(LossTerms) if field.name != "loss")
 
 
-def combined_advantage(reward_advantage_N: Tensor, cost_MN: Tensor, routed_MN: Tensor, coef_M: Tensor) -> Tensor:
-    """A_t [N], as in the module's formula. `cost_MN` is ignored where a teacher is not routed."""
-    return reward_advantage_N - torch.where(routed_MN, coef_M[:, None] * cost_MN, 0.0).sum(dim=0)
+def total_cost(cost_MN: Tensor, routed_MN: Tensor, coef_M: Tensor) -> Tensor:
+    """[N] sum of coef * cost over each token's teachers. `cost_MN` is ignored where a teacher is not routed."""
+    return torch.where(routed_MN, coef_M[:, None] * cost_MN, 0.0).sum(dim=0)

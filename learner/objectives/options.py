@@ -62,6 +62,10 @@ class Distributions(Member, frozen=True, kw_only=True):
     context_cap: NonNegativeFloat = 0.0
     """Cap on the weight of a token's context: the product of r over the rollout's earlier trained tokens, at most this.
     The ratio of the sampled token itself cannot correct the context. 0: contexts are not weighted."""
+    temperature: PositiveFloat = 1.0
+    """Temperature at which the two distributions are compared: softmax(z / temperature) on both sides. Other than 1
+    only with teacher.payload = hidden, because a top-k set does not tell what its tail is at another temperature. The
+    temperature that tokens are sampled at is tasks.temperature."""
 
 
 class Mixed(Distributions, frozen=True, kw_only=True):

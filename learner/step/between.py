@@ -197,7 +197,7 @@ class Between:
             found, sums = list[ChunkPart](), PayloadSums.zero(device)
             for m, teacher, rows_R, own in rows(place):
                 student_RV, given = self._logits(z_CV, place, rows_R), _given(compared[m], uniforms_M[m][own])
-                divergence_R, grad_RV = teacher.compare(student_RV, own, given)
+                divergence_R, grad_RV = teacher.compare(student_RV, own, given, compared[m].options.temperature)
                 sums = sums.plus(_sums(m, teacher, rows_R, own))
                 weight_R = (inputs.coef_M[m] * weights[m][rows_R]).to(z_CV.dtype)
                 grad_RV.mul_(weight_R[:, None])

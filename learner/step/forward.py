@@ -110,6 +110,7 @@ class BatchPart:
             n_sequences=len(whole.tokens_R),
             cost_scale_N=upload(whole.cost_scale_R, device)[item_N],
             proximal_N=None if self.proximal_N is None else self.proximal_N[upload(token_N, device)],
+            before_N=upload(microbatch.before_N, device) if self.loss.objective.cost_discount else None,
             divergence_weight_N=(
                 None if whole.divergence_weight_N is None else upload(whole.divergence_weight_N[token_N], device)
             ),

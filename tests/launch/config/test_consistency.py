@@ -298,6 +298,10 @@ def test_hidden_states_that_no_learner_could_use_are_refused() -> None:
     """From servers, from an average of the student, and of more bytes than the buffer takes: the built-in teacher's
     have 160 numbers."""
     jsd: dict[str, Any] = {"objective": {"divergence": "jsd"}}
+    warm = {"objective": {"divergence": {"name": "jsd", "temperature": 2.0}}}
+    assert mistakes(learner=warm, teacher={"payload": "hidden"}) == []
+    (told,) = mistakes(learner=warm, teacher={"top_k": 64})
+    assert told.startswith("learner.objective.divergence.temperature = 2.0 needs teacher.payload = hidden")
     (told,) = mistakes(learner=jsd, teacher={"payload": "hidden", "engine": "sglang"})
     assert told.startswith(
         "teacher.engine: got 'sglang' with teacher.payload = hidden, expected 'torch', which gives its last "

@@ -173,3 +173,26 @@ def factors_of(items: Sequence[TrainItem], *, by_reward: bool) -> list[dict[int,
         {t: (a - mean) / spread if one.item.reward is not None else 0.0 for t, a in of.items()}
         for of, one in zip(each, items, strict=True)
     ]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_a_discounted_cost_is_that_of_all_that_follows_on_any_branch(make_item: Make, seed: int, how: str) -> None:
+    items = [tree(make_item, seed, name) for name in "abc"]
+    (microbatch,) = pack([one for one in items if one.n_trained], 10_000).microbatches
+    cost_N = torch.tensor(np.random.default_rng(seed).normal(size=len(microbatch.token_N)))
+    objective = make_objective(objective_config(cost_discount=0.8, cost_return=how), max_new_tokens=99)
+    got = objective.returns(cost_N, torch.from_numpy(microbatch.before_N)).tolist()
+    places = iter(range(len(got)))
+    for i in dict.fromkeys(microbatch.item_N.tolist()):
+        one = [made for made in items if made.n_trained][i]
+        place = {t: next(places) for t in trained(one)}
+        for t, at in place.items():
+            total = weights = 0.0
+            for u, other in place.items():
+                distance, back = 0, u
+                while back != t and (before := parent(one, back)) is not None:
+                    distance, back = distance + 1, before
+                if back == t:
+                    total, weights = total + 0.8**distance * float(cost_N[other]), weights + 0.8**distance
+            assert got[at] == pytest.approx(total / (weights if how == "mean" else 1.0), rel=1e-9, abs=1e-12)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -173,3 +175,39 @@ def test_sampling_at_another_temperature_still_trains_toward_the_teacher_at_temp
     got = _expected_gradient(student_CV, teacher_CV, student_CV, UNCAPPED, temperature=0.7)
     visited_V = torch.softmax(student_CV[0] / 0.7, 0)
     torch.testing.assert_close(got, _analytic_gradient(student_CV, teacher_CV, visited_V))
+
+
+def test_undiscounted_costs_of_all_that_follows_have_the_gradient_of_the_divergence_of_whole_texts() -> None:
+    """Exact: all 27 texts of three tokens. The expected gradient, with each text's own loss, is that of
+    KL(student || teacher) between distributions of texts; with costs of single tokens it is not."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (
+        [torch.randn([3] * n, generator=generator, dtype=torch.float64) for n in (1, 2, 3)] for _ in range(2)
+    )  # logits of the next token, by the tokens before
+    for one in student:
+        one.requires_grad_()
+
+    def logprobs(logits: list[Tensor], text: tuple[int, ...]) -> Tensor:
+        return torch.stack([logits[t][text[:t]].log_softmax(-1)[text[t]] for t in range(3)])
+
+    texts = list(itertools.product(range(3), repeat=3))
+    exact = torch.zeros((), dtype=torch.float64)
+    for text in texts:
+        s, q = logprobs(student, text).sum(), logprobs(teacher, text).sum()
+        exact = exact + s.exp() * (s - q)
+    expected = torch.autograd.grad(exact, student)
+
+    def estimated(discount: float) -> tuple[Tensor, ...]:
+        objective = make_objective(objective_config(cost_discount=discount, importance="none"), max_new_tokens=3)
+        loss = torch.zeros((), dtype=torch.float64)
+        for text in texts:
+            s, q = logprobs(student, text), logprobs(teacher, text)
+            inputs = token_inputs(s.detach(), q[None], torch.ones(1, 3, dtype=torch.bool))
+            inputs = replace(inputs, before_N=torch.tensor([-1, 0, 1]))
+            loss = loss + s.detach().sum().exp() * token_loss(s, inputs, objective, 1).loss
+        return torch.autograd.grad(loss, student)
+
+    for got, wanted in zip(estimated(1.0), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    first, wanted = estimated(0.0)[0], expected[0]
+    assert not torch.allclose(first, wanted, atol=1e-3)

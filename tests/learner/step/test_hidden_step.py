@@ -117,8 +117,10 @@ def always(head: LmHead) -> HeadOf:
     return {"math": head}.__getitem__
 
 
-def dense_divergence(name: str, p_V: Tensor, q_V: Tensor) -> Tensor:
+def dense_divergence(name: str, p_V: Tensor, q_V: Tensor, temperature: float = 1.0) -> Tensor:
     """From the definitions, with the members' default options."""
+    p_V, q_V = (one_V ** (1 / temperature) for one_V in (p_V, q_V))
+    p_V, q_V = p_V / p_V.sum(), q_V / q_V.sum()
     reverse, forward = (p_V * (p_V / q_V).log()).sum(), (q_V * (q_V / p_V).log()).sum()
     m_V = (p_V + q_V) / 2
     jsd = ((p_V * (p_V / m_V).log()).sum() + (q_V * (q_V / m_V).log()).sum()) / 2
@@ -126,7 +128,7 @@ def dense_divergence(name: str, p_V: Tensor, q_V: Tensor) -> Tensor:
 
 
 def slow(
-    model: PreTrainedModel, items: Sequence[TrainItem], name: str, coefs: dict[str, float]
+    model: PreTrainedModel, items: Sequence[TrainItem], name: str, coefs: dict[str, float], temperature: float = 1.0
 ) -> tuple[dict[str, Tensor], float]:
     """Gradients and mean divergence: token by token, teacher by teacher, over the whole vocabulary."""
     n_tokens = sum(train_item.n_trained for train_item in items)
@@ -137,7 +139,7 @@ def slow(
         for t in np.flatnonzero(train_item.train_mask_L).tolist():
             total = 0.0
             for pool in train_item.item.teachers:
-                d = dense_divergence(name, p_LV[t - 1], dense_q(train_item, pool)[t].exp())
+                d = dense_divergence(name, p_LV[t - 1], dense_q(train_item, pool)[t].exp(), temperature)
                 loss, total = loss + coefs.get(pool, 1.0) * d / n_tokens, total + d.item()
             if train_item.item.teachers:
                 told.append(total)
@@ -145,16 +147,20 @@ def slow(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, float(np.mean(told))
 
 
-@pytest.mark.parametrize("pack_tokens", [1, 16])
+@pytest.mark.parametrize(("pack_tokens", "temperature"), [(1, 1.0), (16, 1.0), (16, 1.7)])
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradient_are_those_of_dense_distributions(
-    tiny_student: Student, make_item: Make, name: str, pack_tokens: int
+    tiny_student: Student, make_item: Make, name: str, pack_tokens: int, temperature: float
 ) -> None:
     items = items_with_states(make_item)
     config = config_of(
-        divergence=name, teacher_coefs={"math": 0.3}, pack_tokens=pack_tokens, logprob_chunk_tokens=4, importance="none"
+        divergence=(name, {"temperature": temperature}),
+        teacher_coefs={"math": 0.3},
+        pack_tokens=pack_tokens,
+        logprob_chunk_tokens=4,
+        importance="none",
     )
-    expected, divergence = slow(tiny_student("eager", torch.float64), items, name, {"math": 0.3})
+    expected, divergence = slow(tiny_student("eager", torch.float64), items, name, {"math": 0.3}, temperature)
     got = step_gradients(trainer_of(tiny_student(dtype=torch.float64), config), items)
     assert got.keys() == expected.keys()
     for parameter, gradient in expected.items():

@@ -71,6 +71,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     },
     "reinforce++ and whole-rollout weights": {"advantage": "reinforce_pp", "importance": ("sequence", {"cap": 1.3})},
     "reinforce++ with a baseline": {"advantage": "reinforce_pp_baseline", "importance": "geometric"},
+    "costs of all that follows": {"cost_discount": 0.9, "teacher_coefs": {"math": 2.0}},
+    "their mean": {"cost_discount": 1.0, "cost_return": "mean", "importance": "ppo"},
     "rejected rollouts, weighted tokens": {
         "importance": ("truncated", {"cap": 1.1}),
         "rejection": ("geometric", {"low": 0.95, "high": 1.05}),

@@ -87,6 +87,18 @@ def trl_grpo(given: Given, batch: Batch) -> Tensor:
     return mean_of_means(losses) if loss_type == "grpo" else token_mean(losses)
 
 
+def trl_minillm(given: Given, batch: Batch) -> Tensor:
+    """MiniLLMTrainer._compute_advantage, detached, then the loss of GRPOTrainer without clipping or reward."""
+    gamma, normalised = given.pop("gamma"), given.pop("length_normalization")
+    assert normalised and not given.pop("single_step_decomposition") and given.pop("kd_temperature") == 1.0
+    losses: list[Tensor] = []
+    for rollout in batch.rollouts:
+        rewards, powers = (rollout.q - rollout.s).detach(), gamma ** torch.arange(len(rollout.s), dtype=torch.float64)
+        advantages = (rewards * powers).flip(0).cumsum(0).flip(0) / powers.flip(0).cumsum(0).flip(0)
+        losses.append(-(rollout.s - rollout.mu).exp() * advantages)
+    return token_mean(losses)
+
+
 # --------------------------------------------------------------------------------------------------------------- verl
 
 
@@ -264,11 +276,14 @@ def areal_distillation(given: Given, batch: Batch) -> Tensor:
 def tinker(given: Given, batch: Batch) -> Tensor:
     """incorporate_kl_penalty and compute_advantages, then the loss function of the service, which is a sum."""
     coef, kind = given.pop("kl_penalty_coef"), given.pop("loss_fn")
-    assert given.pop("kl_discount_factor", 0.0) == 0.0
+    discount = given.pop("kl_discount_factor", 0.0)
     low, high = given.pop("clip_low_threshold", 0.0), given.pop("clip_high_threshold", math.inf)
     total = torch.zeros((), dtype=torch.float64)
     for rollout, score in zip(batch.rollouts, advantages(batch, std=False), strict=True):
-        advantage, ratio = score - coef * (rollout.mu - rollout.q), (rollout.s - rollout.mu).exp()
+        penalty, ratio = coef * (rollout.mu - rollout.q), (rollout.s - rollout.mu).exp()
+        for t in range(len(penalty) - 2, -1, -1):  # theirs also counts an environment's tokens, as the page says
+            penalty[t] += discount * penalty[t + 1]
+        advantage = score - penalty
         loss = {
             "importance_sampling": -ratio * advantage,
             "ppo": surrogate(ratio, advantage, low, high, None),
@@ -288,6 +303,7 @@ def prime_distillation(given: Given, batch: Batch) -> Tensor:
 FORMULAS: dict[str, Formula] = {
     "trl-grpo": trl_grpo,
     "trl-distillation": divergences.trl_distillation,
+    "trl-minillm": trl_minillm,
     "trl-async-distillation": divergences.trl_async_distillation,
     "verl": verl_policy,
     "verl-distillation": verl_distillation,
