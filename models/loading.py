@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from stillhouse.models import packed
 from stillhouse.models.description import DtypeName
 from stillhouse.models.logprobs import lm_head
-from stillhouse.models.safetensors_header import head_beside_embedding
+from stillhouse.models.safetensors_header import head_beside_embedding, read_headers
 from stillhouse.models.transfer import whole
 from stillhouse.protocol.atomic_file import usual_permissions
 
@@ -86,7 +86,7 @@ def load_causal_lm(
         if lm_head(model).weight_VH is not model.get_input_embeddings().weight:
             _untie(model.config)
     else:
-        if Path(name).is_dir() and head_beside_embedding(Path(name)):
+        if Path(name).is_dir() and head_beside_embedding(read_headers(Path(name))):
             _untie(config)
         with torch.device("meta"):
             model = cast(

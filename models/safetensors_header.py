@@ -7,6 +7,7 @@ server among them, may end. Format: https://github.com/huggingface/safetensors#f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ _EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16":
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _BLOCK_BYTES: Final = 1 << 20
+_KNOWN: Final = 1024
+"""Files whose headers are kept."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -38,26 +41,26 @@ class Header(NamedTuple):
     """What a whole file says of itself."""
 
     metadata: Mapping[str, str]
-    parameters: int
-    """Numbers in all tensors."""
+    tensors: Mapping[str, _Entry]
+    start: int
+    """Byte where the numbers begin."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(entry.numbers for entry in self.tensors.values())
 
 
-def read_header(file: Path) -> Header:
-    """The header. Raises ValueError if the file is not whole or its tensors are not where they must be, and OSError."""
-    metadata, entries, _ = _read(file)
-    return Header(metadata, sum(entry.numbers for entry in entries.values()))
-
-
-def nonfinite_tensors(file: Path) -> list[str]:
-    """Names of the tensors with NaN or infinity in them; all numbers are read. Of dtypes of 16 bits and more. Raises as
-    `read_header`."""
-    _, entries, start = _read(file)
+def nonfinite_tensors(file: Path, header: Header) -> list[str]:
+    """Names of the tensors with NaN or infinity in them; all numbers are read. Of dtypes of 16 bits and more."""
     found: list[str] = []
-    for name, entry in entries.items():
+    for name, entry in header.tensors.items():
         if (dtype := _EXPONENTS.get(entry.dtype)) is None:
             continue
         kind, bits = dtype
-        values = np.memmap(file, kind, "r", start + entry.data_offsets[0], (entry.numbers,)) if entry.numbers else ()
+        values = (
+            np.memmap(file, kind, "r", header.start + entry.data_offsets[0], (entry.numbers,)) if entry.numbers else ()
+        )
         if any(
             ((part & bits) == bits).any() for part in np.array_split(values, -(-entry.numbers // _BLOCK_BYTES) or 1)
         ):
@@ -65,15 +68,14 @@ def nonfinite_tensors(file: Path) -> list[str]:
     return found
 
 
-def head_beside_embedding(folder: Path) -> str:
+def head_beside_embedding(headers: Mapping[Path, Header]) -> str:
     """The name of an output head in the safetensors files of a model whose numbers differ from those of the embedding,
-    which is there too; empty if there are not both, or they are equal. Raises as `read_header`."""
+    which is there too; empty if there are not both, or they are equal."""
     found: dict[str, _Place] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        _, entries, start = _read(file)
+    for file, header in headers.items():
         found |= {
-            name: _Place(file, start, one)
-            for name, one in entries.items()
+            name: _Place(file, header.start, one)
+            for name, one in header.tensors.items()
             if name in _HEADS or name.endswith(_EMBEDDINGS)
         }
     for name, head in found.items():
@@ -102,15 +104,33 @@ class _Place(NamedTuple):
                 yield stream.read(min(_BLOCK_BYTES, end - at))
 
 
-def _read(file: Path) -> tuple[dict[str, str], dict[str, _Entry], int]:
-    if not file.stat().st_size:
+def read_headers(folder: Path) -> dict[Path, Header]:
+    """Those of all safetensors files of a folder, in order of their names. Raises as `read_header`."""
+    return {file: known_header(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def known_header(file: Path) -> Header:
+    """`read_header`, which reads a file once for as long as it stays as it is: the checks before a start ask for the
+    same headers many times."""
+    stat = file.stat()
+    return _known(file, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(_KNOWN)
+def _known(file: Path, *_as_it_is: int) -> Header:
+    return read_header(file)
+
+
+def read_header(file: Path) -> Header:
+    """The header. Raises ValueError if the file is not whole or its tensors are not where they must be, and OSError."""
+    if not (size := file.stat().st_size):
         raise ValueError("got an empty file, expected safetensors")
     try:
         with safe_open(file, framework="np") as whole:  # checks that the tensors fill the file, without gaps
             metadata = dict(whole.metadata() or {})
     except SafetensorError as error:
         raise ValueError(
-            f"got {file.stat().st_size:,} bytes that are no whole safetensors file, cut short perhaps: {error}"
+            f"got {size:,} bytes that are no whole safetensors file, cut short perhaps: {error}"
         ) from error
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(LENGTH_BYTES), "little")
@@ -118,4 +138,4 @@ def _read(file: Path) -> tuple[dict[str, str], dict[str, _Entry], int]:
     entries = {
         name: msgspec.json.decode(field, type=_Entry) for name, field in fields.items() if name != "__metadata__"
     }
-    return metadata, entries, LENGTH_BYTES + length
+    return Header(metadata, entries, LENGTH_BYTES + length)

@@ -17,7 +17,7 @@ from stillhouse.launch.checks.model_files import read_vocabulary
 from stillhouse.launch.config.pools import engine_of, teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.models.description import known_vocabulary_size
-from stillhouse.models.safetensors_header import head_beside_embedding, nonfinite_tensors
+from stillhouse.models.safetensors_header import head_beside_embedding, nonfinite_tensors, read_headers
 
 PLAIN_TYPES: Final = frozenset({"gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"})
 """Types of model that need no look by transformers."""
@@ -119,12 +119,12 @@ def _tokenizer(key: str, folder: Path, seen: set[bytes]) -> Iterator[str]:
 
 
 def _weights(key: str, folder: Path, *, loads: bool) -> Iterator[str]:
-    files = sorted(folder.glob("*.safetensors"))
-    if sum(file.stat().st_size for file in files) <= _SCANNED_BYTES:
-        for file in files:
-            if names := nonfinite_tensors(file):
+    headers = read_headers(folder)
+    if sum(file.stat().st_size for file in headers) <= _SCANNED_BYTES:
+        for file, header in headers.items():
+            if names := nonfinite_tensors(file, header):
                 yield f"{key}: {file}: {len(names)} tensors have NaN or infinity in them, e.g. {names[:3]}"
-    if not loads and _says_tied(folder) and (name := head_beside_embedding(folder)):
+    if not loads and _says_tied(folder) and (name := head_beside_embedding(headers)):
         yield (
             f"{key}: {folder} has an output head of its own ({name}), which torch uses, while its config.json says "
             "tie_word_embeddings, by which a server would use the embedding; set it to false, or take the head out"

@@ -290,7 +290,7 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
     lines: list[str] = []
     mistakes: list[str] = []
     needs: dict[int, list[Need]] = {}
-    shape_at = functools.cache(read_shape)  # reads the headers of all weights
+    shape_at = functools.cache(read_shape)
     for place, need in _needs(config, placement, shape_at):
         needs.setdefault(place, []).append(need)
     embedded = {place: sum(n.total for n in here) * GIB for place, here in needs.items() if place != HOST}

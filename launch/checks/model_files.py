@@ -19,7 +19,7 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import BUILTIN
 from stillhouse.launch.errors import ConfigError
 from stillhouse.models.description import known_vocabulary_size
-from stillhouse.models.safetensors_header import read_header
+from stillhouse.models.safetensors_header import known_header
 from stillhouse.protocol.handshake import vocab_fingerprint, vocab_tokens
 
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -119,7 +119,7 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     parameters = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            parameters += read_header(file).parameters
+            parameters += known_header(file).parameters
         except (OSError, ValueError) as error:
             mistakes.append(f"{key}: {file}: {error}; copy or download it again")
     return WeightFiles(mistakes, parameters)

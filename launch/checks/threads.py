@@ -13,7 +13,6 @@ one.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -102,12 +101,8 @@ def _is_learner(who: str) -> bool:
 
 
 def _groups(config: RunConfig, on_cpu: Sequence[str]) -> Iterator[Alike]:
-    @functools.cache
-    def parameters(model: str) -> int:  # reads the headers of all weights
-        return check_weights("", Path(model)).parameters
-
     def alike(name: str, who: Sequence[str], model: str, share: float) -> Alike:
-        size = parameters(model)
+        size = check_weights("", Path(model)).parameters
         return Alike(name, tuple(who), share * max(size, 1), SMALL_THREADS if size < SMALL_PARAMETERS else None)
 
     ranks = [who for who in on_cpu if _is_learner(who)]

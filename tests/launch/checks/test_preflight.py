@@ -13,12 +13,15 @@ from stillhouse import builtin
 from stillhouse.launch.checks import preflight
 from stillhouse.launch.checks.model_files import read_vocabulary
 from stillhouse.launch.checks.preflight import check
+from stillhouse.launch.checks.threads import plan_threads
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.machine import torch_build
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.launch.machine.torch_build import TorchBuild
+from stillhouse.models import safetensors_header
+from stillhouse.models.safetensors_header import read_header
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +48,24 @@ def test_the_built_in_run_is_fine_and_is_resolved_to_paths() -> None:
     assert Path(checked.config.learner.tasks.prompts) == builtin.TRAIN_JSONL
     assert Path(checked.config.learner.tasks.eval_prompts) == builtin.EVAL_JSONL
     assert check(checked.config).config == checked.config  # a resolved configuration stays as it is
+
+
+def test_each_file_of_weights_is_read_once_for_all_checks_of_a_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def reading(file: Path) -> safetensors_header.Header:
+        read.append(file)
+        return read_header(file)
+
+    monkeypatch.setattr(safetensors_header, "read_header", reading)
+    config = check(build(RunConfig, {"models": {"teacher": str(model)}})).config
+    plan_threads(config, dict.fromkeys(["learner", "actor-0", "teacher-0"]), cores=8)
+    assert read.count(model / "model.safetensors") == 1 and len(read) == len(set(read))
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "copy or download it again" in told(models={"teacher": str(model)}), "a file that changed is read again"
 
 
 REWARDS_ONLY: dict[str, Any] = {
