@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from tests.patience import SLOWNESS
-from tests.release import SHORT
+from tests.release import SHORT, SHORT_FILES, SHORT_MARKS
 
 # Tests start some thousand processes of Python. Without byte code, each would compile the sources again: containers
 # often set this variable.
@@ -69,6 +69,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of what CI runs beside the quick tests, only files that have some of it are imported."""
+    if config.option.markexpr != SHORT_MARKS or collection_path.suffix != ".py":
+        return None
+    return True if collection_path.relative_to(HERE).as_posix() not in SHORT_FILES else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

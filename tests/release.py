@@ -9,34 +9,34 @@ SHORT: Final = (
     # Faults: a campaign over two shards, whole runs that are killed and stopped, exactly once.
     "chaos/test_chaos.py::test_the_cases",
     "chaos/test_chaos.py::test_faults_lose_nothing_and_leave_nothing[deadline-bound-2-shards-2]",
-    "integration/test_whole_run.py",
+    *(
+        f"integration/test_whole_run.py::test_{name}"
+        for name in ("a_killed_buffer", "a_killed_launcher", "a_killed_learner", "ctrl_c", "a_damaged_checkpoint")
+    ),
     "integration/test_exactly_once.py::test_an_interrupted_run_settles_the_samples_of_one_that_was_not[4]",
     "integration/test_exactly_once.py::test_at_bound_0",
     "integration/test_synchronous.py::test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop[collective]",
     "integration/test_replay.py::test_a_replay_makes",
-    "integration/test_resume_equality.py::test_killed_at_a_random_step_and_resumed_it_has_consumed_the_same[distillation]",
-    "integration/test_shards.py::test_a_run_goes_on_from_a_checkpoint_with_any_number_of_shards[1-2]",
     "integration/test_join.py::test_workers_join",
     "integration/test_store.py::test_a_run_goes_on_in_an_empty_folder",
     "buffer/test_buffer_sim.py::test_twenty_thousand_random_events_break_nothing[7]",
     "buffer/test_buffer_sim.py::test_shards_are_one_buffer_in_any_course_of_events[2-6]",
     "buffer/test_kill.py::test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing[2-1]",
     "buffer/test_memory.py::test_no_container_of_the_state_grows_with_the_rollouts[deadline-1]",
-    "buffer/journal/test_kill_and_read.py",
     "launch/test_recovery.py::test_a_stopped_buffer",
     # What the user types, who listens, which figures are told.
     "integration/test_typed_commands.py::test_the_projects_own_command",
     "launch/test_typed_commands.py",
     "integration/test_installed.py",
-    "integration/test_listening.py",
+    "integration/test_listening.py::test_a_run_with_endpoint",
     "integration/test_trace.py::test_the_figures_of_a_trace",
     "tools/view/test_in_browser.py",
     # Learning: ranks, recipes, adapters, agents.
+    "learner/ranks/test_checkpoints.py::test_ranks_that_share_no_folder",
     "learner/ranks/test_ranks.py::test_ranks_that_divide_each_sequence_do_what_one_does_alone[2-2-1]",
     "integration/test_top_k_runs.py::test_a_run_trains_on_hidden_states",
     "integration/test_recipes.py::test_a_recipe_trains_by_what_it_names[opd_grpo-sampled-True]",
     "integration/test_lora_run.py",
-    "integration/test_agents.py::test_the_student_calls_tools_of_an_mcp_server",
     "integration/test_agents.py::test_an_agent_of_the_openai_sdk",
     "actors/test_memory.py",
     # Hosts and weights.
@@ -50,6 +50,8 @@ SHORT: Final = (
     "sglang/test_weight_push.py::test_a_server_that_keeps_old_weights_is_found_within_verify_every_versions[abort",
     "integration/test_sglang_run.py::test_a_run_on_servers",
     "test_gpu_stages.py::test_a_stage_runs_as_it_stands[a]",
-    "test_gpu_stages.py::test_a_stage_runs_as_it_stands[c]",
 )
 """Beginnings of `path::name[case]` under tests/."""
+SHORT_FILES: Final = frozenset(name.partition("::")[0] for name in SHORT)
+SHORT_MARKS: Final = "slow and not release"
+"""Of `make test-slow`, which therefore reads no other files."""

@@ -171,29 +171,6 @@ def test_after_failures_in_a_row_a_teacher_waits_then_gets_one_item(make: Make) 
     assert driver.snapshot.queues["tokens_scored"] == 3, "all of them, now"
 
 
-def test_the_back_off_doubles_up_to_its_bound(make: Make) -> None:
-    driver = ready(make, ("t",))
-    fails(driver, {"t": range(3)})
-    credit(driver, "t", 1000)
-    for wait_s in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        driver.wait(wait_s - 0.1)
-        assert not driver.work
-        driver.wait(0.15)
-        (lease,) = driver.work
-        driver.refuse_work(lease)
-    assert driver.snapshot.queues["breaker_probes_total"] == 8
-
-
-def test_good_scores_in_between_are_enough(make: Make) -> None:
-    driver = ready(make, ("t",), max_score_attempts=1)
-    for task_id in range(0, 12, 3):
-        fails(driver, {"t": [task_id, task_id + 1]})
-        driver.write(f"train-{task_id + 2}-0-0", 1)
-        credit(driver, "t", N_ITEM)
-        driver.score()
-    assert driver.snapshot.queues["breakers_opened_total"] == 0
-
-
 def test_leases_that_run_out_count_as_failures(make: Make) -> None:
     driver = ready(make, ("t",), lease_s=10.0)
     credit(driver, "t", 1000)

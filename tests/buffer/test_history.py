@@ -53,16 +53,6 @@ def test_of_every_nth_number_runs_hold_what_a_dict_would_hold(seed: int, step: i
     assert runs.n_runs <= 2 * len(own)
 
 
-@pytest.mark.parametrize("step", [1, 3, 64])
-def test_numbers_that_come_to_the_same_end_are_one_run_in_any_order(step: int) -> None:
-    runs: Runs[str] = Runs(step)
-    numbers = list(range(5, 5 + 1000 * step, step))
-    Random(1).shuffle(numbers)
-    for number in numbers:
-        runs.put(number, "trained")
-    assert runs.n_runs == 1 and runs.n_numbers == 999 * step + 1
-
-
 def test_forgetting_begins_with_the_lowest_run() -> None:
     runs: Runs[str] = Runs()
     for number in (7, 8, 1, 2, 4):

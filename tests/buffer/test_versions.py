@@ -11,22 +11,6 @@ from tests.buffer.driver import v
 from tests.sim.buffer.model import VersionTree
 
 
-def test_distance_on_one_branch_is_the_number_of_steps() -> None:
-    assert VersionTable(v(0)).distance(v(3), v(7)) == 4
-
-
-def test_distance_over_a_fork_goes_down_the_old_branch_and_up_the_new() -> None:
-    table = VersionTable(v(0))
-    table.reach(v(5))
-    table.fork(v(2, epoch=1), v(2))
-    assert table.distance(v(5), v(4, epoch=1)) == (5 - 2) + (4 - 2)
-    assert table.distance(v(1), v(4, epoch=1)) == 3, "before the fork both branches are one"
-
-
-def test_a_token_newer_than_the_batch_is_as_far_as_one_older() -> None:
-    assert VersionTable(v(0)).distance(v(7), v(6)) == 1
-
-
 @given(
     st.integers(0, 5),
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 99), st.integers(1, 2)), max_size=6),
@@ -46,17 +30,6 @@ def test_distance_is_the_path_length_in_the_tree_of_versions(start: int, lives: 
     for now in known[-8:]:
         for sampled in known:
             assert table.distance(sampled, now) == tree.distance(sampled, now), (sampled, now)
-
-
-def test_a_fork_from_an_older_checkpoint_does_not_shorten_the_way_to_one_from_a_newer() -> None:
-    """The newest checkpoint cannot be read once, and can the next time."""
-    table = VersionTable(v(0))
-    table.reach(v(20))
-    table.fork(v(10, epoch=1), v(10))
-    table.reach(v(12, epoch=1))
-    table.fork(v(20, epoch=2), v(20))
-    assert table.distance(v(12, epoch=1), v(21, epoch=2)) == (12 - 10) + (21 - 10)
-    assert table.distance(v(15), v(21, epoch=2)) == 6, "it is on the way"
 
 
 @pytest.mark.parametrize("parent", [v(4), v(3, epoch=7), v(1, epoch=1)])

@@ -31,6 +31,8 @@ def total(rows: Iterable[dict[str, Any]], prefix: str) -> float:
 
 
 def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path: Path) -> None:
+    """Counts exactly. Times as near as two clocks that are read one after the other: on a busy machine a process may
+    stand still in between."""
     out = tmp_path / "run.json.gz"
     run = launch("--steps=25", "--learner.eval_every=0", "--max-staleness=1", f"--trace={out}")
     assert run.wait() == 0, run.text()
@@ -39,8 +41,8 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     assert faults(trace) == [] and set(trace["otherData"]["lost"].values()) == {0}
     figures = read_figures(out)
     waited_s, whole_s = total(rows, "wait/"), total(rows, "time/step_s")
-    assert figures.learner_bubble == pytest.approx(waited_s / whole_s, rel=0.03, abs=0.01)
-    assert sum(figures.wait_s.values()) == pytest.approx(waited_s, rel=0.03, abs=0.05)
+    assert figures.learner_bubble == pytest.approx(waited_s / whole_s, rel=0.05, abs=0.03)
+    assert sum(figures.wait_s.values()) == pytest.approx(waited_s, rel=0.05, abs=0.05 * len(rows))
     shares, efficiency = summary["learner"], summary["efficiency"]
     assert (
         1 - shares["busy_fraction"]
@@ -48,8 +50,8 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
         == sum(shares["wait_fraction"].values())
     )
     assert efficiency["efficiency/learner_bubble"] == pytest.approx(1 - shares["busy_fraction"])
-    assert efficiency["efficiency/teacher_wait"] == pytest.approx(figures.teacher_wait, abs=0.1)
-    assert efficiency["efficiency/weight_pause_s"] == pytest.approx(figures.weight_pause_s, rel=0.5, abs=5e-4)
+    assert efficiency["efficiency/teacher_wait"] == pytest.approx(figures.teacher_wait, abs=0.2)
+    assert efficiency["efficiency/weight_pause_s"] == pytest.approx(figures.weight_pause_s, rel=0.5, abs=5e-3)
     words = " ".join(run.text().split())
     for places in (
         (r"the learner waited ([\d.]+)%", r"learner bubble: ([\d.]+)%"),
@@ -57,7 +59,7 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
         (r"goodput ([\d.]+)% of the tokens", r"goodput: ([\d.]+)% of the tokens"),
     ):
         table, traced = (float(re.findall(place, words)[0]) for place in places)
-        assert table == pytest.approx(traced, rel=0.5, abs=1.0), places
+        assert table == pytest.approx(traced, rel=0.5, abs=5.0), places
     assert summary["tokens_trained"] == summary["tokens"]["trained"] == sum(row["train/tokens"] for row in rows)
     newest = rows[-5:]
     for tag, (_, last) in summary["changes"].items():
@@ -68,10 +70,10 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     trained = slices(trace, "learner", "train")
     assert sum(e["args"]["tokens"] for e in trained) == tokens["trained"] and len(trained) == 25
     train_s = sum(e["dur"] for e in trained) / 1e6
-    assert train_s == pytest.approx(total(rows, "train/step_s"), rel=0.1, abs=0.1)
+    assert train_s == pytest.approx(total(rows, "train/step_s"), rel=0.1, abs=0.05 * len(rows))
     scored = sum(worker["tokens"] for worker in summary["workers"].values() if worker["role"] == "teacher")
     assert sum(e["args"]["tokens"] for e in slices(trace, "teacher", "score")) >= scored
-    assert figures.teacher_wait == pytest.approx(1 - rows[-1]["teachers/busy_fraction"], abs=0.08)
+    assert figures.teacher_wait == pytest.approx(1 - rows[-1]["teachers/busy_fraction"], abs=0.2)
     counted = [e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == "staleness"]
     assert [c["max"] for c in counted] == [row["staleness/max"] for row in rows]
     assert [c["mean"] for c in counted] == pytest.approx([row["staleness/mean"] for row in rows])

@@ -45,6 +45,10 @@ def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_pat
     summary = run.summary()
     assert_balanced(summary)
     assert summary["ok"] and summary["steps"] == 6 and summary["versions_published"] >= 1
+    final = msgspec.json.decode((run.run_dir / "ledger.json").read_bytes(), type=Snapshot)
+    assert final.ledger.balanced and final.phase == "finished"
+    assert sum(final.staleness_hist.values()) == final.ledger.tokens.trained
+    assert final.ledger.tokens.trained == sum(row["train/tokens"] for row in run.steps())
     assert [point["step"] for point in summary["eval"]] == [0, 3, 6]
     assert all(0 <= point["accuracy_sampled"] <= 1 and point["reverse_kl"] > 0 for point in summary["eval"])
     (measured,) = summary["teacher_accuracy"].values()
@@ -95,6 +99,7 @@ def test_a_killed_buffer_comes_back_with_all_it_had(launch: Launch) -> None:
     assert summary["tokens"]["trained"] == sum(row["train/tokens"] for row in run.steps())
 
 
+@pytest.mark.slow
 def test_a_killed_learner_goes_on_from_its_checkpoint_while_the_others_stay(launch: Launch) -> None:
     run = launch(
         *("--actors=2", "--teachers=1", "--steps=12", "--max-staleness=2", "--learner.eval_every=0"),
@@ -207,13 +212,3 @@ def test_a_whole_group_of_processes_that_is_told_to_end_leaves_a_checkpoint(laun
     assert_balanced(run.summary())
     assert run.summary()["state"] == "stopped"
     assert run.summary()["steps"] == run.steps()[-1]["step"] == saved_step(run)
-
-
-@pytest.mark.slow
-def test_the_ledger_file_is_the_buffers_own_snapshot(launch: Launch) -> None:
-    run = launch("--actors=1", "--teachers=1", "--steps=2", "--learner.eval_every=0")
-    assert run.wait() == 0, run.text()
-    final = msgspec.json.decode((run.run_dir / "ledger.json").read_bytes(), type=Snapshot)
-    assert final.ledger.balanced and final.phase == "finished"
-    assert final.ledger.tokens.trained == sum(row["train/tokens"] for row in run.steps())
-    assert sum(final.staleness_hist.values()) == final.ledger.tokens.trained

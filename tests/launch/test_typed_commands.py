@@ -12,6 +12,7 @@ from typing import Final
 
 import pytest
 
+from stillhouse import builtin
 from stillhouse.launch.checks.preflight import check
 from stillhouse.launch.cluster import COMMANDS
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
@@ -49,7 +50,6 @@ TYPED: Final = {
 }
 NEEDS: Final = {
     "smollm2": (SMOLLM2 / "config.json").is_file(),
-    "DIR": (SMOLLM2 / "config.json").is_file(),
     "sglang": (ROOT / ".venv-sglang").is_dir(),
 }
 """Word of a command -> whether this machine has what it names."""
@@ -99,7 +99,7 @@ def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     topology = next(text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "# topology.toml" in text)
     (tmp_path / "topology.toml").write_text(topology, encoding="utf-8")
     names = {
-        "DIR": str(SMOLLM2),
+        "DIR": str(builtin.STUDENT_DIR),
         "FILE.jsonl": str(ROOT / "examples/smollm2/questions.jsonl"),
         "topology.toml": str(tmp_path / "topology.toml"),
         "/shared/runs/big": str(tmp_path / "runs" / "big"),

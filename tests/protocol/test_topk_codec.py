@@ -194,12 +194,6 @@ def test_tail_is_always_sent_unless_nothing_is_left_out() -> None:
     assert decode_top_k(whole).tail_T.tolist() == [-math.inf]
 
 
-def test_no_position_at_all() -> None:
-    top = decode_top_k(encode_top_k(np.zeros((0, 3), np.int64), np.zeros((0, 3), np.float32), vocab_size=9))
-    assert len(top.counts_T) == len(top.ids_S) == len(top.tail_T) == 0
-    assert top.padded()[0].shape == (0, 1)
-
-
 # ------------------------------------------------------------------------------------------------- refusals
 
 

@@ -81,6 +81,7 @@ def together_files(together: Path, case: str) -> list[Path]:
     return list((together / case / "step_000002").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_no_folder_write_the_same_checkpoint(tmp_path: Path) -> None:
     """Each sends its rows through the store to rank 0. What comes back from there are the same files, so any number of
     ranks goes on from them (above)."""

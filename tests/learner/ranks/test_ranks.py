@@ -19,8 +19,8 @@ ALLOWED = {
     "bad rollouts": 1e-5,  # float32
     "gradient not finite": 1e-5,
     # Of the largest number: products of differently packed rows round differently.
-    "bfloat16 products": 0.06,
-    "adapters, bfloat16 products": 0.06,
+    "bfloat16 products": 0.12,  # 0.08 where the processor has AVX2 and no more
+    "adapters, bfloat16 products": 0.12,
     "recurrent layers": 1e-5,  # its gates are float32 in any dtype
     "half precision": 0.3,  # a sum of rounding errors
     "gathered": 0.02,  # shares are padded to one size
