@@ -242,7 +242,7 @@ def test_hosts_that_hang_at_the_end_of_the_run_are_killed(
     said: list[str] = []
     eventually(lambda: (said.append(texts(hosts)) or "".join(said)).count("on 10.0.0.9") == 3, "three hosts")
     cluster.hosts[0].hangs = True
-    cluster.hosts[1].lost_stops, cluster.hosts[1].away = 1, 1
+    cluster.hosts[1].lost_stops, cluster.hosts[1].away = 1, 20  # also when it is asked to stop
     hosts.close()
     assert texts(hosts).count("did not leave at the end of the run and is still there; Ray kills it") == 1
     assert all(host.dead for host in cluster.hosts) and cluster.hosts[1].stopped, "it was asked again"
