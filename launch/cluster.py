@@ -20,7 +20,6 @@ COMMANDS = {
     "trace": "tools.trace.command",
     "try": "tools.try_environment",
     "doctor": "tools.doctor.command",
-    "completion": "tools.completion",
     "write": "tools.write.command",
     "replay": "replay.command",
     "export-model": "learner.export",

@@ -247,14 +247,11 @@ def unpack_at_most(stored: bytes, n_bytes: int) -> bytes:
     return zlib.decompressobj().decompress(stored, n_bytes + 1)
 
 
-def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[FoundRecord]:
+def scan(stream: BinaryIO, size: int, name: str) -> Iterator[FoundRecord]:
     """Yield every complete record of a file, after checking its CRC. A torn last record (its writer was killed, or the
-    power failed) is left out: the `end` of the one before it is less than `size`. `start`: `end` of a record, after
-    which to begin; 0: at the first one. Raises RecordError for other damage."""
-    stream.seek(start)
-    if start:
-        yield from _scan(stream, size, name, start)
-        return
+    power failed) is left out: the `end` of the one before it is less than `size`. Raises RecordError for other
+    damage."""
+    stream.seek(0)
     magic = stream.read(len(MAGIC))
     if magic != MAGIC:
         if MAGIC.startswith(magic):
@@ -262,11 +259,7 @@ def scan(stream: BinaryIO, size: int, name: str, start: int = 0) -> Iterator[Fou
         raise RecordError(
             f"{name} is not a file of recorded batches: it begins with {magic[:16]!r}; expected {MAGIC!r}"
         )
-    yield from _scan(stream, size, name, len(MAGIC))
-
-
-def _scan(stream: BinaryIO, size: int, name: str, at: int) -> Iterator[FoundRecord]:
-    """`scan` from the record that begins at `at`, where the stream is."""
+    at = len(MAGIC)
     while size - at >= HEAD.size:
         head = stream.read(HEAD.size)
         kind, header_bytes, blob_bytes, crc = HEAD.unpack(head)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -135,7 +135,9 @@ class Recording:
 
     def rollout(self, batch: KeptBatch, index: int) -> RecordedRollout:
         """One item of a batch."""
-        return read_rollout(self._stream, batch, index)
+        record = batch.record.items[index]
+        self._stream.seek(batch.blob_at + record.start)
+        return _rollout(record, self._stream.read(record.stored_bytes))
 
     def close(self) -> None:
         self._stream.close()
@@ -157,13 +159,6 @@ def read_header(path: Path) -> RecordHeader:
     if first is None or not isinstance(first.kept, RecordHeader):
         raise RecordError(f"{path} ends within its header; nothing was recorded")
     return first.kept
-
-
-def read_rollout(stream: BinaryIO, batch: KeptBatch, index: int) -> RecordedRollout:
-    """One item of a batch, from an open file."""
-    record = batch.record.items[index]
-    stream.seek(batch.blob_at + record.start)
-    return _rollout(record, stream.read(record.stored_bytes))
 
 
 def _rollout(record: ItemRecord, stored: bytes) -> RecordedRollout:

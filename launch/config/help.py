@@ -29,7 +29,6 @@ usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        stillhouse export-model CHECKPOINT OUT                  write a checkpoint as a Hugging Face folder
        stillhouse builtin build|measure|specialists            make or measure the built-in task and models
        stillhouse sglang-server MODEL ...                      SGLang servers on a CPU, to try things out
-       stillhouse completion bash|zsh|fish                     print a script for shell completion
 
 Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.
 Without arguments: the built-in task, a few minutes on two cores.

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from stillhouse.sglang_server.servers import DEFAULT_PYTHON
-from tests.integration.conftest import ROOT, Launched
+from tests.integration.conftest import Launched
 from tests.patience import PATIENCE_S, eventually
 
 AGENT = """
@@ -73,9 +73,7 @@ def test_a_server_for_everybody_is_seen(address: str) -> None:
             process.kill()
 
 
-def test_a_run_with_endpoint_ranks_shards_prometheus_and_live_page(
-    launch: Callable[..., Launched], tmp_path: Path
-) -> None:
+def test_a_run_with_endpoint_ranks_shards_and_prometheus(launch: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "asking.py").write_text(AGENT, encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -84,13 +82,6 @@ def test_a_run_with_endpoint_ranks_shards_prometheus_and_live_page(
         *("--learner.tasks.env=asking:asks", f"--launch.prometheus={port}", "--learner.eval_every=0"),
     )
     run.until(lambda: len(run.steps()) >= 1, "a step")
-    words = [sys.executable, str(ROOT / "launch" / "cluster.py"), "view", str(run.run_dir), "--live", "--no-open"]
-    with subprocess.Popen([*words, "--record", str(run.record)], stdout=subprocess.DEVNULL) as page:
-        try:
-            eventually(lambda: bool(listening(psutil.Process(page.pid))), lambda: "the live page", PATIENCE_S)
-            assert elsewhere(listening(psutil.Process(page.pid))) == set()
-        finally:
-            page.kill()
     assert_local(run, 4)
 
 

@@ -69,7 +69,6 @@ def test_under_nohup_sighup_stays_ignored(start_launcher: StartLauncher) -> None
         (["--help"], 0),
         (["--no-such-key"], 2),
         (["view", "--help"], 0),
-        (["completion", "bash"], 0),
         (["audit", "no-such-run"], 2),
     ],
     ids=str,

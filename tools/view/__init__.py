@@ -1,4 +1,4 @@
-"""`stillhouse view RUN`: shows the rollouts of a recorded run token by token, in one HTML file or live.
+"""`stillhouse view RUN`: shows the rollouts of a recorded run token by token, in one HTML file.
 
 rollouts.py     the record -> rollouts, each put together from all batches that it was in
 heads.py        what teachers that sent hidden states would have written
@@ -6,10 +6,4 @@ worst_tokens.py the tokens at which student and teacher differ most, and what th
 vocabulary.py   token ids -> text
 page.py         rollouts -> the file; page.html, page.css and *.js are its fixed parts
 command.py      the command line
-
-With --live, while the run goes on:
-
-live_record.py  follows the record, and keeps a page of bounded size
-growing_page.py what an open page lacks
-serve.py        the server on loopback; live.js asks it from inside the page
 """

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
-import time
 import webbrowser
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -20,27 +17,21 @@ from stillhouse.launch.runfolder import find_run
 from stillhouse.models.files import TokenizerError
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.recording.format import RecordError, RecordHeader
-from stillhouse.recording.reader import Recording, read_header
-from stillhouse.recording.writer import record_path
+from stillhouse.recording.reader import Recording
 from stillhouse.tools.view.heads import Heads
-from stillhouse.tools.view.live_record import LiveRecord, has_batch
 from stillhouse.tools.view.page import Facts, Page
 from stillhouse.tools.view.rollouts import FoundRollout, choose, find_rollouts, read
-from stillhouse.tools.view.serve import LOOK_EVERY_S, LiveView, run_end, serve
 from stillhouse.tools.view.vocabulary import TextDecoder, TokenTexts, open_decoder
 
 FILE: Final = "view.html"
 MAX_MB: Final = 128
 USAGE: Final = f"""\
-usage: stillhouse view RUN [--live [--port N]] [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
+usage: stillhouse view RUN [--no-open] [--record FILE] [--tokenizer DIR] [--max-mb N]
 
 Writes RUN/{FILE}, one file that shows the rollouts of a recorded run (start the run with --record FILE) token by token,
 and opens it in a browser. It works while the run goes on, and shows what was recorded until then.
 
   RUN              folder of a run, or its name in runs/
-  --live           write no file, but serve the page on this machine until Ctrl-C; an open page gets new rollouts as
-                   they are recorded
-  --port N         port for --live [a free one]
   --no-open        open no browser
   --record FILE    path of the record [that in the run's config.yaml]
   --tokenizer DIR  folder with the student's tokenizer [that of the recorded run]
@@ -57,9 +48,6 @@ class ViewOptions(NamedTuple):
     tokenizer: str
     max_mb: int
     opens: bool
-    live: bool = False
-    port: int = 0
-    """0: a free one."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,8 +57,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         asked = parse(arguments)
-        if asked.live:
-            return show_live(asked)
         file = write_view(asked)
     except (LaunchError, RecordError, OSError) as error:
         return refuse(error)
@@ -78,22 +64,20 @@ def main(arguments: Sequence[str]) -> int:
         print("stillhouse: stopped; no page was written", file=sys.stderr)
         return INTERRUPTED_EXIT_CODE
     if asked.opens:
-        _open(file.absolute().as_uri(), "the file")
+        _open(file.absolute().as_uri())
     return 0
 
 
 def parse(arguments: Sequence[str]) -> ViewOptions:
     """Parse the command line. Raises ConfigError with all mistakes."""
-    words, values, positional, opens, live = list(arguments), dict[str, str](), list[str](), True, False
+    words, values, positional, opens = list(arguments), dict[str, str](), list[str](), True
     mistakes: list[str] = []
     while words:
         word = words.pop(0)
         name, equals, text = word.partition("=")
         if word == "--no-open":
             opens = False
-        elif word == "--live":
-            live = True
-        elif name in ("--record", "--tokenizer", "--max-mb", "--port"):
+        elif name in ("--record", "--tokenizer", "--max-mb"):
             values[name] = text if equals else words.pop(0) if words and not words[0].startswith("--") else ""
             if not values[name]:
                 mistakes.append(f"{name}: got nothing, expected a value; --help shows how")
@@ -104,18 +88,13 @@ def parse(arguments: Sequence[str]) -> ViewOptions:
     max_mb = values.get("--max-mb", str(MAX_MB))
     if "--max-mb" in values and values["--max-mb"] and not (max_mb.isdecimal() and int(max_mb) > 0):
         mistakes.append(f"--max-mb: got {max_mb!r}, expected a whole number of at least 1")
-    port = values.get("--port", "0")
-    if values.get("--port") and not (port.isdecimal() and 0 < int(port) < 65_536):
-        mistakes.append(f"--port: got {port!r}, expected a number from 1 to 65535")
-    if "--port" in values and not live:
-        mistakes.append("--port: only --live uses a port; add --live")
     if len(positional) != 1:
         mistakes.append(f"got {' '.join(positional) or 'nothing'}, expected RUN, the folder of a run; --help shows how")
     if mistakes:
         raise ConfigError(*(f"view: {mistake}" for mistake in mistakes))
     record = Path(values["--record"]).expanduser() if "--record" in values else None
     run = find_run(positional[0], "view")
-    return ViewOptions(run, record, values.get("--tokenizer", ""), int(max_mb), opens, live, int(port))
+    return ViewOptions(run, record, values.get("--tokenizer", ""), int(max_mb), opens)
 
 
 def find_record(run: Path) -> Path:
@@ -151,40 +130,6 @@ def write_view(asked: ViewOptions) -> Path:
     return file
 
 
-def show_live(asked: ViewOptions) -> int:
-    """Serve the page until Ctrl-C. Returns the exit code. Raises LaunchError, RecordError and OSError."""
-    try:
-        path = record_path(asked.record or find_record(asked.run))
-        _wait_for_batch(asked.run, path)
-        header = read_header(path)
-        decoder, notes = _decoder(header, asked.tokenizer)
-        with LiveRecord(path, TokenTexts(decoder), asked.max_mb * 1_000_000, Heads(header.config)) as record:
-
-            def facts(found: Sequence[FoundRollout]) -> Facts:
-                return _facts(header, path, len(found), (*_partly(found, record.page.n_rollouts), *notes))
-
-            view = LiveView(asked.run, record, facts)
-            opened = partial(_open, what="this address") if asked.opens else None
-            asyncio.run(serve(view, asked.run, asked.port, opened))
-    except KeyboardInterrupt:
-        print("stopped; pages that are open show what they have", flush=True)
-    return 0
-
-
-def _wait_for_batch(run: Path, path: Path) -> None:
-    """Wait until the record has something to show. Raises ConfigError if the run ends without."""
-    said = False
-    while not has_batch(path):
-        if ended := run_end(run):
-            raise ConfigError(
-                f"view: the run ended ({ended}) and recorded no batch in {path}; there is nothing to show"
-            )
-        if not said:
-            print(f"waiting for the first batch in {path}; Ctrl-C stops", flush=True)
-        said = True
-        time.sleep(LOOK_EVERY_S)
-
-
 def _facts(header: RecordHeader, record: Path, n_rollouts: int, notes: tuple[str, ...]) -> Facts:
     return Facts(
         run=header.run,
@@ -194,14 +139,6 @@ def _facts(header: RecordHeader, record: Path, n_rollouts: int, notes: tuple[str
         alternatives_of=str(get(header.config, "teacher.top_k_of") or "teacher"),
         notes=notes,
     )
-
-
-def _partly(found: Sequence[FoundRollout], n_shown: int) -> Iterator[str]:
-    if n_shown < len(found):
-        yield (
-            f"of the {len(found):,} rollouts that were recorded when this page was made it shows {n_shown:,}, whole "
-            "groups evenly spaced over the run, and all that came later; --max-mb N changes that"
-        )
 
 
 def _decoder(header: RecordHeader, given: str) -> tuple[TextDecoder | None, tuple[str, ...]]:
@@ -243,9 +180,9 @@ def _number(n: int, one: str, more: str = "") -> str:
     return f"{n:,} {one if n == 1 else more or one + 's'}"
 
 
-def _open(address: str, what: str) -> None:
+def _open(address: str) -> None:
     if not (_has_screen() and webbrowser.open(address)):
-        print(f"stillhouse: no browser was found here; open {what} in one", file=sys.stderr)
+        print("stillhouse: no browser was found here; open the file in one", file=sys.stderr)
 
 
 def _has_screen() -> bool:

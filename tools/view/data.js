@@ -2,7 +2,7 @@
 // Reads the data blocks of this file. tools/view/page.py describes their layout.
 
 const ABSENT = 65535, NOT_FINITE = 65534, LOWEST = 65533, STEPS = 1024;
-const FLAGS = { offline: 1, leftOut: 2, unfinished: 4, abandoned: 8 };
+const FLAGS = { offline: 1, leftOut: 2, unfinished: 4 };
 const TYPES = { "<u4": Uint32Array, "<i4": Int32Array, "<f4": Float32Array };
 
 function decoded(base64) {
@@ -17,15 +17,14 @@ function columns(stored) {
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const rows = columns(DATA.columns), prompts = columns(DATA.prompts.columns);
-let tokenIds = new Int32Array(decoded(DATA.pieces.ids).buffer);
-let nRollouts = rows.step.length;
+const tokenIds = new Int32Array(decoded(DATA.pieces.ids).buffer);
+const nRollouts = rows.step.length;
 
 const decodedBlocks = new Map();
-const grownBlocks = new Map(); // those that a live page got more of
 const MOST_BLOCKS = 24; // of half a megabyte, kept decoded
 
 function block(number) {
-  let found = grownBlocks.get(number) ?? decodedBlocks.get(number);
+  let found = decodedBlocks.get(number);
   if (found === undefined) {
     found = decoded(document.getElementById(`block-${number}`).textContent).buffer;
     if (decodedBlocks.size >= MOST_BLOCKS) decodedBlocks.delete(decodedBlocks.keys().next().value);

@@ -3,7 +3,7 @@
 const ROW_PIXELS = 24, SPARE_ROWS = 8;
 const RANGES = ["reward", "length", "staleness"];
 let listed = [], chosen = -1, lowered = null;
-let nShared = sharedPrefix(DATA.prompts.texts);
+const nShared = sharedPrefix(DATA.prompts.texts);
 
 // Characters with which all prompts begin (a chat template's), which the list leaves out.
 function sharedPrefix(texts) {
@@ -23,18 +23,13 @@ function bounds(name) {
   });
 }
 
-// `stays`: the row at the top of the list stays there.
-function applyFilters(event, stays = false) {
-  const list = byId("list"), top = Math.floor(list.scrollTop / ROW_PIXELS), atTop = stays ? listed[top] : undefined;
+function applyFilters() {
   const search = byId("search").value.toLowerCase(), tag = byId("tag").value, order = byId("order").value;
   if (search && lowered === null) lowered = DATA.prompts.texts.map((text) => text.toLowerCase());
   const inPrompt = search ? lowered.map((text) => text.includes(search)) : null;
   const limits = RANGES.map((name) => [rows[name], ...bounds(name)]).filter(([, from, to]) => from !== null || to !== null);
-  let nKept = 0;
   listed = [];
   for (let i = 0; i < nRollouts; i++) {
-    if (rows.flags[i] & FLAGS.abandoned) continue;
-    nKept++;
     if (inPrompt && !inPrompt[rows.prompt[i]]) continue;
     if (tag !== "" && rows.tag[i] !== Number(tag)) continue;
     // A missing reward is NaN and a staleness that is not known -1: no range has them.
@@ -47,11 +42,9 @@ function applyFilters(event, stays = false) {
     const column = rows[order], last = (i) => Number.isNaN(column[i]) || (order === "staleness" && column[i] < 0);
     listed.sort((a, b) => last(a) - last(b) || (last(a) ? 0 : sign * (column[a] - column[b])) || a - b);
   } else if (sign < 0) listed.reverse();
-  byId("count").textContent = `${listed.length.toLocaleString("en")} of ${nKept.toLocaleString("en")} rollouts`;
+  byId("count").textContent = `${listed.length.toLocaleString("en")} of ${nRollouts.toLocaleString("en")} rollouts`;
   byId("space").style.height = `${listed.length * ROW_PIXELS}px`;
-  const moved = atTop === undefined ? -1 : listed.indexOf(atTop);
-  if (moved >= 0) list.scrollTop += (moved - top) * ROW_PIXELS;
-  else if (!stays) list.scrollTop = 0;
+  byId("list").scrollTop = 0;
   drawRows();
 }
 
@@ -126,14 +119,11 @@ function recolour(name) {
   if (focused) goTo(current);
 }
 
-function summaryText(nRecorded) {
-  return `${nRollouts.toLocaleString("en")} of ${nRecorded.toLocaleString("en")} rollouts of ${visible(DATA.facts.record)}`;
-}
-
 function start() {
   const facts = DATA.facts;
   byId("run").textContent = visible(facts.run);
-  byId("summary").textContent = summaryText(facts.n_rollouts);
+  byId("summary").textContent = 
+    `${nRollouts.toLocaleString("en")} of ${facts.n_rollouts.toLocaleString("en")} rollouts of ${visible(facts.record)}`;
   byId("notes").replaceChildren(...facts.notes.map((note) => make("li", {}, visible(note))));
   byId("tag").append(make("option", { value: "" }, "all"), ...DATA.tag.map((name, i) => make("option", { value: i }, visible(name) || "(none)")));
   byId("filters").addEventListener("input", applyFilters);

@@ -48,7 +48,7 @@ COLUMNS: Final = {
     "staleness": "<i4", "gap": "<f4", "finish": "<u4", "prompt": "<u4", "flags": "<u4", "block": "<u4", "at": "<u4",
 }  # fmt: skip
 """Column of the list -> dtype. A missing reward or gap is NaN, a staleness that is not known -1."""
-OFFLINE, LEFT_OUT, UNFINISHED, ABANDONED = 1, 2, 4, 8
+OFFLINE, LEFT_OUT, UNFINISHED = 1, 2, 4
 """Bits of the column `flags`."""
 PROMPT_COLUMNS: Final = {"block": "<u4", "at": "<u4"}
 
@@ -107,11 +107,6 @@ class Page:
 
     def add(self, one: Read) -> None:
         """Add one rollout to the end of the list."""
-        for name, value in self._row(one).items():
-            self._rows[name].append(value)
-
-    def _row(self, one: Read) -> dict[str, float]:
-        """Store a rollout. Returns its row of the list."""
         item, tail = one.item, slice(one.n_prompt, None)
         gap_ML = one.gaps
         finite = gap_ML[np.isfinite(gap_ML)]
@@ -132,32 +127,28 @@ class Page:
             "block": block,
             "at": at,
         }
-        return {name: float("nan") if value is None else value for name, value in row.items()}
+        for name, value in row.items():
+            self._rows[name].append(float("nan") if value is None else value)
 
     def html(self, facts: Facts) -> str:
         """The whole file."""
-        return self._html(facts, SCRIPTS, {}, "")
-
-    def _html(self, facts: Facts, scripts: Sequence[str], more: Mapping[str, object], policy: str) -> str:
-        """`more`: further keys of the JSON block. `policy`: what the page may do beside running its scripts."""
-        script = "".join((HERE / name).read_text(encoding="utf-8") for name in scripts)
+        script = "".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
         style = (HERE / "page.css").read_text(encoding="utf-8")
         whole = {
             "facts": facts,
-            "columns": encoded_columns(self._rows, COLUMNS),
-            "prompts": {"texts": self._prompt_texts, "columns": encoded_columns(self._prompt_rows, PROMPT_COLUMNS)},
-            "pieces": {"texts": self._pieces.texts, "ids": base64_of(np.array(self._pieces.ids, "<i4").tobytes())},
+            "columns": _encoded_columns(self._rows, COLUMNS),
+            "prompts": {"texts": self._prompt_texts, "columns": _encoded_columns(self._prompt_rows, PROMPT_COLUMNS)},
+            "pieces": {"texts": self._pieces.texts, "ids": _base64_of(np.array(self._pieces.ids, "<i4").tobytes())},
             **{name: list(names) for name, names in self._names.items()},
-            **more,
         }
         parts = {
             "TITLE": html.escape(facts.run),
             "POLICY": f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; "
-            f"form-action 'none'{policy}",
+            "form-action 'none'",
             "STYLE": style,
-            "DATA": data_block("data", "application/json", _escaped(whole))
+            "DATA": _data_block("data", "application/json", _escaped(whole))
             + "".join(
-                data_block(f"block-{i}", "application/octet-stream", base64_of(block))
+                _data_block(f"block-{i}", "application/octet-stream", _base64_of(block))
                 for i, block in enumerate(self._blocks)
             ),
             "SCRIPT": script,
@@ -235,7 +226,7 @@ def encoded_logprobs(logprobs: npt.NDArray[np.float32], known: npt.NDArray[np.bo
     return np.where(known, steps, ABSENT).astype("<u2")
 
 
-def data_block(name: str, kind: str, text: str) -> str:
+def _data_block(name: str, kind: str, text: str) -> str:
     """A block of data, which a browser neither runs nor shows. `text` must not hold `<`."""
     return f'<script type="{kind}" id="{name}">{text}</script>\n'
 
@@ -245,18 +236,18 @@ def _escaped(value: object) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
-def encoded_columns(rows: Mapping[str, Sequence[float]], dtypes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _encoded_columns(rows: Mapping[str, Sequence[float]], dtypes: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Columns as the page's script reads them: (dtype, base64)."""
-    return {name: (dtypes[name], base64_of(np.array(rows[name], dtypes[name]).tobytes())) for name in dtypes}
+    return {name: (dtypes[name], _base64_of(np.array(rows[name], dtypes[name]).tobytes())) for name in dtypes}
 
 
-def base64_of(raw: bytes | bytearray) -> str:
+def _base64_of(raw: bytes | bytearray) -> str:
     """As ASCII text."""
     return base64.b64encode(raw).decode("ascii")
 
 
 def _hash(text: str) -> str:
-    return f"'sha256-{base64_of(hashlib.sha256(text.encode()).digest())}'"
+    return f"'sha256-{_base64_of(hashlib.sha256(text.encode()).digest())}'"
 
 
 def _spans(spans: Iterable[VersionSpan]) -> tuple[tuple[int, int, str], ...]:

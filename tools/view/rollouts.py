@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.messages import BatchItem, VersionSpan, WeightVersion
-from stillhouse.recording.format import Branches, RecordedRollout, RecordHeader
+from stillhouse.recording.format import RecordedRollout
 from stillhouse.recording.reader import KeptBatch, Recording
 from stillhouse.tools.write.given import DATA
 
@@ -123,18 +123,7 @@ def choose(found: Sequence[FoundRollout], most_bytes: int) -> list[FoundRollout]
     return [one for one in found if id(one) in chosen]
 
 
-class RolloutSource(Protocol):
-    """What `read` needs of a record: a `Recording`, or one that is still written to."""
-
-    @property
-    def header(self) -> RecordHeader: ...
-    @property
-    def branches(self) -> Branches: ...
-
-    def rollout(self, batch: KeptBatch, index: int) -> RecordedRollout: ...
-
-
-def read(recording: RolloutSource, found: FoundRollout) -> Read:
+def read(recording: Recording, found: FoundRollout) -> Read:
     """Read one rollout. Raises RecordError for frames that cannot be read."""
     records = [batch.record for batch, _ in found.items]
     parts = [recording.rollout(batch, index) for batch, index in found.items]

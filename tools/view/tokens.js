@@ -32,7 +32,6 @@ function showRollout(index) {
     `task ${rows.task[index]}, sample ${rows.sample[index]} of ${shown.group_size}`,
     `tag ${visible(DATA.tag[rows.tag[index]]) || "(none)"}`,
     `last in the batch of version ${shown.batch}`,
-    ...(flags & FLAGS.abandoned ? ["on a branch of weights that was abandoned"] : []),
     Number.isNaN(reward) ? "no reward" : `reward ${reward}`,
     flags & FLAGS.unfinished ? "the record has only its beginning" : `ended: ${visible(finish) || "unknown"}`,
     `${shown.n_turns} turn${shown.n_turns === 1 ? "" : "s"}`,
@@ -225,7 +224,7 @@ function showTurns() {
 
 function showSame() {
   const prompt = rows.prompt[shown.index], all = [];
-  for (let i = 0; i < nRollouts; i++) if (rows.prompt[i] === prompt && !(rows.flags[i] & FLAGS.abandoned)) all.push(i);
+  for (let i = 0; i < nRollouts; i++) if (rows.prompt[i] === prompt) all.push(i);
   const place = all.indexOf(shown.index), first = Math.max(0, Math.min(place - SAME_SHOWN / 2, all.length - SAME_SHOWN));
   const some = all.slice(first, first + SAME_SHOWN).map((i) => [i, rollout(i)]);
   const lines = some.map(([i, one]) => {

@@ -79,11 +79,7 @@ class TokenTexts:
     @property
     def texts(self) -> list[str]:
         """Text by number. A token that is a part of a character gives U+FFFD."""
-        return self.texts_from(0)
-
-    def texts_from(self, first: int) -> list[str]:
-        """Those of the numbers from `first` on."""
-        return [self._one(i) for i in self.ids[first:]]
+        return [self._one(i) for i in self.ids]
 
     def _one(self, token_id: int) -> str:
         raw = self._raw.get(token_id)
