@@ -181,7 +181,9 @@ def task_fault(task: Task, prompts_T: Array, vocab_size: int | None) -> tuple[st
         )
     if prompts_T.ndim != 1 or prompts_T.dtype != np.int32 or len(prompts_T) == 0:
         return f"prompt of dtype {prompts_T.dtype} and shape {prompts_T.shape}", "int32 [n_prompt], not empty"
-    if not ids_in_range(prompts_T, vocab_size):
+    # The teachers' prompt may be in another vocabulary; they check it.
+    of_student_T = prompts_T[: len(prompts_T) - task.teacher_prompt_tokens]
+    if not ids_in_range(of_student_T, vocab_size) or not ids_in_range(prompts_T, None):
         return (
             f"prompt ids from {prompts_T.min()} to {prompts_T.max()}",
             f"0 up to {'any' if vocab_size is None else vocab_size - 1}",

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import cast
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stillhouse.builtin.addition import STYLES, TOOL_TAGS, Operator, calculator_solution, chains, problems, solution
 
 VOCAB_SIZE = 320
+PAIRS_VOCAB_SIZE = 384
+PAIRS_AND_WORDS = r"[+*=;#]?\d| ?[A-Za-z]+"
 END_OF_TURN = "<|im_end|>"
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -28,16 +30,17 @@ CHAT_TEMPLATE = (
 _CORPUS_SEED = 297
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on generated text; the result is always the same."""
+def build_tokenizer(*, pairs: bool = False) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on generated text; the result is always the same. `pairs`: another one, of PAIRS_VOCAB_SIZE
+    tokens, in which a sign and the digit behind it are one token ("+8")."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    words = pre_tokenizers.Split(Regex(PAIRS_AND_WORDS), "isolated") if pairs else pre_tokenizers.Digits(True)
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pairs)
+    core.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     core.decoder = decoders.ByteLevel()
     special = ["<|im_start|>", END_OF_TURN, END_OF_TEXT, PAD]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(special) - len(TOOL_TAGS),
+        vocab_size=(PAIRS_VOCAB_SIZE if pairs else VOCAB_SIZE) - len(special) - len(TOOL_TAGS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -46,6 +46,8 @@ class StudentModel(Protocol):
 
 class TeacherModel(Protocol):
     @property
+    def student(self) -> str: ...
+    @property
     def teacher(self) -> str: ...
 
 

@@ -33,6 +33,7 @@ from stillhouse.models.divided import RankGroup, RankPart, RankPlaces
 from stillhouse.models.packed_layout import balanced_packs
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.payloads.aligned import AlignedRows
 from stillhouse.protocol.payloads.kind import PayloadRows
 
 FRAMES_PER_ITEM = 4
@@ -148,6 +149,9 @@ class Microbatch:
     """Which token of the microbatch (of the whole, if it is divided) is the last before it on its path; -1: none."""
     top: tuple[PayloadRows, ...]
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
+    span_N: npt.NDArray[np.int64] | None = None
+    """The first token of each one's span, from teachers with another tokenizer (protocol.payloads.aligned). None: all
+    spans have one token, and in a rank's part of a microbatch."""
     shared: Shared | None = None
     """If this is a rank's part of a microbatch that is divided over ranks. Then T and N are those of the part."""
 
@@ -296,6 +300,7 @@ def _microbatch(
     teacher_MN = np.zeros((len(teachers), n_trained), np.float32)
     routed_MN = np.zeros((len(teachers), n_trained), np.bool_)
     before: list[npt.NDArray[np.int64]] = []
+    span_N = np.arange(n_trained)
     column = 0
     for i, offsets in zip(members, trained, strict=True):
         place = slice(column, column + len(offsets))
@@ -303,6 +308,9 @@ def _microbatch(
         for row, name in enumerate(items[i].item.teachers):
             teacher_MN[teachers.index(name), place] = items[i].teacher_ML[row, offsets]
             routed_MN[teachers.index(name), place] = True
+            if isinstance(rows := items[i].top.get(name), AlignedRows):
+                routed_MN[teachers.index(name), place] = rows.scored
+                span_N[place] = np.minimum(span_N[place], rows.firsts + column)
         column += len(offsets)
     return Microbatch(
         ids_T=np.concatenate([one.ids_T for one in inputs]).astype(np.int64),
@@ -315,8 +323,14 @@ def _microbatch(
         item_N=np.repeat(np.array(members, np.int64), [len(offsets) for offsets in trained]),
         token_N=np.concatenate([np.arange(ends[i] - len(o), ends[i]) for i, o in zip(members, trained, strict=True)]),
         before_N=np.concatenate(before),
-        top=tuple(join_rows([items[i].top[name] for i in members if name in items[i].top]) for name in teachers),
+        top=tuple(_rows_of(name, [items[i] for i in members]) for name in teachers),
+        span_N=None if np.array_equal(span_N, np.arange(n_trained)) else span_N,
     )
+
+
+def _rows_of(teacher: str, members: Sequence[TrainItem]) -> PayloadRows:
+    rows = [one.top[teacher] for one in members if teacher in one.top]
+    return join_rows([one for one in rows if not isinstance(one, AlignedRows)])
 
 
 def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:

@@ -10,11 +10,22 @@ import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.payloads.aligned import AlignedScores
 from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.payloads.top_k import TopRows
 
 NO_ROWS: Final[PayloadRows] = TopRows.joined([])
+
+
+def aligned_teachers(item: BatchItem, payloads: npt.NDArray[np.uint8]) -> set[str]:
+    """Teachers with another tokenizer, whose payloads belong to their log-probs."""
+    found, at = set[str](), 0
+    for piece in item.top_k:
+        if payloads[at : at + 2].tobytes() == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers):
+            found.add(item.teachers[piece.teacher])
+        at += piece.n_bytes
+    return found
 
 
 def join_rows(parts: Sequence[PayloadRows]) -> PayloadRows:

@@ -25,6 +25,8 @@ class TeacherSettings(Protocol):
     def pool(self) -> str: ...
     @property
     def payload(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
 
 
 class PoolSettings(Protocol):
@@ -32,6 +34,8 @@ class PoolSettings(Protocol):
     def model(self) -> str: ...
     @property
     def payload(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> str | None: ...
 
 
 class BufferSettings(Protocol):
@@ -79,3 +83,13 @@ def pools_with_heads(config: LearnerRunConfig, objective: ObjectiveConfig) -> li
     payloads = {name: pool.payload or config.teacher.payload for name, pool in config.pools.items()}
     payloads = payloads or {config.teacher.pool: config.teacher.payload}
     return [name for name, sent in payloads.items() if needs_head(sent) and objective.needs_top_k_for(name)]
+
+
+def models_of_other_tokenizers(config: LearnerRunConfig) -> dict[str, str]:
+    """Teacher pool -> its model, of those whose tokenizer is not the student's."""
+    own = {
+        name: (pool.tokenizer or config.teacher.tokenizer, pool.model or config.models.teacher)
+        for name, pool in config.pools.items()
+    }
+    own = own or {config.teacher.pool: (config.teacher.tokenizer, config.models.teacher)}
+    return {name: model for name, (tokenizer, model) in own.items() if tokenizer == "other"}

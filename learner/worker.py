@@ -41,7 +41,7 @@ from stillhouse.learner.reports.metrics import (
 from stillhouse.learner.reports.progress import RESTORED, AccountFile, AccountWriter, LearnerProgress
 from stillhouse.learner.reports.settings import all_settings, compared_settings
 from stillhouse.learner.reports.trackers.feed import Trackers
-from stillhouse.learner.run_config import LearnerRunConfig
+from stillhouse.learner.run_config import LearnerRunConfig, models_of_other_tokenizers
 from stillhouse.learner.step.critic import CriticStateError
 from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.step.train_step import Trainer
@@ -173,18 +173,27 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
         members = replace(members, adapter_config=trainer.adapters.config_text())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
+    readers = {pool: load_tokenizer(model) for pool, model in models_of_other_tokenizers(config).items()}
     if state is None:
-        stream = stream_kind(learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids)
+        stream = stream_kind(
+            learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids, readers=readers
+        )
         version, average = None, dict[str, Tensor]()
     else:
         stream = stream_kind.from_state(
-            learner.tasks, tokenizer, prompts, seed=config.seed, state=state.tasks, top_ids=config.top_ids
+            learner.tasks,
+            tokenizer,
+            prompts,
+            seed=config.seed,
+            state=state.tasks,
+            top_ids=config.top_ids,
+            readers=readers,
         )
         restore_rng(state.rng)
         if mixer is not None:
             mixer.load_state(state.offline)
         version, average = state.version, state.ema
-    eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments)
+    eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments, readers)
     return LearnerStart(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 

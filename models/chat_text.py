@@ -28,6 +28,7 @@ _MARKED: Final = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}|[{OPEN}{CLOSE}]")
 _TAIL: Final = 8
 """Ids whose text shows where another text is put behind them."""
 _PLAIN_TURNS: Final = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
+_ANSWER: Final = "yes"
 
 
 class ChatTokenizer(Protocol):
@@ -113,6 +114,17 @@ def ids_behind(tokenizer: ChatTokenizer, text: str, piece: str) -> list[int]:
             "token of its own, such as behind a space or a special token"
         )
     return whole[len(before) :]
+
+
+def closing_id(tokenizer: ChatTokenizer) -> int | None:
+    """The first id that the chat template writes behind an assistant's answer; None where it writes none."""
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        before, answer, behind = conversation_text(tokenizer, turns, opened=False).rpartition(_ANSWER)
+        ids = ids_behind(tokenizer, before + answer, behind) if answer else []
+    except TokenizerError:
+        return None
+    return ids[0] if ids else None
 
 
 def piece_ids(tokenizer: ChatTokenizer, text: str, behind: Sequence[int] = ()) -> list[int]:

@@ -24,6 +24,7 @@ CREDIT_BATCHES: Final = 2
 TopK: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TOKENS_KEPT)]
 TopMass: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Tail: TypeAlias = Literal["auto", "pooled", "each"]
+TokenizerOf: TypeAlias = Literal["student", "other"]
 TopKOf: TypeAlias = Literal["teacher", "student"]
 OtherEngines: TypeAlias = Annotated[dict[str, Settings], EngineOptions("teacher")]
 
@@ -60,6 +61,10 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     """Tokens outside the set. pooled: their total mass. each: there are none, the set is the whole vocabulary (at most
     4,096 tokens, up to 3 bytes each). auto: each where the vocabulary has at most 384 tokens, and top_k_of is
     teacher."""
+    tokenizer: TokenizerOf = "student"
+    """student: the teacher has the student's tokenizer, and scores its token ids. other: it has one of its own. It
+    reads the text of an answer in its own tokens, and the prompt in its own chat template; scores belong to the
+    shortest runs of tokens that end at the same byte in both (docs/teachers.md). Only for costs of sampled tokens."""
     drain_s: NonNegativeFloat = 5.0
     """A teacher that is asked to leave (SIGTERM) takes no more work, and has this many seconds to score what it holds,
     even where launch.shutdown_grace_s is shorter. What is left then goes to other teachers at once."""
@@ -127,6 +132,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.top_mass."""
     tail: Tail | None = None
     """Overrides teacher.tail."""
+    tokenizer: TokenizerOf | None = None
+    """Overrides teacher.tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

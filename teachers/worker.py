@@ -38,6 +38,8 @@ from stillhouse.engines.base import (
 )
 from stillhouse.engines.provider import ScorerSource, TeacherModel
 from stillhouse.engines.registry import find_engine
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.client import Client, worker_client
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.errors import EncodeError, MalformedMessage
@@ -53,6 +55,8 @@ from stillhouse.protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
+from stillhouse.protocol.payloads.aligned import END, REASONS, SPECIAL
+from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from stillhouse.teachers.held import HeldItem, Scored
 from stillhouse.teachers.leaving import on_sigterm
@@ -82,12 +86,15 @@ class TeacherWorker:
         *,
         vocab_tokens: int | None = None,
         gauges: Mapping[str, float] | None = None,
+        aligner: Aligner | None = None,
     ) -> None:
         """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
-        for the heartbeat. Raises EngineMismatch for an engine that cannot give what the run's payloads need."""
+        for the heartbeat. `aligner`: for a teacher with another tokenizer than the student. Raises EngineMismatch for
+        an engine that cannot give what the run's payloads need."""
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
+        self._aligner = aligner
         self._config = config
         try:
             self._encoder = config.sends.encoder(engine, vocab_tokens or engine.vocab_size)
@@ -113,6 +120,7 @@ class TeacherWorker:
             "failed_items_total": 0.0,
             "expired_items_total": 0.0,
             "top_k_bytes_total": 0.0,
+            **({f"unaligned_{reason}_tokens_total": 0.0 for reason in REASONS[:-1]} if aligner else {}),
             "weights_loaded_total": 0.0,
             "weights_refused_total": 0.0,
             "busy_s_total": 0.0,
@@ -270,6 +278,12 @@ class TeacherWorker:
             except (EncodeError, MalformedMessage) as error:
                 self._fail(held, f"top_ids: {error}")
                 return False
+        if self._aligner is not None:
+            try:
+                held.align(self._aligner)
+            except ValueError as error:
+                self._fail(held, f"not_aligned: {error}")
+                return False
         ids = held.token_ids
         if len(ids) > self._engine.max_context:
             self._fail(held, f"context_too_long: {len(ids)} tokens, this teacher takes {self._engine.max_context}")
@@ -293,8 +307,10 @@ class TeacherWorker:
         the others."""
         if not batch:
             return []
+        asked = [held.request for held in batch if held.is_asked]
         try:
-            results = self._engine.score([held.request for held in batch], options)
+            scored = iter(self._engine.score(asked, options) if asked else ())
+            results = [held.result(next(scored) if held.is_asked else ScoreResult.empty(0)) for held in batch]
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
@@ -304,6 +320,10 @@ class TeacherWorker:
 
     def _scored(self, held: HeldItem, result: ScoreResult) -> Scored | str:
         logprobs, item = result.logprobs, held.item
+        if result.codes is not None and held.wants_sets:
+            for code, n in zip(*np.unique(result.codes[held.sets_at], return_counts=True), strict=True):
+                if code > END:
+                    self._totals[f"unaligned_{REASONS[code - SPECIAL]}_tokens_total"] += float(n)
         if item.first > item.start:
             logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
         if not np.isfinite(logprobs).all():
@@ -356,7 +376,7 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
     """Entry of a teacher process (see launch.workers.roles)."""
     try:
         return _run(ctx, find_engine(ctx.config.teacher.engine).scorer(ctx))
-    except EngineMismatch as error:
+    except (EngineMismatch, TokenizerError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
     except EngineLost as error:
@@ -369,12 +389,21 @@ def main(ctx: RoleContext[TeacherRunConfig]) -> int:
 
 def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
     config = ctx.config.teacher
-    client = worker_client(ctx, source.fingerprint, pool=config.pool)
+    fingerprint, aligner = source.fingerprint, None
+    if config.tokenizer == "other":
+        student, teacher = (FileTokenizer(path) for path in (ctx.config.models.student, ctx.config.models.teacher))
+        fingerprint, aligner = student.fingerprint, Aligner(student, teacher)
+    client = worker_client(ctx, fingerprint, pool=config.pool)
     with contextlib.closing(source.start()) as engine, client:
         client.connect()
         checked = self_check(engine, source.vocab_tokens)
         worker = TeacherWorker(
-            client, engine, config, vocab_tokens=source.vocab_tokens, gauges=checked.gauges() if checked else None
+            client,
+            engine,
+            config,
+            vocab_tokens=source.vocab_tokens,
+            gauges=checked.gauges() if checked else None,
+            aligner=aligner,
         )
         with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()

@@ -98,11 +98,9 @@ def _other_tokenizers(
         if differing is None:
             log.warning("%s.urls: %s does not report its tokenizer; the student's is assumed", key, url)
         elif differing:
-            first = ", ".join(
-                f"{i} is {ours!r} for the student and {theirs!r} there" for i, ours, theirs in differing[:3]
-            )
+            first = ", ".join(f"{i} is {ours!r} in {student} and {theirs!r} there" for i, ours, theirs in differing[:3])
             mistakes.append(
-                f"{key}.urls: {url} has another tokenizer than the student in {student}: {len(differing)} of the "
-                f"compared ids stand for other text, first {first}; expected a server with the student's tokenizer"
+                f"{key}.urls: {url} has another tokenizer than {student}: {len(differing)} of the "
+                f"compared ids stand for other text, first {first}; expected a server with this tokenizer"
             )
     return mistakes

@@ -9,7 +9,7 @@ the whole prompts file can show (a chat template that fails, an unknown architec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +31,14 @@ from stillhouse.launch.machine.machine import Interpreters, Machine, find_machin
 from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.learner.objectives.config import check_given
 from stillhouse.learner.reports.trackers.registry import UnknownTracker, check_tracker
+from stillhouse.models.files import TokenizerError
+from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.processors import usable_cores
 from stillhouse.recording.format import RecordError
 from stillhouse.recording.reader import read_header
 from stillhouse.recording.writer import record_path
+from stillhouse.teachers.alignment import Aligner
 
 replace = msgspec.structs.replace
 
@@ -70,7 +73,10 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     mistakes += lacking_cuda(config, machine, interpreters.own())
     student = folders.get("models.student")
     if student is not None:
-        mistakes += check_teachers(student, {key: folder for key, folder in folders.items() if folder != student})
+        others = _other_tokenizers(config)
+        same = {key: folder for key, folder in folders.items() if folder != student and key not in others}
+        mistakes += check_teachers(student, same)
+        mistakes += _alignable(student, {key: folder for key, folder in folders.items() if key in others})
     tasks = config.learner.tasks
     prompts, eval_prompts = tasks.prompts or BUILTIN, tasks.eval_prompts
     if prompts == BUILTIN:
@@ -104,12 +110,27 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
-    warnings = [*findings.warnings, *_turn_ends(folders)]
+    warnings = [*findings.warnings, *_turn_ends(folders, _other_tokenizers(config))]
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
 
 
-def _turn_ends(folders: Mapping[str, Path]) -> list[str]:
-    teachers = {folder: key for key, folder in folders.items() if key != "models.student"}  # each folder is read once
+def _other_tokenizers(config: RunConfig) -> set[str]:
+    """Keys of the models whose tokens are not the student's."""
+    return {pool.model_key for pool in teacher_pools(config) if pool.config.teacher.tokenizer == "other"}
+
+
+def _alignable(student: Path, teachers: Mapping[str, Path]) -> Iterator[str]:
+    """Mistakes: tokenizers whose tokens cannot be aligned."""
+    for key, folder in teachers.items():
+        try:
+            Aligner(FileTokenizer(student), FileTokenizer(folder))
+        except TokenizerError as error:
+            yield f"{key}: teacher.tokenizer = other cannot align {folder} with the student's {student}: {error}"
+
+
+def _turn_ends(folders: Mapping[str, Path], others: Collection[str]) -> list[str]:
+    others = {"models.student", *others}  # ids of other tokenizers cannot be compared
+    teachers = {folder: key for key, folder in folders.items() if key not in others}  # each folder is read once
     return [*turn_end_warnings(folders["models.student"], {key: folder for folder, key in teachers.items()})]
 
 

@@ -5,24 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
-from stillhouse.models.chat_text import ChatTokenizer, conversation_text, ids_behind
+from stillhouse.models.chat_text import ChatTokenizer, closing_id
 from stillhouse.models.files import TokenizerError
 from stillhouse.models.tokenizer_file import FileTokenizer
-
-ANSWER: Final = "yes"
-
-
-def closing_id(tokenizer: ChatTokenizer) -> int | None:
-    """The first id that the chat template writes behind an assistant's answer; None where it writes none."""
-    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": ANSWER}]
-    try:
-        before, answer, behind = conversation_text(tokenizer, turns, opened=False).rpartition(ANSWER)
-        ids = ids_behind(tokenizer, before + answer, behind) if answer else []
-    except TokenizerError:
-        return None
-    return ids[0] if ids else None
 
 
 def ends_of(tokenizer: ChatTokenizer, stops: tuple[int, ...]) -> set[int]:

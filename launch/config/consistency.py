@@ -18,7 +18,7 @@ from stillhouse.actors.envs.registry import UnknownEnvironment, check_options
 from stillhouse.engines.registry import BUILT_IN, find_engine
 from stillhouse.launch.config.group_filters import group_filters, undistilled_groups
 from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
-from stillhouse.launch.config.payloads import engines_for_payloads, payload_mistakes, payload_warnings
+from stillhouse.launch.config.payloads import engines_for_payloads, other_tokenizers, payload_mistakes, payload_warnings
 from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.launch.config.shards import shards
@@ -57,6 +57,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_groups_that_never_fit(config),
             *shards(config),
             *payload_mistakes(config, student),
+            *other_tokenizers(config),
             *engines_for_payloads(config),
             *_transport(config),
             *_delta_of_servers(config),

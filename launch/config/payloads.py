@@ -48,7 +48,14 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
     for pool in teacher_pools(config):
         kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
         key, value = kind.setting(pool.key)
-        if (needed_for := objective.needs_top_k_for(pool.name)) and not kind.distributions:
+        needed_for = objective.needs_top_k_for(pool.name)
+        if needed_for and pool.config.teacher.tokenizer == "other":
+            yield (
+                f"{key}: got other with learner.objective.{needed_for}, expected "
+                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline: distributions over "
+                "two vocabularies are not compared; or take a teacher with the student's tokenizer"
+            )
+        elif needed_for and not kind.distributions:
             yield (
                 f"learner.objective.{needed_for} needs {key}: got {value}, expected one above 0, "
                 f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
@@ -98,3 +105,34 @@ def payload_warnings(config: RunConfig, student: Path | None) -> Iterator[str]:
         if why := kind.doubts(divergence):
             doubts[f"{key}: {value} with learner.objective.divergence = {divergence!r}, {why}"] = None
     yield from doubts
+
+
+def other_tokenizers(config: RunConfig) -> Iterator[str]:
+    """Return mistakes of pools with another tokenizer than the student: what they share with others, and options that
+    compare single tokens."""
+    pools, objective = teacher_pools(config), config.learner.objective
+    for pool in (pool for pool in pools if pool.config.teacher.tokenizer == "other"):
+        of_others = {name for other in pools if other is not pool for name in _shared_tags(config, pool, other)}
+        if of_others:
+            yield (
+                f"{pool.key}.tokenizer: got other, and other pools score its tags ({', '.join(sorted(of_others))}), "
+                "expected tags of its own in learner.tasks.routes: a prompt is given to all its teachers in the same "
+                "tokens"
+            )
+        for key, value, off in (
+            ("domain_scale", objective.domain_scale, "none"),
+            ("prefix_gain", objective.prefix_gain, 0.0),
+        ):
+            if value != off:
+                yield (
+                    f"learner.objective.{key}: got {value} with {pool.key}.tokenizer = other, expected {off}: it reads "
+                    "the scores of single tokens, and this teacher has those of spans"
+                )
+
+
+def _shared_tags(config: RunConfig, one: TeacherPool, other: TeacherPool) -> list[str]:
+    mine, theirs = (config.learner.tasks.routes.get(pool.name) for pool in (one, other))
+    if mine is None or theirs is None:
+        return []
+    shared = [tag for tag in mine if tag in theirs] if mine and theirs else [*mine, *theirs]
+    return shared or ([] if mine and theirs else ["all"])

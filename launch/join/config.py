@@ -40,6 +40,7 @@ OWN_BRANCHES: Final = ("actors", "teachers", "models.", "actor.", "teacher.", "l
 """Keys that a joining host may set; all others belong to the run."""
 OF_THE_RUN: Final = (
     *("teacher.payload", "teacher.top_k", "teacher.top_k_of", "teacher.top_mass", "teacher.tail"),
+    "teacher.tokenizer",
     "launch.prometheus",
 )
 """Exceptions: the learner's objective needs the same value from every teacher, and the run's own
@@ -102,7 +103,14 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         mistakes += _ranks(target, config, ranks)
     if config.store and (ranks or any(reads_store(config, role) for role in roles)):
         mistakes += _store(config.store)
-    mistakes += _vocabularies(target, folders)
+    if "teacher" in roles and config.teacher.tokenizer == "other":
+        try:
+            find_model("models.student", config.models.student, weights=False)
+        except ConfigError as error:
+            mistakes += [
+                f"{mistake}; teachers with another tokenizer read the student's too" for mistake in error.mistakes
+            ]
+    mistakes += _vocabularies(target, config, folders)
     mistakes += check_join(config, folders.get("actor"))
     if "actor" in roles and target.elsewhere and is_local(config.weights.host):
         mistakes.append(
@@ -185,12 +193,14 @@ def _of_pool(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
     return replace(pools.get(name, run), pools={}, teachers=0)
 
 
-def _vocabularies(target: Target, folders: Mapping[EngineRole, Path]) -> Iterator[str]:
+def _vocabularies(target: Target, config: RunConfig, folders: Mapping[EngineRole, Path]) -> Iterator[str]:
     """Compare vocabularies, if the run's student can be read from here; the handshake with the buffer compares in any
     case."""
     student = Path(target.config.models.student) / "tokenizer.json"
     theirs = read_vocabulary(student)
     for role, folder in folders.items():
+        if role == "teacher" and config.teacher.tokenizer == "other":
+            continue
         ours = read_vocabulary(folder / "tokenizer.json")
         if ours is not None and theirs is not None and vocab_fingerprint(ours) != vocab_fingerprint(theirs):
             yield (

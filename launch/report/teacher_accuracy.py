@@ -130,23 +130,24 @@ def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
     from stillhouse.models.tokenizer import load_tokenizer
 
     tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
-    prompts = render_eval_set(load_prompts(tasks, config.environments).evaluation, tokenizer, tasks).prompts[
-        : tasks.eval_sampled
-    ]
+    records = load_prompts(tasks, config.environments).evaluation
     unscored = msgspec.structs.replace(tasks, eval_greedy=0, eval_samples=1, routes={})
     version = WeightVersion(0, 0)
     measured: dict[str, MeasuredTeacher] = {}
     for pool in measurable_pools(config):
+        other = pool.config.teacher.tokenizer == "other"
+        own = load_tokenizer(pool.config.models.teacher) if other else tokenizer
+        prompts = render_eval_set(records, tokenizer, tasks, {pool.name: own} if other else {}).prompts
         read = [
             dataclasses.replace(
                 prompt, ids=prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids, teacher_ids=NONE
             )
-            for prompt in prompts
+            for prompt in prompts[: tasks.eval_sampled]
             if pool.name in tasks.teachers_for(prompt.tag)
         ]
         evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
         try:
-            evaluation = EvaluationRun(unscored, read, tokenizer, version=version, seed=config.seed)
+            evaluation = EvaluationRun(unscored, read, own, version=version, seed=config.seed)
             result = evaluator.run(evaluation, version, None)
         finally:
             evaluator.close()

@@ -11,8 +11,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from stillhouse.engines.provider import SERVERS, EngineRole, ServerFacts, ServerRecord
+from stillhouse.launch.config.pools import WorkerGroup
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.servers.plan import server_groups, with_server
+from stillhouse.teachers.config import TeacherConfig
 
 NAMES_SHOWN: Final = 8
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ def ask_servers(config: RunConfig) -> Attached:
                 f"{role} needs its own server (without --{role}s there is one {role} per url)"
             )
             continue
-        facts, wrong = group.servers.ask(key, role, settings, group.config.models.student)
+        facts, wrong = group.servers.ask(key, role, settings, _tokens_of(group))
         wrong += _unlike(role, urls, facts)
         mistakes += wrong
         if facts and not wrong:  # teachers' servers may differ; the configuration gets the first one's values
@@ -51,6 +53,12 @@ def ask_servers(config: RunConfig) -> Attached:
             config = with_server(config, key, server)
         found += zip(group.workers, facts, strict=False)
     return Attached(config, found, mistakes)
+
+
+def _tokens_of(group: WorkerGroup) -> str:
+    """The model whose token ids a server gets."""
+    own = isinstance(group.settings, TeacherConfig) and group.settings.tokenizer == "other"
+    return group.model if own else group.config.models.student
 
 
 def _unlike(role: EngineRole, urls: Sequence[str], facts: Sequence[ServerFacts]) -> list[str]:

@@ -28,7 +28,7 @@ from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.figures import EvalPoint, EvalRollout, figures_by, figures_of, mean, ratio
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, TaskConfig
 from stillhouse.learner.prompts.records import ColumnsFault, PromptRecord
-from stillhouse.learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
+from stillhouse.learner.prompts.rendering import NO_READERS, NONE, Readers, for_actors, render, teacher_prompt
 from stillhouse.learner.prompts.tasks import TaskOffer, derive_seed
 from stillhouse.models.tokenizer import TokenizerError
 from stillhouse.protocol.messages import EvalResult, EvalWanted, Sampling, Task, WeightVersion
@@ -100,13 +100,18 @@ class EvalSet(NamedTuple):
     dropped: int
 
 
-def render_eval_set(records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> EvalSet:
+def render_eval_set(
+    records: Sequence[PromptRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    config: TaskConfig,
+    readers: Readers = NO_READERS,
+) -> EvalSet:
     """Prompt ids of an evaluation set. Raises TokenizerError naming the row that cannot be rendered."""
     prompts: list[EvalPrompt] = []
     for record in records:
         try:
             ids = render(record, tokenizer, config)
-            teachers = teacher_prompt(record, tokenizer, config)
+            teachers = teacher_prompt(record, tokenizer, config, readers)
         except TokenizerError as error:
             raise TokenizerError(f"evaluation prompt, row {record.row}: {error}") from error
         made = for_actors(record, config)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from stillhouse.learner.turns import pieces_of
 from stillhouse.protocol.messages import BatchItem, WeightVersion
+from stillhouse.protocol.payloads.aligned import NOT_SCORED
 
 SOLVED: Final = 0.5
 """Least reward of a solved prompt."""
@@ -143,9 +144,12 @@ def reward(rollouts: Sequence[EvalRollout]) -> float | None:
 
 
 def reverse_kl(rollouts: Sequence[EvalRollout]) -> float | None:
-    scored = [r for r in rollouts if len(r.teacher_KN)]
-    total = sum(float(np.sum(r.behaviour_N - r.teacher_KN.mean(axis=0))) for r in scored)
-    return ratio(total, sum(len(r.behaviour_N) for r in scored))
+    total, n = 0.0, 0
+    for r in (r for r in rollouts if len(r.teacher_KN)):
+        scored_N = ~(r.teacher_KN == NOT_SCORED).any(axis=0)
+        total += float(np.sum((r.behaviour_N - r.teacher_KN.mean(axis=0))[scored_N]))
+        n += int(scored_N.sum())
+    return ratio(total, n)
 
 
 def at_k(rollouts: Sequence[EvalRollout]) -> dict[str, float]:

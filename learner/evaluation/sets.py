@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvalPrompt, render_eval_set
 from stillhouse.learner.prompts.records import PromptRecord
+from stillhouse.learner.prompts.rendering import NO_READERS, Readers
 from stillhouse.learner.prompts.tasks import separate_eval_prompts
 
 log = logging.getLogger(__name__)
@@ -21,13 +22,15 @@ def render_eval_sets(
     own: Sequence[PromptRecord],
     tokenizer: PreTrainedTokenizerBase,
     environments: Collection[str] | None = None,
+    readers: Readers = NO_READERS,
 ) -> Mapping[str, tuple[EvalPrompt, ...]]:
     """Prompts by the name of the set. `own`: the rows of the run's own set, named "". Raises DataError for a file that
     cannot be read, TokenizerError for a row that cannot be rendered."""
     found: dict[str, tuple[EvalPrompt, ...]] = {}
     for name in config.eval_names if config.eval_every else ("",):
         tasks = config.eval_tasks(name)
-        rendered = render_eval_set(separate_eval_prompts(tasks, environments) if name else own, tokenizer, tasks)
+        records = separate_eval_prompts(tasks, environments) if name else own
+        rendered = render_eval_set(records, tokenizer, tasks, readers)
         if rendered.dropped:
             log.warning(
                 "%d evaluation prompts%s are left out: too long, or without privileged context for the teachers",

@@ -21,6 +21,9 @@ depend on the token. Since grad s has mean 0 over that distribution, it changes 
 With `turn_discount` the costs of a token are multiplied by turn_discount ** depth, where depth is the number of turns
 before its own (learner.turns), with `prefix_gain` by the weights of `learner.objectives.batch_terms.prefix_weights`.
 
+With spans (teachers with another tokenizer, docs/objectives.md) cost_t and w_t are those of the token's whole span: s,
+mu and q in them are sums over its tokens.
+
 With `entropy_coef` the entropy of the student's whole distribution is added, token by token with the same share and
 divisor, in `learner.step.step_loss`.
 
@@ -149,6 +152,8 @@ class TokenInputs:
     before_N: Tensor | None = None
     """int64: the last token before each one on its path (`Microbatch.before_N`). Only with a discount of costs, which
     some of the tokens alone do not have."""
+    span_N: Tensor | None = None
+    """int64: the first token of each one's span. None: each token is a span."""
 
     def at(self, place: slice) -> TokenInputs:
         """The inputs of some tokens."""
@@ -165,6 +170,23 @@ class TokenInputs:
             divergence_weight_N=None if self.divergence_weight_N is None else self.divergence_weight_N[place],
             baseline_MN=None if self.baseline_MN is None else self.baseline_MN[:, place],
             before_N=None,
+            span_N=None,  # a place may cut spans
+        )
+
+    def by_span(self, student_N: Tensor) -> tuple[Tensor, TokenInputs]:
+        """The student's log-probs and these inputs, with the sum over its span in place of each token's log-prob."""
+        if self.span_N is None:
+            return student_N, self
+        span_N = self.span_N
+
+        def sums(x: Tensor) -> Tensor:
+            return torch.zeros_like(x).index_add_(-1, span_N, x)[..., span_N]
+
+        return sums(student_N), replace(
+            self,
+            behaviour_N=sums(self.behaviour_N),
+            teacher_MN=sums(self.teacher_MN),
+            proximal_N=None if self.proximal_N is None else sums(self.proximal_N),
         )
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
@@ -286,22 +308,25 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     reverse_kl_N = torch.where(inputs.routed_MN, current_N[None] - inputs.teacher_MN, 0.0).sum(dim=0)
     if not objective.reads_teachers:
         inputs = _null_teacher(inputs, objective.coef)
-    cost_MN = objective.divergences.costs(current_N, inputs.behaviour_N, inputs.teacher_MN, inputs.teachers)
+    total_N, spans = inputs.by_span(current_N)
+    cost_MN = objective.divergences.costs(total_N, spans.behaviour_N, spans.teacher_MN, inputs.teachers)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
     weighted_MN = (cost_MN if inputs.baseline_MN is None else cost_MN - inputs.baseline_MN) / scale
     if inputs.divergence_weight_N is not None:
         weighted_MN = weighted_MN * inputs.divergence_weight_N.to(current_N.dtype)
     own_N = total_cost(weighted_MN, inputs.routed_MN, inputs.coef_M.to(current_N.dtype))
     advantage_N = inputs.reward_advantage_N.to(current_N.dtype) - objective.returns(own_N, inputs.before_N)
-    ratios = inputs.ratios(current_N, advantage_N)
-    rejected_N = objective.rejection(ratios.at_start(), objective.rejection_options)
-    weights_N, cut_N = objective.importance(ratios, objective.options)
+    ratios, of_spans = inputs.ratios(current_N, advantage_N), spans.ratios(total_N, advantage_N)
+    rejecting = of_spans if objective.rejection in REJECTED_ALONE else ratios
+    rejected_N = objective.rejection(rejecting.at_start(), objective.rejection_options)
+    weighting = of_spans if objective.importance in TOKEN_LOCAL else ratios
+    weights_N, cut_N = objective.importance(weighting, objective.options)
     weights_N = torch.where(rejected_N, 0.0, weights_N)  # not a product: inf * 0 is NaN
     slope_N = -(weights_N * advantage_N * inputs.share_N.to(current_N.dtype)) / divisor
     return LossTerms(
         loss=(slope_N * student_N).sum(),
         slope_N=slope_N,
-        divergence_MN=torch.where(inputs.routed_MN, cost_MN, 0.0),
+        divergence_MN=torch.where(inputs.routed_MN, cost_MN, 0.0) / _span_sizes(inputs),
         student_N=current_N,
         weights_N=weights_N,
         cut_N=cut_N & ~rejected_N,
@@ -311,12 +336,24 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     )
 
 
+def _span_sizes(inputs: TokenInputs) -> Tensor | float:
+    """[N] Tokens of each one's span: its cost is counted once in the figures."""
+    if inputs.span_N is None:
+        return 1.0
+    ones_N = torch.ones_like(inputs.behaviour_N)
+    return torch.zeros_like(ones_N).index_add_(0, inputs.span_N, ones_N)[inputs.span_N]
+
+
 def _null_teacher(inputs: TokenInputs, coef: float) -> TokenInputs:
     """The inputs with one teacher in place of all others. It scores every token, and its scores mean nothing."""
     every_1N = torch.ones_like(inputs.behaviour_N, dtype=torch.bool)[None]
     scores_1N = torch.zeros_like(inputs.behaviour_N)[None]
     return replace(
-        inputs, teacher_MN=scores_1N, routed_MN=every_1N, coef_M=torch.full_like(inputs.behaviour_N[:1], coef)
+        inputs,
+        teacher_MN=scores_1N,
+        routed_MN=every_1N,
+        coef_M=torch.full_like(inputs.behaviour_N[:1], coef),
+        span_N=None,
     )
 
 

@@ -12,7 +12,9 @@ The text goes in front of the prompt, or of the last user turn, so it works with
 from __future__ import annotations
 
 import re
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -93,17 +95,26 @@ class TeacherPrompt(NamedTuple):
     detail: str = ""
 
 
-def teacher_prompt(record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> TeacherPrompt:
-    """Raises TokenizerError as `render` does, and for messages without a user turn."""
+Readers: TypeAlias = Mapping[str, PreTrainedTokenizerBase]
+"""Tokenizers of the teachers' pools that have another one than the student."""
+NO_READERS: Final[Readers] = MappingProxyType({})
+
+
+def teacher_prompt(
+    record: PromptRecord, tokenizer: PreTrainedTokenizerBase, config: TaskConfig, readers: Readers = NO_READERS
+) -> TeacherPrompt:
+    """A pool in `readers` reads the prompt in its own tokens and chat template. Raises TokenizerError as `render`
+    does, and for messages without a user turn."""
+    reader = next((readers[pool] for pool in config.teachers_for(record.tag) if pool in readers), None)
     template = config.privileged_for(record.tag)
-    if not template:
+    if not template and reader is None:
         return TeacherPrompt(NONE)
     values = {"ground_truth": record.ground_truth, "hint": record.hint}
     lacking = [name for name in _FIELDS.findall(template) if values[name] is None]
     if lacking:
         return TeacherPrompt(NONE, "no_privileged", f"no {lacking[0]} for the teachers' text {template!r}")
     text = _FIELDS.sub(lambda found: values[found[1]] or "", template)
-    ids = render(record, tokenizer, config, before=text)
+    ids = render(record, reader or tokenizer, config, before=text)
     if len(ids) > config.max_teacher_prompt_tokens:
         limit = f"{len(ids)} tokens, max_teacher_prompt_tokens is {config.max_teacher_prompt_tokens}"
         return TeacherPrompt(NONE, "teacher_prompt_too_long", limit)

@@ -30,7 +30,7 @@ from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.data import PromptSource, open_prompts
 from stillhouse.learner.prompts.order import EndlessSampler, MixedSampler, Rows, check_tags, held_out_rows, row_tags
 from stillhouse.learner.prompts.records import ColumnsFault, DataError, PromptRecord, RowError
-from stillhouse.learner.prompts.rendering import NONE, for_actors, render, teacher_prompt
+from stillhouse.learner.prompts.rendering import NO_READERS, NONE, Readers, for_actors, render, teacher_prompt
 from stillhouse.learner.prompts.sample_book import Account, SampleBook, TrainedSample
 from stillhouse.models.tokenizer import TokenizerError
 from stillhouse.protocol.codec import MAX_HEADER_BYTES
@@ -104,9 +104,10 @@ class TaskStream:
         *,
         seed: int,
         top_ids: TopIdsWanted | None = None,
+        readers: Readers = NO_READERS,
     ) -> None:
-        """`top_ids`: for tasks that teachers score. Renders some prompts at once. Raises TokenizerError or DataError if
-        they cannot be rendered."""
+        """`top_ids`: for tasks that teachers score. `readers`: see `teacher_prompt`. Renders some prompts at once.
+        Raises TokenizerError or DataError if they cannot be rendered."""
         self._config = config
         self._top_ids = top_ids
         self._identity = {
@@ -122,7 +123,7 @@ class TaskStream:
         tags = row_tags(prompts.source) if config.mix or config.tags_named else []
         sampler = _sampler(config, prompts, tags, seed)
         self._rows_per_pass = sampler.rows_per_pass
-        dataset = RenderedPrompts(prompts.source, tokenizer, config)
+        dataset = RenderedPrompts(prompts.source, tokenizer, config, readers)
         dataset.probe(tags)
         self._loader = _loader(dataset, sampler, seed)
         self._rendered: Iterator[Rendered] = iter(self._loader)
@@ -142,9 +143,10 @@ class TaskStream:
         seed: int,
         state: dict[str, Any],
         top_ids: TopIdsWanted | None = None,
+        readers: Readers = NO_READERS,
     ) -> Self:
         """Resume from a `state()`. Raises DataError if prompts, seed or order differ from it."""
-        stream = cls(config, tokenizer, prompts, seed=seed, top_ids=top_ids)
+        stream = cls(config, tokenizer, prompts, seed=seed, top_ids=top_ids, readers=readers)
         stream._restore(state)
         return stream
 
@@ -333,10 +335,17 @@ class Rendered(NamedTuple):
 class RenderedPrompts(Dataset[Rendered]):
     """Map-style data set: row -> prompt ids. An unusable row gives a reason, which the stream counts."""
 
-    def __init__(self, source: PromptSource, tokenizer: PreTrainedTokenizerBase, config: TaskConfig) -> None:
+    def __init__(
+        self,
+        source: PromptSource,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TaskConfig,
+        readers: Readers = NO_READERS,
+    ) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._config = config
+        self._readers = readers
 
     def probe(self, tags: Sequence[str | None]) -> None:
         """Render the first rows, and the first row of each template. Raises TokenizerError, because if these rows fail,
@@ -365,7 +374,7 @@ class RenderedPrompts(Dataset[Rendered]):
             return Rendered(None, None, record.reason, f"{self._source.path}, row {row}: {record.detail}")
         try:
             ids = self._render(record)
-            teachers = teacher_prompt(record, self._tokenizer, self._config)
+            teachers = teacher_prompt(record, self._tokenizer, self._config, self._readers)
         except TokenizerError as error:
             return Rendered(None, None, "unrenderable", f"{self._source.path}, row {row}: {error}")
         limit = self._config.max_prompt_tokens

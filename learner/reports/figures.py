@@ -15,6 +15,7 @@ import numpy as np
 
 from stillhouse.protocol.codec import Array
 from stillhouse.protocol.messages import BatchItem, PeerView, Role, Snapshot
+from stillhouse.protocol.payloads.aligned import NOT_SCORED
 
 ROLES: Final[tuple[Role, ...]] = ("actor", "teacher", "learner")
 MAX_TAGS: Final = 32
@@ -190,7 +191,8 @@ def _ending(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, fl
         trained = np.flatnonzero(trained_T)
         if item.final and item.finish_reason == "stop" and item.teachers and len(trained):
             last = trained[-1]
-            gaps.append(float(mu_T[last]) - float(np.mean(q_PT[:, last])))
+            if not (q_PT[:, last] == NOT_SCORED).any():
+                gaps.append(float(mu_T[last]) - float(np.mean(q_PT[:, last])))
     return {"rollouts/ending_gap": float(np.mean(gaps))} if gaps else {}
 
 
@@ -207,12 +209,13 @@ def _of_pools(items: Sequence[BatchItem], arrays: Sequence[Array]) -> dict[str, 
         if not n:
             continue
         for row, pool in enumerate(item.teachers):
-            tokens[pool] += n
-            sums[pool] += float((mu_T[trained].astype(np.float64) - q_PT[row][trained]).sum())
+            scored = trained & (q_PT[row] != NOT_SCORED)
+            tokens[pool] += int(scored.sum())
+            sums[pool] += float((mu_T[scored].astype(np.float64) - q_PT[row][scored]).sum())
     return {
         f"teachers/{pool}/{name}": value
         for pool, n in sorted(tokens.items())
-        for name, value in (("token_share", n / trained_total), ("reverse_kl", sums[pool] / n))
+        for name, value in (("token_share", n / trained_total), *([("reverse_kl", sums[pool] / n)] if n else []))
     }
 
 
@@ -252,6 +255,11 @@ def _of_teachers(added: defaultdict[str, float]) -> dict[str, float]:
         **_mean("teachers/score_s", added["score_s_total"], items),
         **_mean("teachers/items_per_batch", items, added["batches_total"]),
         **_mean("teachers/context_tokens_per_item", added["context_tokens_total"], items),
+        **{
+            f"teachers/{name.removesuffix('_total')}_per_item": value / items
+            for name, value in sorted(added.items())
+            if items > 0 and name.startswith("unaligned_")
+        },
         **{
             f"teachers/{name}_per_item": added[f"{name}_total"] / items
             for name in SCORER_TOTALS

@@ -24,7 +24,7 @@ from stillhouse.learner.objectives.divergences import Compared, Divergences
 from stillhouse.learner.objectives.importance import context_weights
 from stillhouse.learner.objectives.losses import TokenInputs
 from stillhouse.learner.objectives.options import Distributions, MultiSample
-from stillhouse.learner.payloads import read_payloads
+from stillhouse.learner.payloads import aligned_teachers, read_payloads
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.transfer import upload
 from stillhouse.protocol.payloads.hidden import HiddenRows
@@ -144,14 +144,13 @@ class Between:
     def read(self, items: Sequence[TrainItem], step: int) -> Sequence[TrainItem]:
         """Decode the items' payloads that are needed, and draw the random numbers of `step`. Raises
         UnreadableScores."""
-        if not any(one.reads_payloads for one in self.divergences.every):
-            return items
         return [self._read(train_item, step) for train_item in items]
 
     def _read(self, train_item: TrainItem, step: int) -> TrainItem:
         item, trained = train_item.item, np.flatnonzero(train_item.train_mask_L)
-        teachers = [name for name in item.teachers if self.divergences.of(name).reads_payloads]
-        if not len(trained):
+        teachers = {name for name in item.teachers if self.divergences.of(name).reads_payloads}
+        teachers |= aligned_teachers(item, train_item.payloads)
+        if not teachers or not len(trained):
             return train_item
         try:
             top = read_payloads(item, train_item.payloads, trained, self.vocab_tokens, teachers=teachers)

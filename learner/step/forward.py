@@ -114,6 +114,7 @@ class BatchPart:
             divergence_weight_N=(
                 None if whole.divergence_weight_N is None else upload(whole.divergence_weight_N[token_N], device)
             ),
+            span_N=None if microbatch.span_N is None else upload(microbatch.span_N, device),
         )
 
     def rollouts(self, microbatch: Microbatch, device: torch.device, group: RankGroup | None) -> Rollouts | None:

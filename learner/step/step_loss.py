@@ -81,7 +81,8 @@ class StepLoss:
         """`divisor` is that of the whole batch. `rollouts`: if the microbatch has parts of rollouts."""
         means, ahead = self._between.means(inputs, microbatch), None
         chunks = _Chunks(targets_N, inputs, self.objective, divisor, means)
-        if self._needs_ahead:
+        of_spans = microbatch.span_N if microbatch.shared is None else microbatch.shared.whole.span_N
+        if self._needs_ahead or of_spans is not None:
             ahead = self._ahead(head, hidden_NH, chunks, rollouts)
             chunks.whole = token_loss(ahead.student_N, ahead.inputs, self.objective, divisor).at(ahead.own_N)
         chunks.parts = self._between.prepare(inputs, microbatch, ahead, divisor)

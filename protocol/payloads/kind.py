@@ -63,6 +63,8 @@ class ScoreResult:
     """[N, K]"""
     hidden: npt.NDArray[np.uint16] | None = None
     """[N, H] last hidden state at each position, the input of the output head: bits of bfloat16."""
+    codes: npt.NDArray[np.uint8] | None = None
+    """[N] From a teacher with another tokenizer: `payloads.aligned`. No engine gives this."""
 
     @staticmethod
     def empty(top_k: int, hidden_size: int | None = None) -> ScoreResult:
@@ -162,6 +164,8 @@ class PayloadOptions(Protocol):
     def top_mass(self) -> float: ...
     @property
     def tail(self) -> str: ...
+    @property
+    def tokenizer(self) -> str: ...
 
 
 class ModelSizes(NamedTuple):

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.launch.checks.finding import Finding, Impossible
 from stillhouse.launch.checks.model_files import differences
-from stillhouse.launch.checks.turn_ends import closing_id, ends_of
+from stillhouse.launch.checks.turn_ends import ends_of
+from stillhouse.models.chat_text import closing_id
 from stillhouse.models.description import known_vocabulary_size
 from stillhouse.models.tokenizer import as_chat_tokenizer, load_tokenizer, stop_token_ids
 from stillhouse.protocol.handshake import vocab_tokens

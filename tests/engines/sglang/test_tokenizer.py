@@ -89,7 +89,7 @@ def test_a_teacher_on_a_running_server_with_another_tokenizer_is_refused(
     url = serve(lambda i: chr(0x4E00 + i))
     models = {"student": str(builtin.STUDENT_DIR)}
     (told,) = ask_servers(build(RunConfig, {"models": models, "teacher": {"engine": "sglang", "urls": [url]}})).mistakes
-    assert told.startswith(f"teacher.urls: {url} has another tokenizer than the student") and "0 is '!'" in told
+    assert told.startswith(f"teacher.urls: {url} has another tokenizer than ") and "0 is '!'" in told
 
 
 def test_of_a_large_vocabulary_some_ids_are_compared_everywhere_and_all_at_its_end() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
 from stillhouse.launch.checks import preflight
-from stillhouse.launch.checks.turn_ends import closing_id, turn_end_warnings
+from stillhouse.launch.checks.turn_ends import turn_end_warnings
 from stillhouse.launch.config.run import RunConfig
+from stillhouse.models.chat_text import closing_id
 from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.models.tokenizer_file import FileTokenizer
 from tests.actors.test_next_turn import family
