@@ -115,13 +115,20 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="stillhouse builtin build", description=__doc__)
     parser.add_argument("--only", choices=["teacher", "student"], help="do not rebuild the other model")
+    parser.add_argument(
+        "--pairs", type=Path, help="make only a teacher with another tokenizer (+8 is one token), in this folder"
+    )
     args = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     console = Console()
     sets = draw_problem_sets()
-    write_problem_files(sets)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(pairs=args.pairs is not None)
+    wanted = [("student", STUDENT, STUDENT_DIR), ("teacher", TEACHER, TEACHER_DIR)]
+    if args.pairs:
+        wanted = [("teacher", TEACHER, args.pairs)]
+    else:
+        write_problem_files(sets)
     measured: dict[str, Accuracy] = {}
     columns = (
         TextColumn("{task.description}"),
@@ -131,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        for label, recipe, folder in (("student", STUDENT, STUDENT_DIR), ("teacher", TEACHER, TEACHER_DIR)):
+        for label, recipe, folder in wanted:
             if args.only not in (None, label):
                 continue
             model = build_model(label, recipe, sets, tokenizer, progress)

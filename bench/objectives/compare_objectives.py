@@ -1,6 +1,6 @@
 """Objectives and staleness on the built-in task, several seeds each, at equal numbers of rollouts.
 
-    python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness] [--seeds 3] [--steps 150]
+    python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness,tokenizers] [--seeds 3] [--steps 150]
         [--jobs 1]
 
 Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows stillhouse write,
@@ -25,10 +25,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from bench.objectives.objective_grid import BASE, Row, objectives, staleness
+from bench.objectives.objective_grid import BASE, Row, objectives, staleness, tokenizers
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-TABLES: Final = {"objectives": objectives, "staleness": staleness}
+TABLES: Final = {"objectives": objectives, "staleness": staleness, "tokenizers": tokenizers}
 ABOUT: Final = {"staleness": ", learning rate 1e-4"}
 RUN_TIMEOUT_S: Final = 1800.0
 

@@ -27,6 +27,8 @@ UNLIKELY: Final = 0.02
 """Nats. A fifth of the tokens that the built-in student samples before training have a log-prob below minus this. In
 that row a teacher is there for the reverse KL of evaluations only."""
 STALENESS_LR: Final = "--learner.lr=1e-4"
+PAIRS_TEACHER: Final = "runs/pairs-teacher"
+"""Made by `stillhouse builtin build --pairs runs/pairs-teacher`."""
 STALENESS: Final = (0, 1, 2, 4, 8, 16)
 
 
@@ -108,3 +110,8 @@ def staleness() -> list[Row]:
         for bound in STALENESS
         for name, arguments in (kinds.items() if bound else [("synchronous", ())])
     ]
+
+
+def tokenizers() -> list[Row]:
+    other = ("--teacher.tokenizer=other", f"--models.teacher={PAIRS_TEACHER}")
+    return [Row("tokenizers", "the student's tokenizer", ()), Row("tokenizers", "another tokenizer", other)]
