@@ -1,7 +1,7 @@
 """Objectives and staleness on the built-in task, several seeds each, at equal numbers of rollouts.
 
-    python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness,tokenizers] [--seeds 3] [--steps 150]
-        [--jobs 1]
+    python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness,tokenizers]
+        [--seeds 3] [--steps 150] [--jobs 1]
 
 Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows stillhouse write,
 and replay on what the teacher wrote. A run that ended well there is not made again,

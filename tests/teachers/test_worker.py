@@ -21,6 +21,7 @@ from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
+from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.worker import TeacherWorker
 from stillhouse.weights.snapshot import write_snapshot
@@ -65,12 +66,18 @@ class Fake:
 
 @contextmanager
 def teacher(
-    address: str, engine: ScoringEngine, config: TeacherConfig = CONFIG, *, vocab_tokens: int | None = None
+    address: str,
+    engine: ScoringEngine,
+    config: TeacherConfig = CONFIG,
+    *,
+    vocab_tokens: int | None = None,
+    aligner: Aligner | None = None,
 ) -> Generator[tuple[Future[bool], Client]]:
     """A teacher at work in a thread."""
     with ExitStack() as stack:
         client = stack.enter_context(connected(address, "teacher", "default"))
-        yield stack.enter_context(running(TeacherWorker(client, engine, config, vocab_tokens=vocab_tokens).run)), client
+        worker = TeacherWorker(client, engine, config, vocab_tokens=vocab_tokens, aligner=aligner)
+        yield stack.enter_context(running(worker.run)), client
 
 
 def work(*items: tuple[int, Sequence[int]]) -> tuple[m.ScoreWork, list[Int32s]]:

@@ -457,3 +457,23 @@ def test_a_transport_that_nobody_has_is_told_before_anything_loads() -> None:
     assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, folder")
     for known in ("auto", "wire", "folder", "my_package.doves:Transport"):
         assert mistakes(weights={"transport": known}) == []
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_where_single_tokens_are_compared() -> None:
+    other = {"tokenizer": "other"}
+    assert mistakes(teacher=other) == []
+    (told,) = mistakes(teacher=other, learner={"objective": {"divergence": "reverse_kl"}})
+    assert told.startswith("teacher.tokenizer: got other with learner.objective.divergence = 'reverse_kl', expected ")
+    assert "k1 without a baseline" in told
+    for key, value in (("domain_scale", "rms"), ("prefix_gain", 0.5)):
+        (told,) = mistakes(teacher=other, learner={"objective": {key: value}})
+        assert told.startswith(f"learner.objective.{key}: got {value} with teacher.tokenizer = other, expected ")
+
+
+def test_a_pool_with_another_tokenizer_has_tags_of_its_own() -> None:
+    pools = {"one": {}, "far": {"tokenizer": "other"}}
+    apart = {"tasks": {"routes": {"one": ["a"], "far": ["b"]}}}
+    assert mistakes(pools=pools, learner=apart, teachers=2) == []
+    for routes in ({"one": ["a"], "far": ["b", "a"]}, {"one": [], "far": ["a"]}):
+        (told,) = mistakes(pools=pools, learner={"tasks": {"routes": routes}}, teachers=2)
+        assert told.startswith("pools.far.tokenizer: got other, and other pools score its tags (a), expected tags of ")

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from stillhouse.builtin.tokenizer import build_tokenizer
 from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.data import open_prompts
@@ -207,3 +208,23 @@ def test_tags_with_arguments_must_exist(thinking: PreTrainedTokenizerFast, write
     )
     with pytest.raises(DataError, match=r"chat_template_kwargs_tags: .* 'maths'; did you mean 'math'"):
         TaskStream(config, thinking, load_prompts(config), seed=0)
+
+
+def test_teachers_with_another_tokenizer_read_the_prompt_in_their_own_template(
+    small_tokenizer: PreTrainedTokenizerFast, write_rows: Write
+) -> None:
+    """Of the pool that scores the tag; with the privileged text, if there is one."""
+    other = build_tokenizer(pairs=True)
+    other.chat_template = "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['content'] }}{% endfor %}<|pad|>"
+    config = TaskConfig(routes={"default": ("a",), "far": ("b",)}, privileged_tags={"b": "see {ground_truth}: "})
+    rows = [{"prompt": "12+34=", "tag": tag, "ground_truth": "46"} for tag in "ab"]
+    config = msgspec.structs.replace(config, prompts=str(write_rows(rows)), shuffle=False, eval_share=0.0)
+    stream = TaskStream(config, small_tokenizer, load_prompts(config), seed=0, readers={"far": other})
+    plain, far = sorted(stream.next(2), key=lambda offer: offer.task.tag)
+    assert not len(plain.teacher_prompt_ids)
+    assert text(other, far.teacher_prompt_ids) == "<|im_start|>user: see 46: 12+34=<|pad|>"
+    assert text(small_tokenizer, far.prompt_ids) == "<|im_start|>user\n12+34=<|im_end|>\n<|im_start|>assistant\n"
+    (evaluated,) = render_eval_set([PromptRecord(0, "1+2=", None, "b", "3")], small_tokenizer, config, {"far": other})[
+        0
+    ]
+    assert text(other, evaluated.teacher_ids) == "<|im_start|>user: see 3: 1+2=<|pad|>"
