@@ -51,9 +51,9 @@ _WINDOW: Final = 256
 
 class Span(NamedTuple):
     student: slice
-    """Of the student's tokens."""
+    """Where it is among the student's tokens."""
     teacher: slice
-    """Of the teacher's tokens."""
+    """Where it is among the teacher's tokens."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Aligned:
     spans: tuple[Span, ...]
     """Those that are scored, in order."""
     code_N: Codes
-    """Of the student's tokens from the first one asked for."""
+    """[N] The student's tokens from the first one asked for (`payloads.aligned`)."""
     first: int
     """The first token asked for."""
 
