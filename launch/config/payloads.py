@@ -122,6 +122,7 @@ def other_tokenizers(config: RunConfig) -> Iterator[str]:
         for key, value, off in (
             ("domain_scale", objective.domain_scale, "none"),
             ("prefix_gain", objective.prefix_gain, 0.0),
+            ("cost_discount", objective.cost_discount, 0.0),
         ):
             if value != off:
                 yield (

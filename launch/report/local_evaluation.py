@@ -32,6 +32,7 @@ from stillhouse.protocol.messages import (
     EvalResult,
     WeightVersion,
 )
+from stillhouse.protocol.payloads.aligned import NOT_SCORED
 from stillhouse.weights.staged_weights import Weight, tensor_of
 
 Array = np.ndarray[Any, Any]
@@ -54,10 +55,13 @@ class LocalEvaluator:
         path = config.models.student if writer is None else writer.config.models.teacher
         settings = config.actor.torch if writer is None else _engine_settings(writer)
         self._check = check
-        self._actor = LocalActor(path, settings, config, load_tokenizer(config.models.student))
+        others = {pool.name for pool in teacher_pools(config) if pool.config.teacher.tokenizer == "other"}
+        tokens = path if writer is not None and writer.name in others else config.models.student
+        self._actor = LocalActor(path, settings, config, load_tokenizer(tokens))
         self._scorers = {
             pool.name: TorchScorer.load(pool.config.models.teacher, pool.config.teacher)
             for pool in (teacher_pools(config) if writer is None and scores else ())
+            if pool.name not in others
         }
         self._failed: Counter[str] = Counter()
         """Failed rollouts by evaluation id."""
@@ -122,6 +126,9 @@ class LocalEvaluator:
             )
             first = max(1, len(read) - (end - start))  # nothing predicts the first token of a root
             for row, pool in enumerate(task.teachers):
+                if pool not in self._scorers:  # it has another tokenizer
+                    teacher[row, start:end] = NOT_SCORED
+                    continue
                 (scored,) = self._scorers[pool].score([ScoreRequest(read, first)])
                 teacher[row, end - len(scored.logprobs) : end] = scored.logprobs
         item = BatchItem(

@@ -465,7 +465,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_where_single_tokens_are_com
     (told,) = mistakes(teacher=other, learner={"objective": {"divergence": "reverse_kl"}})
     assert told.startswith("teacher.tokenizer: got other with learner.objective.divergence = 'reverse_kl', expected ")
     assert "k1 without a baseline" in told
-    for key, value in (("domain_scale", "rms"), ("prefix_gain", 0.5)):
+    for key, value in (("domain_scale", "rms"), ("prefix_gain", 0.5), ("cost_discount", 0.5)):
         (told,) = mistakes(teacher=other, learner={"objective": {key: value}})
         assert told.startswith(f"learner.objective.{key}: got {value} with teacher.tokenizer = other, expected ")
 
