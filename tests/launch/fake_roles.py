@@ -100,8 +100,7 @@ class FakeBuffer:
             while self._over is None or any(self._peers.values()):
                 self._turn()
         finally:
-            if self._word != "leaves_no_ledger":
-                (self._ctx.run_dir / "ledger.json").write_bytes(msgspec.json.encode(self._snapshot()))
+            (self._ctx.run_dir / "ledger.json").write_bytes(msgspec.json.encode(self._snapshot()))
             self._server.close()
         return 0
 

@@ -100,14 +100,6 @@ def test_an_unbalanced_ledger_is_exit_code_3_and_loud(start_launcher: StartLaunc
     assert launcher.summary()["exit_code"] == 3
 
 
-def test_a_run_without_a_final_ledger_is_a_failed_one(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher({"buffer-0": "leaves_no_ledger"})
-    launcher.until_ready()
-    launcher.finish()
-    assert launcher.wait() == 1
-    assert "no ledger.json" in launcher.summary()["reason"]
-
-
 def test_a_run_that_the_learner_gives_up_is_a_failed_one(start_launcher: StartLauncher) -> None:
     launcher = start_launcher()
     launcher.until_ready()
@@ -116,12 +108,11 @@ def test_a_run_that_the_learner_gives_up_is_a_failed_one(start_launcher: StartLa
     assert launcher.summary()["reason"] == "diverged"
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher, signum: int, code: int) -> None:
+def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher) -> None:
     launcher = start_launcher()
     launcher.until_ready()
-    launcher.process.send_signal(signum)
-    assert launcher.wait() == code
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait() == 130
     summary = launcher.summary()
     logs = (launcher.said, launcher.log("buffer-0"))
     assert summary["ledger"]["source"] == "final", logs  # the buffer was asked last, and had its time
@@ -162,7 +153,7 @@ SLOW_POOL = {"quick": {"count": 1}, "slow": {"count": 1, "drain_s": 300.0}}
 @pytest.mark.parametrize(
     ("settings", "teacher"),
     [
-        pytest.param({"teacher": {"drain_s": 300.0}}, "teacher-0", id="teacher.drain_s"),
+        pytest.param({"teacher": {"drain_s": 300.0}}, "teacher-0", id="teacher.drain_s", marks=pytest.mark.slow),
         pytest.param({"teachers": 2, "pools": SLOW_POOL, "teacher": {"drain_s": 0.0}}, "teacher-1", id="of its pool"),
     ],
 )
