@@ -42,7 +42,7 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     figures = read_figures(out)
     waited_s, whole_s = total(rows, "wait/"), total(rows, "time/step_s")
     assert figures.learner_bubble == pytest.approx(waited_s / whole_s, rel=0.05, abs=0.03)
-    assert sum(figures.wait_s.values()) == pytest.approx(waited_s, rel=0.05, abs=0.05 * len(rows))
+    assert sum(figures.wait_s.values()) == pytest.approx(waited_s, rel=0.05, abs=0.02 * len(rows))
     shares, efficiency = summary["learner"], summary["efficiency"]
     assert (
         1 - shares["busy_fraction"]
@@ -51,7 +51,7 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     )
     assert efficiency["efficiency/learner_bubble"] == pytest.approx(1 - shares["busy_fraction"])
     assert efficiency["efficiency/teacher_wait"] == pytest.approx(figures.teacher_wait, abs=0.2)
-    assert efficiency["efficiency/weight_pause_s"] == pytest.approx(figures.weight_pause_s, rel=0.5, abs=5e-3)
+    assert efficiency["efficiency/weight_pause_s"] == pytest.approx(figures.weight_pause_s, rel=0.5, abs=2e-3)
     words = " ".join(run.text().split())
     for places in (
         (r"the learner waited ([\d.]+)%", r"learner bubble: ([\d.]+)%"),
@@ -59,7 +59,7 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
         (r"goodput ([\d.]+)% of the tokens", r"goodput: ([\d.]+)% of the tokens"),
     ):
         table, traced = (float(re.findall(place, words)[0]) for place in places)
-        assert table == pytest.approx(traced, rel=0.5, abs=5.0), places
+        assert table == pytest.approx(traced, rel=0.5, abs=2.0), places
     assert summary["tokens_trained"] == summary["tokens"]["trained"] == sum(row["train/tokens"] for row in rows)
     newest = rows[-5:]
     for tag, (_, last) in summary["changes"].items():
@@ -70,7 +70,7 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     trained = slices(trace, "learner", "train")
     assert sum(e["args"]["tokens"] for e in trained) == tokens["trained"] and len(trained) == 25
     train_s = sum(e["dur"] for e in trained) / 1e6
-    assert train_s == pytest.approx(total(rows, "train/step_s"), rel=0.1, abs=0.05 * len(rows))
+    assert train_s == pytest.approx(total(rows, "train/step_s"), rel=0.1, abs=0.02 * len(rows))
     scored = sum(worker["tokens"] for worker in summary["workers"].values() if worker["role"] == "teacher")
     assert sum(e["args"]["tokens"] for e in slices(trace, "teacher", "score")) >= scored
     assert figures.teacher_wait == pytest.approx(1 - rows[-1]["teachers/busy_fraction"], abs=0.2)
