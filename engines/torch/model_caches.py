@@ -104,8 +104,8 @@ class ModelCaches:
 
 
 def _rows_of(values: Sequence[Any], held: Sequence[_Held]) -> Any:
-    """Of values that caches have in the same place: one with the row that each of `held` names. Numbers are alike in
-    sequences of one length. Objects are copied, because a forward pass changes them in place."""
+    """One value of those that caches have in the same place, with the row that each of `held` names. Numbers are alike
+    in sequences of one length. Objects are copied, because a forward pass changes them in place."""
     first = values[0]
     if isinstance(first, Tensor):
         if first.ndim < 2 or any(value.shape[0] != one.n_rows for value, one in zip(values, held, strict=True)):
