@@ -84,6 +84,7 @@ class Supervisor:
             inputs[source_start] = request["source"].encode()
         output_pipes = [os.pipe()] if request["merge"] else [os.pipe(), os.pipe()]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        deadline = time.monotonic() + request["wall_s"]
         self._ticks = {}
         child = os.fork()
         if child == 0:
@@ -94,7 +95,37 @@ class Supervisor:
         for fd in (stdin_end, source_end, *(start for _, start in output_pipes), *({source_start} - inputs.keys())):
             os.close(fd)
         outputs = {end: Kept(request["max_output"]) for end, _ in output_pipes}
-        deadline = time.monotonic() + request["wall_s"]
+        ended, status, gone = self._watch(request, child, inputs, outputs, before, deadline)
+        for fd in (*inputs, *outputs):
+            os.close(fd)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        code = None if status is None else os.waitstatus_to_exitcode(status)
+        if ended is None and code == -signal.SIGXCPU:
+            ended = "time"
+        if ended is None and self._n_files() > MOST_FILES:
+            ended = "files"
+        texts = [kept.text() for kept in outputs.values()]
+        return {
+            "ended": ended or "exit",
+            "code": code,
+            "stdout": texts[0],
+            "stderr": texts[1] if len(texts) > 1 else "",
+            "omitted": sum(kept.omitted for kept in outputs.values()),
+            "cpu_s": max(seconds_between(before, used), self._seen_s()),
+            "stuck": not gone,
+        }
+
+    def _watch(
+        self,
+        request: dict[str, Any],
+        child: int,
+        inputs: dict[int, bytes],
+        outputs: dict[int, Kept],
+        before: resource.struct_rusage,
+        deadline: float,
+    ) -> tuple[str | None, int | None, bool]:
+        """Feed and read a program until it ends or has to. Returns why it had to end, its status, and whether all that
+        it started is gone."""
         ended: str | None = None
         status: int | None = None
         with selectors.DefaultSelector() as selector:
@@ -125,24 +156,7 @@ class Supervisor:
             for fd in list(outputs):
                 self._read(selector, outputs, fd)
             os.close(exited)
-        for fd in (*inputs, *outputs):
-            os.close(fd)
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        code = None if status is None else os.waitstatus_to_exitcode(status)
-        if ended is None and code == -signal.SIGXCPU:
-            ended = "time"
-        if ended is None and self._n_files() > MOST_FILES:
-            ended = "files"
-        texts = [kept.text() for kept in outputs.values()]
-        return {
-            "ended": ended or "exit",
-            "code": code,
-            "stdout": texts[0],
-            "stderr": texts[1] if len(texts) > 1 else "",
-            "omitted": sum(kept.omitted for kept in outputs.values()),
-            "cpu_s": max(seconds_between(before, used), self._seen_s()),
-            "stuck": not gone,
-        }
+        return ended, status, gone
 
     def _become(self, request: dict[str, Any], stdin: int, outputs: list[int], source: int) -> None:
         """Become the program of a call: this is its process. Does not return."""

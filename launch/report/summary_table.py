@@ -55,15 +55,28 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
     on = [alarm.name for alarm in summary.alarms if alarm.over is None]
     said = f", but with {plural(len(on), 'alarm')}: {', '.join(on)}" if on and summary.state == "finished" else ""
     yield "run", f"{summary.name}: {state}{said}, {summary.reason}"
+    yield from _result_rows(summary)
+    yield from _work_rows(summary)
+    yield "checkpoint", str(folder.path / summary.checkpoint) if summary.checkpoint else "none"
+    for path in summary.checkpoints_damaged:
+        yield "DAMAGED", f"{folder.path / path} could not be read; an older checkpoint was used in its place"
+    tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
+    events = f"{tensorboard} --logdir {folder.path / summary.tensorboard}" if summary.tensorboard else "none"
+    yield "TensorBoard", events
+    if not summary.ok:
+        yield "to resume", f"{own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
+    yield "run folder", str(folder.path)
+
+
+def _result_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """What the student learned."""
     first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
     if first is not None and last is not None:
         for kind in ("sampled", "greedy"):
             before, after = getattr(first, f"accuracy_{kind}"), getattr(last, f"accuracy_{kind}")
             if before is not None and after is not None:
-                yield (
-                    f"student accuracy, {kind}",
-                    f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}",
-                )
+                change = f"{before:.3f} at step {first.step} -> {after:.3f} at step {last.step}"
+                yield f"student accuracy, {kind}", change
         yield from _tag_rows(first, last)
     for name in dict.fromkeys(point.name for point in summary.eval_sets):
         points = [point for point in summary.eval_sets if point.name == name]
@@ -85,6 +98,10 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
         yield "sample", str(summary.sample)
     for name, alarms in alarms_by_name(summary).items():
         yield f"ALARM {name}", alarms
+
+
+def _work_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """What was done, in which time, with which tokens."""
     if (noise := summary.teacher_noise) is not None:
         between = "" if noise.teachers is None else f"; {noise.teachers:.1g} nats between teachers"
         yield "teacher noise", f"{noise.batch:.1g} nats (change of a log-prob when scored in another batch){between}"
@@ -107,30 +124,14 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
         yield "failed rollouts", failed_text(summary)
     source = {"final": "", "last_seen": " (the buffer died; as last seen)", "none": " (never seen)"}
     yield "ledger", ("balanced" if tokens.balanced else "NOT BALANCED") + source[summary.ledger.source]
-    yield (
-        "staleness",
-        (
-            f"mean {summary.staleness.mean:.2f}, max {summary.staleness.max}, bound {summary.staleness.bound} "
-            "optimizer steps"
-        ),
-    )
+    stale = summary.staleness
+    yield "staleness", f"mean {stale.mean:.2f}, max {stale.max}, bound {stale.bound} optimizer steps"
     if joined := joined_text(summary):
         yield "joined", joined
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:
         yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
-    yield "checkpoint", str(folder.path / summary.checkpoint) if summary.checkpoint else "none"
-    for path in summary.checkpoints_damaged:
-        yield "DAMAGED", f"{folder.path / path} could not be read; an older checkpoint was used in its place"
-    tensorboard = _as_typed(Path(sys.executable).with_name("tensorboard"))
-    yield (
-        "TensorBoard",
-        f"{tensorboard} --logdir {folder.path / summary.tensorboard}" if summary.tensorboard else "none",
-    )
-    if not summary.ok:
-        yield "to resume", f"{own_command()} --resume --run-dir {folder.path}{lost_steps(summary)}"
-    yield "run folder", str(folder.path)
 
 
 def efficiency_text(summary: Summary) -> str:

@@ -94,6 +94,16 @@ class Staged(NamedTuple):
     optimizer: AdamWState
 
 
+def _trained_dtype(model: PreTrainedModel) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if not dtypes or not dtypes <= {torch.float32, torch.float64}:
+        raise ValueError(
+            f"trainable parameters have dtypes {dtypes or 'none'}; load the model with train=True and dtype='float32' "
+            "(learner.dtype = bfloat16 affects matrix products only)"
+        )
+    return torch.float64 if dtypes == {torch.float64} else torch.float32
+
+
 class Trainer:
     """Owns the model's parameters and the optimizer. One thread only, except for `pack_ahead`.
 
@@ -124,12 +134,7 @@ class Trainer:
         (PackingError) an architecture whose sequences ranks cannot divide."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
-        dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-        if not dtypes or not dtypes <= {torch.float32, torch.float64}:
-            raise ValueError(
-                f"trainable parameters have dtypes {dtypes or 'none'}; load the model with train=True and dtype="
-                "'float32' (learner.dtype = bfloat16 affects matrix products only)"
-            )
+        dtype = _trained_dtype(model)
         self.ranks = ranks or Ranks()
         device = self.ranks.device or model.device
         self.bfloat16: Final = resolve_dtype(config.dtype, device.type) == "bfloat16"
@@ -164,7 +169,6 @@ class Trainer:
         self._ahead = PackAhead(self._loss.read, config.pack_tokens)
         self._optimizer = make_adamw(model, config)
         hidden_size = lm_head(model).weight_VH.shape[1]
-        dtype = torch.float64 if dtypes == {torch.float64} else torch.float32
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 
     @property

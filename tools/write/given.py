@@ -67,21 +67,8 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
     path = record_path(Path(file).expanduser())
     if path.exists() and path.stat().st_size:
         raise ConfigError(f"{path} is there already; expected the name of a new file")
-    sends = config.teacher.sends
-    scored = sends.distributions
-    if sends.top_ids is not None:
-        raise ConfigError("teacher.top_k_of: got student, but --from samples nothing; expected teacher")
-    if config.learner.tasks.privileged:
-        raise ConfigError(
-            "learner.tasks.privileged: got a text that only teachers read, but --from scores responses after the "
-            "prompts that the student reads; leave it empty, or let the teacher write (launch.write without --from)"
-        )
-    models = replace(config.models, student=str(find_model("models.student", config.models.student)))
-    if scored:
-        models = replace(models, teacher=str(find_model("models.teacher", config.models.teacher)))
-    tasks = config.learner.tasks
-    tasks = replace(tasks, prompts=absolute_prompts(rows))
-    config = replace(config, models=models, learner=replace(config.learner, tasks=tasks))
+    config = _resolved(config, rows)
+    tasks, models = config.learner.tasks, config.models
     try:
         source = open_prompts(tasks.prompts, columns=tasks.columns, answers=True)
     except (DataError, OSError) as error:
@@ -118,12 +105,29 @@ def write_given(file: str, rows: str, config: RunConfig) -> int:
         unfinished.unlink()
         raise ConfigError(f"--from: none of the {len(source):,} rows of {rows} can be used{reasons}")
     unfinished.replace(path)
-    by = f"scored by {models.teacher}" if scored else "not scored"
+    by = f"scored by {models.teacher}" if config.teacher.sends.distributions else "not scored"
     print(
         f"{path}: {n_rollouts:,} sequences of {len(source):,} rows in {n_batches:,} batches, {n_tokens:,} tokens to "
         f"train, {by}; rows dropped: {sum(dropped.values()):,}{reasons}"
     )
     return 0
+
+
+def _resolved(config: RunConfig, rows: str) -> RunConfig:
+    """The configuration with folders of models and the file of rows. Raises ConfigError for what --from cannot do."""
+    sends, tasks = config.teacher.sends, config.learner.tasks
+    if sends.top_ids is not None:
+        raise ConfigError("teacher.top_k_of: got student, but --from samples nothing; expected teacher")
+    if tasks.privileged:
+        raise ConfigError(
+            "learner.tasks.privileged: got a text that only teachers read, but --from scores responses after the "
+            "prompts that the student reads; leave it empty, or let the teacher write (launch.write without --from)"
+        )
+    models = replace(config.models, student=str(find_model("models.student", config.models.student)))
+    if sends.distributions:
+        models = replace(models, teacher=str(find_model("models.teacher", config.models.teacher)))
+    tasks = replace(tasks, prompts=absolute_prompts(rows))
+    return replace(config, models=models, learner=replace(config.learner, tasks=tasks))
 
 
 def _lines(
