@@ -1,11 +1,17 @@
-"""The reward `code`: the program in a response is run on the test cases of its row, in a sandbox."""
+"""The reward `code`: the program in a response is run on the test cases of its row, in a sandbox.
+
+ROLL's rows are read as they are (roll/pipeline/rlvr/rewards/code_sandbox_reward_worker.py): `test_cases`, a list or its
+JSON, of {"assert_code": ...} or of {"stdin": ..., "expected_stdout": ...}; `case_type` says which kind they are."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
 import os
 import re
 import signal
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -18,6 +24,11 @@ _OPENS: Final = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*$", re.MULTILINE | 
 _CLOSES: Final = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 _LINK: Final = (Path(__file__).parent / "code_link.py").read_text(encoding="utf-8")
 _UNSCORED: Final = ("lost", "busy")
+ROLL_COLUMN: Final = "test_cases"
+ROLL_KINDS: Final = ("", "assert", "pytest", "input")
+"""The values of `case_type` that can be judged. `text` runs code that has the response in it, and `check_based` calls a
+function of another column."""
+_TEST: Final = re.compile(r"^def (test_\w+)\(\s*\)", re.MULTILINE)
 
 
 class _Cases(NamedTuple):
@@ -38,18 +49,16 @@ def code_reward(
 ) -> Reward:
     """1.0 if the last block of Python in the response passes all test cases of its row. They are in `column`:
     {"inputs": [...], "outputs": [...]}, texts for standard input and output, or a list of statements such as
-    "assert add(1, 2) == 3". `time_limit_s`: most seconds of computing, all cases together. The others are those of the
-    environment `sandbox`."""
+    "assert add(1, 2) == 3"; where a row has none there, in ROLL's `test_cases`. `time_limit_s`: most seconds of
+    computing, all cases together. The others are those of the environment `sandbox`."""
     if not (isinstance(column, str) and column):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"column: got {column!r}, expected the name of a column")
     make = make_sandbox(isolation, python, time_limit_s=time_limit_s, memory_mb=memory_mb)
 
     async def judged(answered: Answered) -> Verdict:
-        if answered.row.get(column) is None:
-            return unscored("no_tests")
-        cases = read_cases(answered.row[column])
-        if cases is None:
-            return unscored("tests_unreadable")
+        cases = cases_of(answered.row, column)
+        if not isinstance(cases, _Cases):
+            return unscored("tests_unreadable" if cases else "no_tests")
         program = last_program(answered.response)
         if program is None:
             return Verdict(0.0, {"code_missing": 1.0})
@@ -58,6 +67,63 @@ def code_reward(
         return await _verdict(make, program, cases, time_limit_s)
 
     return judged
+
+
+def why_unreadable(row: Mapping[str, Any], *, column: str = "tests", python: str = "", **_: Any) -> str:
+    """Why the test cases of a row could never be judged; empty: they can, or it has none."""
+    cases = cases_of(row, column)
+    if not isinstance(cases, _Cases):
+        return cases
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse("" if python else "\n".join(cases.statements))  # another Python may know more
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"its test statements are no Python: {error}"
+    return ""
+
+
+code_reward.why_unreadable = why_unreadable  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def cases_of(row: Mapping[str, Any], column: str) -> _Cases | str:
+    """The test cases of a row, or why they cannot be read; empty: it has none."""
+    if row.get(column) is not None:
+        cases, name = read_cases(row[column]), column
+    elif row.get(ROLL_COLUMN) is not None:
+        if (kind := row.get("case_type") or "") not in ROLL_KINDS:
+            return f"case_type: got {kind!r:.60}, expected one of {', '.join(filter(None, ROLL_KINDS))}"
+        cases, name = read_roll_cases(row[ROLL_COLUMN]), ROLL_COLUMN
+    else:
+        return ""
+    if cases is not None:
+        return cases
+    return (
+        f"{name}: got {row[name]!r:.80}, expected inputs and outputs of one length or statements, as texts of at most "
+        f"{MAX_TEXT // 4} characters each (docs/rewards.md)"
+    )
+
+
+def read_roll_cases(column: object) -> _Cases | None:
+    """ROLL's `test_cases`. Functions test_... of an `assert_code` are called, as by its own worker."""
+    try:
+        cases: object = json.loads(column) if isinstance(column, str) else column
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(cases, list) or not all(isinstance(one, Mapping) for one in cast("list[Any]", cases)):
+        return None
+    rows = cast("list[Mapping[str, Any]]", cases)
+    if all("assert_code" in one for one in rows):
+        return read_cases([_with_calls(one["assert_code"]) for one in rows])
+    if all(one.keys() >= {"stdin", "expected_stdout"} for one in rows):
+        return read_cases(
+            {"inputs": [one["stdin"] for one in rows], "outputs": [one["expected_stdout"] for one in rows]}
+        )
+    return None
+
+
+def _with_calls(code: Any) -> Any:
+    return "\n".join([code, *(f"{name}()" for name in _TEST.findall(code))]) if isinstance(code, str) else code
 
 
 def last_program(response: str) -> str | None:

@@ -52,6 +52,13 @@ def _shared(name: str, options: str) -> Reward:
     return _make(name, json.loads(options))
 
 
+def why_unreadable(name: str, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str] | None:
+    """A function that says why this reward can never judge a row, by the row's columns; None: it depends on no column
+    that could be wrong. Raises UnknownReward."""
+    reads = getattr(_loaded(name, BUILT_IN.get(name, name)), "why_unreadable", None)
+    return None if reads is None else functools.partial(reads, **options)
+
+
 def reward_of_row(configured: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`reward` and `reward_options` for a row that gives these options, over what is configured.
 
@@ -70,7 +77,8 @@ def reward_of_row(configured: Mapping[str, Any], given: Mapping[str, Any]) -> di
         refuse_undeclared(("answer_pattern",), declared_by(function), f"reward {name!r}")
     of_row = given_by_row(cast("Mapping[str, Any]", options), function, f"reward {name!r}")
     before = configured.get("reward_options") or {} if name == own else {}
-    return {"reward": name, "reward_options": {**before, **of_row}}
+    mine = {"reward": name, "reward_options": {**before, **of_row}}
+    return {**mine, "rewards": {}} if "reward" in given and configured.get("rewards") else mine
 
 
 def _make(name: str, options: Mapping[str, Any]) -> Reward:

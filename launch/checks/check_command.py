@@ -158,7 +158,7 @@ def _reward(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
         yield _found(key, f"reward: that of the environment {name}; {there}")
         return
     reward = str(options.get("reward", "answer"))
-    if reward != "answer" or {"reward_options", "answer_pattern"} & options.keys():
+    if reward != "answer" or {"reward_options", "answer_pattern", "rewards"} & options.keys():
         yield _found(key, f"reward: {reward} of single_turn; {there}")
         return
     check = AnswerCheck()

@@ -20,6 +20,7 @@ from stillhouse.launch.checks.architectures import refusals
 from stillhouse.launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
 from stillhouse.launch.checks.placement import choose_engines
 from stillhouse.launch.checks.prompt_files import absolute_prompts, check_prompts
+from stillhouse.launch.checks.reward_rows import unreadable_rows
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.checks.turn_ends import turn_end_warnings
 from stillhouse.launch.config.consistency import check_consistency
@@ -91,7 +92,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in eval_sets.items()}
     for key, path in files.items():
         if path:
-            mistakes += check_prompts(key, path, config.environments, tasks.columns)
+            wrong = check_prompts(key, path, config.environments, tasks.columns)
+            mistakes += wrong or unreadable_rows(key, path, config.environments, tasks.columns)
     mistakes += _trackers(config)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from stillhouse.actors.rewards import Answered, make_reward
 from stillhouse.actors.rewards.base import Verdict
-from stillhouse.actors.rewards.code import last_program
+from stillhouse.actors.rewards.code import last_program, why_unreadable
 from tests.patience import Limit
 
 DOUBLE = "```python\nfor line in open(0):\n    print(int(line) * 2)\n```"
@@ -26,6 +27,41 @@ ADD = "So:\n```py\ndef add(a, b):\n    return a + b\n```\nThat is all."
 def judged(response: str, tests: Any, **options: Any) -> Verdict:
     reward = make_reward("code", **{"isolation": "none", "time_limit_s": 1.0, **options})
     return asyncio.run(reward(Answered(response, row={"tests": tests})))
+
+
+ASSERTS = {
+    "assert_code": "\n\ndef test_one():\n    assert add(1, 2) == 3\n\ndef test_two():\n    assert add(0, 0) == 0"
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "row", "reward"),
+    [
+        (ADD, {"case_type": "pytest", "test_cases": json.dumps([ASSERTS])}, 1.0),
+        (ADD, {"case_type": "assert", "test_cases": [{"assert_code": "assert add(1, 2) == 3"}, ASSERTS]}, 1.0),
+        ("```\ndef add(a, b):\n    return 3\n```", {"case_type": "pytest", "test_cases": json.dumps([ASSERTS])}, 0.0),
+        (DOUBLE, {"case_type": "input", "test_cases": '[{"stdin": "1\\n2", "expected_stdout": "2\\n4\\n"}]'}, 1.0),
+        (DOUBLE, {"test_cases": [{"stdin": "1", "expected_stdout": "2"}, {"stdin": "2", "expected_stdout": "3"}]}, 0.0),
+        (ADD, {"tests": ["assert add(1, 1) == 2"], "test_cases": "unread"}, 1.0),
+        (ADD, {"case_type": "text", "test_cases": [ASSERTS]}, None),
+        (ADD, {"test_cases": "[{"}, None),
+        (ADD, {"test_cases": [{"stdin": "1"}]}, None),
+        (ADD, {"test_cases": [{"stdin": "1", "expected_stdout": "2"}, ASSERTS]}, None),
+        (ADD, {"test_cases": [ASSERTS, {"stdin": "1", "expected_stdout": "2"}]}, None),
+    ],
+)
+def test_rows_of_roll_are_judged_as_they_come(response: str, row: dict[str, Any], reward: float | None) -> None:
+    """Functions `test_...` are called, as its own worker does (code_sandbox_reward_worker.run_assert_tests)."""
+    judge = make_reward("code", isolation="none", time_limit_s=1.0)
+    verdict = asyncio.run(judge(Answered(response, row=row)))
+    assert verdict.reward == reward
+    assert (reward is None) == bool(why_unreadable(row)) == ("reward_unscored_tests_unreadable" in verdict.info)
+
+
+def test_statements_that_are_no_python_are_seen_before_a_run() -> None:
+    assert "no Python" in why_unreadable({"tests": ["assert add(1, 2) =="]})
+    assert not why_unreadable({"tests": ["assert add(1, 2) =="]}, python="/opt/python4")
+    assert not why_unreadable({}) and not why_unreadable({"cases": ["assert x"]}, column="cases")
 
 
 @pytest.mark.parametrize(
