@@ -130,7 +130,7 @@ def test_prompts_of_which_none_can_be_used_are_refused(
 
 def test_evaluation_prompts_are_read_as_well(said: Said, tmp_path: Path) -> None:
     file = write(tmp_path / "eval.jsonl", [{"prompt": "a" * 2000}])
-    code, _, err = said(f"--eval-prompts={file}")
+    code, _, err = said(f"--eval-prompts={file}", f"--prompts={write(tmp_path / 'prompts.jsonl', ROWS[1:])}")
     assert code == 2 and "learner.tasks.eval_prompts: none of the 1 rows that were read is usable" in err
 
 
@@ -150,14 +150,13 @@ def test_a_model_that_torch_cannot_run_here_is_refused(
     assert code == 2 and "models.teacher: " in err and told in err
 
 
-def test_a_teacher_with_too_short_a_context_is_refused(said: Said, model: Path) -> None:
+def test_a_teacher_with_too_short_a_context_is_refused(said: Said, model: Path, tmp_path: Path) -> None:
     changed(model, max_position_embeddings=100)
-    code, _, err = said(f"--teacher={model}")
+    words = (f"--teacher={model}", f"--prompts={write(tmp_path / 'prompts.jsonl', ROWS[1:])}")
+    code, _, err = said(*words)
     assert code == 2
     assert "models.teacher: its context of 100 tokens is less than the 992 that a rollout may have" in err
-    code, _, err = said(
-        f"--teacher={model}", "--learner.tasks.max_prompt_tokens=40", "--learner.tasks.max_new_tokens=60"
-    )
+    code, _, err = said(*words, "--learner.tasks.max_prompt_tokens=40", "--learner.tasks.max_new_tokens=60")
     assert (code, err) == (0, "")
 
 
@@ -220,9 +219,9 @@ def test_cuda_without_a_gpu_is_refused(said: Said, key: str) -> None:
 
 
 def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
-    store = f"file://{tmp_path}/store"
+    store, file = f"file://{tmp_path}/store", write(tmp_path / "prompts.jsonl", ROWS[1:])
     for words, place in (((), "the run folder"), ((f"--store={store}",), f"the store {store}")):
-        code, out, err = said("--weights.transport=folder", *words)
+        code, out, err = said("--weights.transport=folder", f"--prompts={file}", *words)
         assert code == 0, err
         assert f"weights by files in {place} (weights.transport)" in out
 

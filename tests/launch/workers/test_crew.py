@@ -51,8 +51,8 @@ def on_hosts(keys: dict[str, Any], group: HostGroup, named: str) -> Counter[int]
 
 
 @pytest.mark.parametrize("named", ["actors-", "node", "teachers-", "job-17-"])
-@pytest.mark.parametrize("each", [1, 2, 3, 5])
-@pytest.mark.parametrize("count", [4, 5, 8, 13])
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("count", [4, 13])
 def test_hosts_with_numbers_together_serve_all_shards_evenly(named: str, each: int, count: int) -> None:
     name = "teachers" if named == "teachers-" else "actors"
     plain = {"weights": {"allow_plain_network": True}, "buffer": {"shards": N}}
