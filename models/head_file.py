@@ -11,10 +11,10 @@ from typing import cast
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from stillhouse.models.description import DtypeName
-from stillhouse.models.loading import ModelError, load_causal_lm, load_config, resolve_path
+from stillhouse.models.loading import ModelError, load_causal_lm, load_config, outline, resolve_path
 from stillhouse.models.logprobs import LmHead, lm_head
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,8 +29,8 @@ def load_head(path: str | Path, *, device: str, dtype: DtypeName) -> LmHead:
     models.loading.ModelError, and ValueError for a head that is not one linear layer."""
     name = resolve_path(path)
     with torch.device("meta"):
-        empty = cast(PreTrainedModel, AutoModelForCausalLM.from_config(load_config(name)))
-    outline = lm_head(empty)
+        empty = outline(load_config(name))
+    shape = lm_head(empty)
     tensors = _read(Path(name), empty)
     if tensors is None:
         log.warning("%s has its output head in no safetensors file under the usual name; loading the whole model", name)
@@ -38,7 +38,7 @@ def load_head(path: str | Path, *, device: str, dtype: DtypeName) -> LmHead:
         tensors = [one.detach().clone() for one in (whole.weight_VH, whole.bias_V) if one is not None]
     wanted: torch.dtype = getattr(torch, dtype)
     weight_VH, *bias = (tensor.to(device=device, dtype=wanted) for tensor in tensors)
-    return LmHead(weight_VH, bias[0] if bias else None, outline.scale, outline.softcap)
+    return LmHead(weight_VH, bias[0] if bias else None, shape.scale, shape.softcap)
 
 
 def _read(folder: Path, empty: PreTrainedModel) -> list[Tensor] | None:

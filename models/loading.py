@@ -17,10 +17,20 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from stillhouse.models import packed
 from stillhouse.models.description import DtypeName
@@ -78,7 +88,7 @@ def load_causal_lm(
         packed.refuse_bidirectional(config)
         implementation = None  # transformers' choice, until a probe has shown which rows are exact
     if weights:
-        model = _from_pretrained(name, torch_dtype, implementation)
+        model = _from_pretrained(name, config, torch_dtype, implementation)
         _check_embeddings(name, model)
         _check_numbers(name, model)
         make_current(torch.device(device))
@@ -89,10 +99,7 @@ def load_causal_lm(
         if Path(name).is_dir() and head_beside_embedding(read_headers(Path(name))):
             _untie(config)
         with torch.device("meta"):
-            model = cast(
-                PreTrainedModel,
-                AutoModelForCausalLM.from_config(config, dtype=torch_dtype, attn_implementation=implementation),
-            )
+            model = outline(config, dtype=torch_dtype, attn_implementation=implementation)
     model.eval()
     model.requires_grad_(train)
     if weights and attention == "packed":
@@ -170,25 +177,44 @@ def resolve_path(path: str | Path) -> str:
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM."""
+    """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM, alone or as the
+    text model of one that also takes images."""
     try:
         config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: malformed fields
         hint = "" if Path(name).is_dir() else f"; no local folder of that name either{_offline_hint()}"
         raise ModelError(f"cannot read the model configuration of {name!r}: {error}{hint}") from error
-    known = _flat_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     architectures: list[str] = getattr(config, "architectures", None) or []
+    known = _flat_names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | _flat_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     if architectures and not any(architecture in known for architecture in architectures):
         raise ModelError(f"{name!r} is a {', '.join(architectures)}; expected a causal language model (…ForCausalLM)")
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or getattr(config, "is_encoder_decoder", False):
+    if _auto_class(config) is None or getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{name!r} has model_type {config.model_type!r}, for which transformers has no causal LM")
     return config
 
 
-def _from_pretrained(name: str, dtype: torch.dtype, implementation: str | None) -> PreTrainedModel:
+def outline(config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
+    """A model of this configuration as `load_causal_lm` makes it, with weights as its class initialises them."""
+    return cast(PreTrainedModel, _auto_class(config).from_config(config, **how))
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that makes the model whose weights a checkpoint has; None if there is none. A checkpoint that
+    also takes images is loaded whole, so that its exports are too."""
+    said = set(cast("list[str] | None", getattr(config, "architectures", None)) or ())
+    of_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if with_images is not None and (of_text is None or with_images in said - {of_text}):
+        return AutoModelForImageTextToText
+    return None if of_text is None else AutoModelForCausalLM
+
+
+def _from_pretrained(
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, implementation: str | None
+) -> PreTrainedModel:
     try:
         with _no_progress_bars():
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded = _auto_class(config).from_pretrained(
                 name, dtype=dtype, attn_implementation=implementation, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError) as error:

@@ -82,7 +82,9 @@ def _turned(
 
 
 def _embeddings(model: PreTrainedModel) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if hasattr(module, "rope_type"))
+    """Those of the text model; an image tower has positions of another kind."""
+    text = getattr(model.base_model, "language_model", model)
+    return (module for module in text.modules() if hasattr(module, "rope_type"))
 
 
 def _ropes(config: PreTrainedConfig) -> dict[str, Mapping[str, Any]]:
