@@ -137,21 +137,19 @@ def read_shape(folder: Path) -> ModelShape | None:
     parameters = check_weights("", folder).parameters
     try:
         content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        shape = shape_of(content, parameters, vocabulary_size(folder))
-        return shape if parameters else _counted(shape, content)
+        return shape_of(content, parameters or _counted(folder), vocabulary_size(folder))
     except (OSError, KeyError, TypeError, ValueError):
         return None
 
 
-def _counted(shape: ModelShape, content: Mapping[str, Any]) -> ModelShape:
-    """The shape with the parameters of a transformer with gated MLPs, as config.json describes it."""
-    text = {**content, **cast(dict[str, Any], content.get("text_config") or {})}
-    per_token = int(text.get("num_experts_per_tok") or 1)
-    experts = int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 1)
-    attention = shape.hidden * (2 * shape.q_width + 2 * shape.kv_width)
-    layer = attention + 3 * shape.hidden * shape.mlp // per_token * experts + 2 * shape.hidden
-    embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-    return shape._replace(parameters=embeddings + shape.layers * layer + shape.hidden)
+def _counted(folder: Path) -> int:
+    """Parameters of the model that config.json describes, by transformers, which takes seconds to load."""
+    import torch
+
+    from stillhouse.models.loading import load_config, outline
+
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in outline(load_config(str(folder))).parameters())
 
 
 def shape_of(content: Mapping[str, Any], parameters: int, vocabulary: int) -> ModelShape:

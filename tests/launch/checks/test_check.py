@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from stillhouse import builtin
 from stillhouse.launch.checks.memory import read_shape
@@ -264,6 +264,25 @@ def test_the_reward_and_the_rows_held_out_are_said(
     printed = capsys.readouterr().out
     assert all(text in printed for text in told), printed
     assert ("warning" in printed) == any("warning" in text for text in told) or "3 of 130" in printed
+
+
+def test_the_plan_of_a_hybrid_model_counts_what_transformers_makes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3.5-9B: recurrent layers, gates and an image tower beside it. The sizes are transformers' own."""
+    shutil.copytree(builtin.STUDENT_DIR, tmp_path / "student", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"], dtype="bfloat16")
+    config.save_pretrained(tmp_path / "student")
+    shape = read_shape(tmp_path / "student")
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in Qwen3_5ForConditionalGeneration(config).parameters())
+    assert shape is not None and shape.parameters == expected == 9_407_453_936
+    flags = ["--student", str(tmp_path / "student"), "--check", "--device", "cuda", "--gpus", "8"]
+    flags += ["--teacher", str(tmp_path / "student")]
+    assert main(flags) == 2
+    assert "learner.ranks" in capsys.readouterr().err, "what to do"
+    assert main([*flags, "--learner.ranks", "4", "--learner.recompute", "1"]) == 0
+    assert "nothing was started" in capsys.readouterr().out
 
 
 def test_a_plan_from_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
