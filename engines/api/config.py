@@ -61,7 +61,7 @@ class ApiConfig(Settings, frozen=True, kw_only=True):
         if parts.scheme not in ("http", "https") or not plain:
             shown = self.url.partition("?")[0] if "@" not in self.url else "an address with a password"
             raise ValueError(f"url: got {shown!r}, expected http(s)://HOST/v1; a key goes into the variable of key_env")
-        if parts.scheme == "http" and not is_local(parts.hostname):
+        if parts.scheme == "http" and not is_local(parts.hostname or ""):
             raise ValueError(
                 f"url: got {self.url}, where the key and all texts can be read on the way; expected https://, or an "
                 "address of this machine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,7 +87,7 @@ class Api:
             if top_k is not None and top_k > MOST_LIKELIEST:
                 return 400, {"error": {"message": f"Requested prompt logprobs of {top_k}, max allowed: 20"}}
             if body.get("prompt_logprobs") is not None:
-                values, tops = self.logprobs(ids, top_k)
+                values, tops = self.logprobs(ids, body["prompt_logprobs"])
                 choice["prompt_logprobs"] = [None, *map(self._entry, ids[1:], values, tops)]
                 return 200, reply
         if not (body.get("echo") and body.get("logprobs")):
@@ -120,7 +120,7 @@ class Api:
 
 
 @contextmanager
-def serving(api: Api) -> Iterator[Api]:
+def serving(api: Api) -> Generator[Api]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,7 +47,7 @@ def vllm() -> Iterator[Api]:
 
 
 @contextmanager
-def scoring(api: Api, run_dir: Path, top_k: int = 0, folder: Path = STUDENT_DIR, **keys: Any) -> Iterator[ApiScorer]:
+def scoring(api: Api, run_dir: Path, top_k: int = 0, folder: Path = STUDENT_DIR, **keys: Any) -> Generator[ApiScorer]:
     """As a teacher starts it."""
     teacher = TeacherConfig(engine="api", api=ApiConfig(url=api.url, **keys), top_k=top_k)
     config = SimpleNamespace(teacher=teacher, models=SimpleNamespace(teacher=str(folder)))
@@ -85,7 +85,7 @@ def test_sets_of_the_likeliest_tokens_come_by_id(vllm: Api, tmp_path: Path) -> N
     with scoring(vllm, tmp_path) as scorer:
         (result,) = scorer.score([request], ScoreOptions(top_k=5))
     wanted = expected(request, 5)
-    assert np.array_equal(result.top_ids, wanted.top_ids)
+    assert result.top_ids is not None and np.array_equal(result.top_ids, wanted.top_ids)
     assert result.top_logprobs == pytest.approx(wanted.top_logprobs, abs=1e-4)
 
 
