@@ -14,6 +14,7 @@ from stillhouse.protocol.topk_codec import decode_top_k
 from stillhouse.recording.reader import Recording
 from tests.integration.conftest import Launched
 from tests.integration.test_whole_run import assert_balanced
+from tests.teachers.tiny_tokenizers import far_model
 
 Launch = Callable[..., Launched]
 SETS = ("--teacher.top_k=64", "--actors=1", "--teachers=1", "--learner.eval_every=0")
@@ -72,3 +73,17 @@ def test_the_sets_of_a_run_are_the_students_when_it_sampled(launch: Launch, tmp_
                         np.testing.assert_allclose(told[row, :n], exact, atol=0.05)
                         n_compared += 1
     assert n_compared > 500
+
+
+def test_a_run_trains_on_parts_of_rollouts_that_a_teacher_with_another_tokenizer_scores(
+    launch: Launch, tmp_path: Path
+) -> None:
+    other = ("--teacher.tokenizer=other", f"--models.teacher={far_model(tmp_path)}", "--divergence=k1")
+    parts = ("--buffer.release=segment", "--max-staleness=2", "--actor.segment_tokens=16")
+    run = launch(*SETS[1:], *other, *parts, "--steps=3")
+    assert run.wait() == 0, run.text()
+    assert_balanced(run.summary())
+    assert run.summary()["tokens"]["masked"].get("unscorable", 0) == 0
+    rows = run.steps()
+    assert all(0.0 < row["train/tokens_unscored"] < 0.3 * row["train/tokens"] for row in rows)
+    assert all(row["train/reverse_kl"] > 1.0 for row in rows)

@@ -47,6 +47,7 @@ def aligner(student: str, teacher: str) -> Aligner:
 def bytes_of(tokenizer: FileTokenizer, token: int) -> bytes:
     """A second way to a token's bytes."""
     text = tokenizer.backend_tokenizer.id_to_token(token)
+    assert text is not None
     if token in tokenizer.backend_tokenizer.get_added_tokens_decoder():
         return text.encode()
     if "▁" in tokenizer.backend_tokenizer.to_str():

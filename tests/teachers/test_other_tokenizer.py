@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from stillhouse.builtin import STUDENT_DIR
-from stillhouse.builtin.tokenizer import build_tokenizer
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol import messages as m
@@ -19,6 +18,7 @@ from stillhouse.protocol.payloads.aligned import EDGE, END, NOT_SCORED, decode_a
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import TeacherConfig
 from tests.teachers.test_worker import TEACHER, end, teacher
+from tests.teachers.tiny_tokenizers import far_model
 from tests.wire import ScriptedBuffer
 
 CONFIG = TeacherConfig(device="cpu", tokenizer="other")
@@ -28,15 +28,7 @@ TEXT = "8+5+0=13;3+9+1=13 #133"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with the other built-in tokenizer."""
-    made = tmp_path_factory.mktemp("far")
-    tokenizer = build_tokenizer(pairs=True)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen3Config(vocab_size=len(tokenizer), **shape, num_key_value_heads=1, head_dim=16, initializer_range=0.3)
-    Qwen3ForCausalLM(config).save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    return made
+    return far_model(tmp_path_factory.mktemp("far"))
 
 
 def item(n_student_prompt: int, n_prompt: int, start: int, stop: int, **more: bool) -> m.ScoreItem:

@@ -1,4 +1,4 @@
-"""Tiny tokenizers of the two kinds whose tokens stand for bytes, trained on a few words."""
+"""Tiny tokenizers of the two kinds whose tokens stand for bytes, trained on a few words, and a model of one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Final
+from typing import Any, Final
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from stillhouse.builtin.tokenizer import build_tokenizer
 from stillhouse.models.tokenizer_file import FileTokenizer
 
 CORPUS: Final = (
@@ -57,3 +60,14 @@ def tiny(kind: str, n_tokens: int = 320, *, think: bool = False) -> FileTokenize
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "bos_token": "<s>"}))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return FileTokenizer(folder)
+
+
+def far_model(folder: Path) -> Path:
+    """A random model with the other built-in tokenizer."""
+    tokenizer = build_tokenizer(pairs=True)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape, **heads)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
