@@ -46,9 +46,9 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     token; the learner applies the teacher's output head to it, so the divergence is over the whole vocabulary. Needs
     engine = torch, the teacher's model where the learner is, and buffer.max_top_k_bytes of that size."""
     top_k: TopK = 0
-    """Most tokens per position whose log-probs the teacher sends, likeliest first. The divergences between
-    distributions need them (learner.objective.divergence = reverse_kl, forward_kl, mixed, jsd, multi_sample). 256 is a
-    good cap: see top_mass. 0: only the sampled token's log-prob, or with payload = hidden the states."""
+    """Most tokens per position whose log-probs the teacher sends, likeliest first. Divergences between distributions
+    need them. 256 is a good cap: see top_mass. 0: only the sampled token's log-prob, or with payload = hidden the
+    states."""
     top_k_of: TopKOf = "teacher"
     """The model whose likeliest tokens make the sets. teacher: itself. student: as it was when it sampled the token;
     actors report them, and all teachers score the same ones. The gradient of reverse_kl is then nearer to that of the

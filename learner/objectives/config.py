@@ -44,8 +44,8 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
     divergence: Annotated[Member, DIVERGENCE] = LogRatio()
     """Divergence between student and teachers. On sampled tokens: k1, k2 (s - q, the gradient of the reverse KL), k3
     (1 - exp(q - s), the gradient of the forward KL), seq_kd (-1, cross-entropy; only for text that the teacher wrote),
-    null (a constant on unlikely tokens, without a teacher).
-    Between distributions, which need teacher.top_k: reverse_kl, forward_kl, mixed, jsd, multi_sample."""
+    null (a constant on unlikely tokens, without a teacher). The others are between distributions and need
+    teacher.top_k."""
     cost_transform: Annotated[Member, COST_TRANSFORM] = Member(name="none")
     """Change of each cost of a sampled token, before anything else is done with it. clip: limited to `limit` nats in
     both directions. log: sign(cost) * log(1 + |cost|). Either makes single tokens count less, and the gradient is then
