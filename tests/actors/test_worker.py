@@ -163,7 +163,7 @@ def test_credit_is_what_is_free_and_is_renewed_as_rollouts_end_but_not_as_ticket
         said = [(got.message.n, got.message.tickets_received_total) for got in peer.got(m.TicketCredit)]
         assert said == [(3, 0), (2, 2), (3, 2)], "a ticket that waits for its weights takes a place, too"
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0) is True
+        assert ended.result(PATIENCE_S) is True
 
 
 def test_credit_is_said_again_though_nothing_changed(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_credit_is_said_again_though_nothing_changed(tokenizer: TextTokenizer, m
         assert {(c.n, c.tickets_received_total) for c in said} == {(3, 0)}
         assert [c.seq for c in said] == sorted({c.seq for c in said})
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0)
+        assert ended.result(PATIENCE_S)
 
 
 def test_credit_is_said_again_after_a_reconnect(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_credit_is_said_again_after_a_reconnect(tokenizer: TextTokenizer, monkey
         peer = stack.enter_context(ScriptedBuffer(bind=former.address))
         assert credit(peer, lambda c: True).n == 3
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0)
+        assert ended.result(PATIENCE_S)
 
 
 def test_segments_follow_tickets_in_order_and_each_once(tokenizer: TextTokenizer) -> None:
@@ -198,7 +198,7 @@ def test_segments_follow_tickets_in_order_and_each_once(tokenizer: TextTokenizer
         segments = peer.expect(m.Segment, 6)
         assert client.flush(20.0)
         peer.send(m.Shutdown(False, "no more"), to=ACTOR)
-        assert ended.result(20.0) is False, "the run did not end well"
+        assert ended.result(PATIENCE_S) is False, "the run did not end well"
     for number in range(3):
         first, last = (got for got in segments if got.message.rollout_id == f"train-{number}-0-0")
         assert (first.message.index, last.message.index) == (0, 1)
@@ -224,7 +224,7 @@ def test_a_rejected_segment_ends_its_rollout(tokenizer: TextTokenizer) -> None:
         credit(peer, lambda c: c.n == 2 and c.tickets_received_total == 2)
         assert engine.aborted == ["train-0-0-0/0"]
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0)
+        assert ended.result(PATIENCE_S)
     assert not peer.got(m.RolloutFailed), "the buffer knows"
 
 
@@ -243,7 +243,7 @@ def test_what_is_sampled_is_sent_when_the_buffer_asks(tokenizer: TextTokenizer) 
         (segment, (ids, *_)), *_ = peer.got(m.Segment)
         assert ids.tolist() == [1, 2, 3, 20] and not segment.final
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0)
+        assert ended.result(PATIENCE_S)
 
 
 def test_plans_go_to_the_weight_receiver_and_its_failure_ends_the_actor(tokenizer: TextTokenizer) -> None:
@@ -254,7 +254,7 @@ def test_plans_go_to_the_weight_receiver_and_its_failure_ends_the_actor(tokenize
         assert weights.got_plan.wait(PATIENCE_S) and weights.plans == [plan]
         weights.failure = RuntimeError("the receiver is gone")
         with pytest.raises(RuntimeError, match="receiver is gone"):
-            ended.result(20.0)
+            ended.result(PATIENCE_S)
 
 
 def test_heartbeats_say_version_and_figures(tokenizer: TextTokenizer) -> None:
@@ -269,7 +269,7 @@ def test_heartbeats_say_version_and_figures(tokenizer: TextTokenizer) -> None:
         assert (message.stats["sampled_tokens_total"], message.stats["rollouts_in_hand"]) == (6.0, 0.0)
         assert {"busy_fraction", "waiting_for_weights", "plans", "segments_total"} <= message.stats.keys()
         peer.send(m.Shutdown(True, "done"), to=ACTOR)
-        assert ended.result(20.0)
+        assert ended.result(PATIENCE_S)
 
 
 def test_the_student_writes_a_batch_that_the_buffer_accepts(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -296,6 +296,6 @@ def test_the_student_writes_a_batch_that_the_buffer_accepts(tokenizer: TextToken
             assert batch.snapshot.ledger.rejected == {}
             learner.send(m.BatchTrained(batch.batch_id, V1))
             learner.send(m.RunFinished(True, "enough"))
-            assert ended.result(20.0) is True
-        assert buffer_ended.result(20.0) == 0
+            assert ended.result(PATIENCE_S) is True
+        assert buffer_ended.result(PATIENCE_S) == 0
     engine.close()

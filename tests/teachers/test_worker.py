@@ -117,14 +117,16 @@ def credit(peer: ScriptedBuffer, such: Callable[[m.ScoreCredit], bool]) -> m.Sco
 
 def end(peer: ScriptedBuffer, ended: Future[bool], *, ok: bool = True) -> None:
     peer.send(m.Shutdown(ok, "done"), to=TEACHER)
-    assert ended.result(20.0) is ok
+    assert ended.result(PATIENCE_S) is ok
 
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
     threads = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == threads
+    left = set(threading.enumerate()) - threads
+    # tqdm's monitor begins with the first model that is loaded, and stays.
+    assert not [thread for thread in left if type(thread).__name__ != "TMonitor"]
 
 
 @pytest.fixture(scope="module")
@@ -349,8 +351,8 @@ def test_a_rollout_is_scored_for_the_real_buffer_as_it_grows(scorer: TorchScorer
             np.testing.assert_allclose(got_scores[0][got_mask.astype(bool)], alone, atol=1e-4)
             learner.send(m.BatchTrained(batch.batch_id, m.WeightVersion(0, 1)))
             learner.send(m.RunFinished(True, "enough"))
-            assert ended.result(20.0) is True
-        assert buffer_ended.result(20.0) == 0
+            assert ended.result(PATIENCE_S) is True
+        assert buffer_ended.result(PATIENCE_S) == 0
 
 
 # ---------------------------------------------------------------------------------------------------- new weights
