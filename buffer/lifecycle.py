@@ -21,7 +21,7 @@ from stillhouse.buffer.task_book import TaskBook
 from stillhouse.buffer.tokens import Array
 from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.branches import path_to
-from stillhouse.protocol.messages import Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
+from stillhouse.protocol.messages import KEPT_IDS, Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
 from stillhouse.protocol.messages import Segment as SegmentMessage
 
 
@@ -88,7 +88,12 @@ class Lifecycle:
         segment = HeldSegment(message.index, message.start, message.end, message.spans, n_sampled, n_pools, *top_range)
         segment.other_tokens = other_tokens
         blob = number_of(arrays)
-        segment.top_ids = KeptBytes.of(top_ids[0].tobytes(), blob, 3) if top_ids else b""
+        if top_ids:
+            payload = KeptBytes.of(top_ids[0].tobytes(), blob, 3)
+            if not rollout.ticket.sampling.kept:
+                segment.top_ids = payload
+            elif rollout.kind == "train":
+                segment.top_k[KEPT_IDS] = payload
         counts = self.book.of(rollout.kind)
         counts.segments.accept()
         counts.tokens.accept(n_sampled)

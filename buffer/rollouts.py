@@ -124,7 +124,8 @@ class HeldSegment:
     """Jobs while UNSCORED. They refer back to the segment: kept longer, they would leave every rollout to the cyclic
     garbage collector."""
     top_k: dict[int, bytes] = field(default_factory=dict[int, bytes])
-    """Top-k payload of that range by pool index, if the teacher sent one; kept until the segment is settled."""
+    """Top-k payload of that range by pool index, if the teacher sent one, and by KEPT_IDS what its tokens were sampled
+    from, if the actor did; kept until the segment is settled."""
     top_ids: bytes = b""
     """Payload of the student's likeliest tokens in that range, if the actor sent one; kept while UNSCORED."""
     counted_place: int = 0

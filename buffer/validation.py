@@ -20,7 +20,7 @@ from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import MAX_ROW_BYTES, Task
 from stillhouse.protocol.messages import Segment as SegmentMessage
 from stillhouse.protocol.payloads.registry import kind_of_bytes
-from stillhouse.protocol.payloads.student_sets import HEADER_BYTES, check_top_ids
+from stillhouse.protocol.payloads.student_sets import HEADER_BYTES, check_top_ids, read_kept, without_sampled
 
 LOGPROB_TOLERANCE = 1e-3
 """A log-prob may exceed 0 by this much (rounding of a near-certain token). A larger number is not a log-prob."""
@@ -67,15 +67,16 @@ class SegmentChecker:
             self._prompt_refusal(rollout, message, arrays)
             or _logprob_refusal(logprobs_N, loss_mask_N)
             or self._span_refusal(message, loss_mask_N)
-            or self._top_ids_refusal(rollout, loss_mask_N, top_ids)
+            or self._top_ids_refusal(rollout, ids_N, loss_mask_N, top_ids)
         )
 
     def _top_ids_refusal(
-        self, rollout: RolloutState, loss_mask_N: Array, payloads: Sequence[Array]
+        self, rollout: RolloutState, ids_N: Array, loss_mask_N: Array, payloads: Sequence[Array]
     ) -> RejectReason | None:
-        """Check the student's likeliest tokens: their number of positions, not the ids, which the teachers read."""
-        sampled = np.flatnonzero(loss_mask_N)
-        if len(payloads) != (1 if rollout.ticket.sampling.top_ids is not None and len(sampled) else 0):
+        """Check the student's likeliest tokens: their number of positions, not the ids, which the teachers read. Of
+        kept tokens also the ids: no teacher would notice a wrong one."""
+        sampled, sampling = np.flatnonzero(loss_mask_N), rollout.ticket.sampling
+        if len(payloads) != (1 if sampling.reports_ids and len(sampled) else 0):
             return RejectReason.TOP_IDS_MISSING
         for payload in payloads:
             n = int(sampled[-1]) + 1 - int(sampled[0])
@@ -83,6 +84,9 @@ class SegmentChecker:
                 return RejectReason.TOP_IDS_SIZE
             try:
                 fits = check_top_ids(payload.tobytes()) == n
+                if fits and sampling.kept:
+                    ids_S, counts_T = read_kept(payload.tobytes(), self._vocab_size)
+                    fits = not without_sampled(ids_S, counts_T, ids_N[sampled[0] : sampled[-1] + 1])
             except MalformedMessage:
                 fits = False
             if not fits:

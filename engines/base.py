@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
 from stillhouse.protocol.payloads.kind import Float32s, Int32s, ScoreOptions, ScoreResult
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,8 @@ class GenerationDelta:
     finish_reason: Literal["stop", "length", "aborted", "error"] | None = None
     error: str | None = None
     top_ids: tuple[Int32s, ...] | None = None
-    """[n] With `Sampling.top_ids`: for each token the ids of the likeliest ones at its place, likeliest first."""
+    """[n] With `Sampling.top_ids`: for each token the ids of the likeliest ones at its place, likeliest first. With
+    `Sampling.kept` those that it was sampled from, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +202,19 @@ def likeliest(ids_RK: Int32s, probs_RK: npt.NDArray[np.floating[Any]], wanted: T
 def check_top_ids_wanted(sampling: Sampling) -> None:
     """Raises ValueError for sets that no engine reports."""
     wanted = sampling.top_ids
+    if sampling.kept and (wanted is not None or sampling.temperature == 0 or not 1 < sampling.top_k <= MAX_TOKENS_KEPT):
+        raise ValueError(
+            f"kept ids of top_k = {sampling.top_k}, temperature = {sampling.temperature}, top_ids = {wanted}; expected "
+            f"a top_k from 2 to {MAX_TOKENS_KEPT}, a temperature above 0, and no top_ids"
+        )
     if wanted is None:
         return
     if wanted.k < 1 or not 0 < wanted.mass <= 1:
         raise ValueError(f"top_ids = {wanted}; expected a k of at least 1, and a mass in (0, 1]")
-    if sampling.top_p != 1 or sampling.top_k:
+    if sampling.truncated:
         raise ValueError(
-            f"top_ids with top_p = {sampling.top_p}, top_k = {sampling.top_k}: the likeliest tokens are reported of "
-            "whole distributions only; expected top_p = 1 and top_k = 0"
+            f"top_ids with top_p = {sampling.top_p}, top_k = {sampling.top_k}, min_p = {sampling.min_p}: the likeliest "
+            "tokens are reported of whole distributions only; expected top_p = 1, top_k = 0 and min_p = 0"
         )
 
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stillhouse.learner.payloads import NO_ROWS, join_rows
+from stillhouse.learner.payloads import NO_ROWS, KeptRows, join_rows
 from stillhouse.models.divided import RankGroup, RankPart, RankPlaces
 from stillhouse.models.packed_layout import balanced_packs
 from stillhouse.protocol.branches import path_to
@@ -87,6 +87,8 @@ class TrainItem:
     """Payloads of `item.top_k`, concatenated."""
     top: Mapping[str, PayloadRows] = field(default_factory=dict[str, PayloadRows])
     """Teacher -> payload rows of the trained tokens, once decoded; empty if the objective does not use them."""
+    kept: KeptRows | None = None
+    """What the trained tokens were sampled from, once decoded; None: the whole vocabulary."""
 
     @property
     def n_trained(self) -> int:
@@ -149,6 +151,8 @@ class Microbatch:
     """Which token of the microbatch (of the whole, if it is divided) is the last before it on its path; -1: none."""
     top: tuple[PayloadRows, ...]
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
+    kept: KeptRows | None = None
+    """What the N tokens were sampled from; None: all from the whole vocabulary."""
     span_N: npt.NDArray[np.int64] | None = None
     """The first token of each one's span, from teachers with another tokenizer (protocol.payloads.aligned). None: all
     spans have one token, and in a rank's part of a microbatch."""
@@ -325,6 +329,7 @@ def _microbatch(
         before_N=np.concatenate(before),
         top=tuple(_rows_of(name, [items[i] for i in members]) for name in teachers),
         span_N=None if np.array_equal(span_N, np.arange(n_trained)) else span_N,
+        kept=KeptRows.joined([items[i].kept for i in members], [len(offsets) for offsets in trained]),
     )
 
 
@@ -357,6 +362,7 @@ def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
         token_N=whole.token_N[chosen_N],
         before_N=whole.before_N[chosen_N],
         top=tuple(one.at(own_R) if one.n_rows else one for one, own_R in zip(whole.top, rows, strict=True)),
+        kept=None if whole.kept is None else whole.kept.at(chosen_N),
         shared=Shared(whole, own, trained, own_N),
     )
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.messages import KEPT_IDS, BatchItem
 from stillhouse.protocol.payloads.aligned import AlignedScores
 from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
+from stillhouse.protocol.payloads.student_sets import read_kept, without_sampled
 from stillhouse.protocol.payloads.top_k import TopRows
 
 NO_ROWS: Final[PayloadRows] = TopRows.joined([])
@@ -57,6 +58,8 @@ def read_payloads(
     for piece in item.top_k:
         body = payloads[at : at + piece.n_bytes].data
         at += piece.n_bytes
+        if piece.teacher == KEPT_IDS:
+            continue
         if not 0 <= piece.teacher < len(item.teachers):
             raise PayloadError(f"a payload of teacher {piece.teacher}; it has {len(item.teachers)}")
         if (name := item.teachers[piece.teacher]) in pieces:
@@ -76,6 +79,64 @@ def read_payloads(
                 else f"the payloads of teacher {name!r} overlap or are not in order"
             )
     return found
+
+
+class KeptRows(NamedTuple):
+    """The ids that each of N tokens was sampled from."""
+
+    ids_NK: npt.NDArray[np.int32]
+    """Distinct within a row's first columns; those after them are ignored."""
+    counts_N: npt.NDArray[np.int64]
+    """0: the whole vocabulary."""
+
+    def at(self, rows: npt.NDArray[np.int64]) -> KeptRows:
+        return KeptRows(self.ids_NK[rows], self.counts_N[rows])
+
+    @staticmethod
+    def joined(parts: Sequence[KeptRows | None], sizes: Sequence[int]) -> KeptRows | None:
+        """Of several items with so many tokens each. None if no item has any."""
+        widest = max((one.ids_NK.shape[1] for one in parts if one is not None), default=0)
+        if not widest:
+            return None
+        whole = [KeptRows(np.zeros((n, 0), np.int32), np.zeros(n, np.int64)) for n in sizes]
+        rows = [one or none for one, none in zip(parts, whole, strict=True)]
+        ids = [np.pad(one.ids_NK, ((0, 0), (0, widest - one.ids_NK.shape[1]))) for one in rows]
+        return KeptRows(np.concatenate(ids), np.concatenate([one.counts_N for one in rows]))
+
+
+def kept_rows(
+    item: BatchItem,
+    payloads: npt.NDArray[np.uint8],
+    tokens_L: npt.NDArray[np.int32],
+    trained: npt.NDArray[np.int64],
+    vocab_tokens: int,
+) -> KeptRows | None:
+    """What the tokens at the ascending offsets `trained` were sampled from; None: the whole vocabulary. Raises
+    PayloadError for sets that are missing for some of them, malformed, or without the token sampled from them."""
+    at, ids, counts, offsets = 0, list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int64]](), list[range]()
+    for piece in item.top_k:
+        body = payloads[at : at + piece.n_bytes].data
+        at += piece.n_bytes
+        if piece.teacher != KEPT_IDS:
+            continue
+        try:
+            ids_S, counts_T = read_kept(body, vocab_tokens)
+        except MalformedMessage as error:
+            raise PayloadError(f"the kept ids: {error}") from error
+        if len(counts_T) != piece.end - piece.start or not 0 <= piece.start < piece.end <= len(tokens_L):
+            raise PayloadError(f"kept ids of {len(counts_T)} tokens, expected [{piece.start}, {piece.end})")
+        if n := without_sampled(ids_S, counts_T, tokens_L[piece.start : piece.end]):
+            raise PayloadError(f"{n} sets of kept ids do not have the token that was sampled from them")
+        ids.append(ids_S), counts.append(counts_T), offsets.append(range(piece.start, piece.end))
+    if not offsets:
+        return None
+    sent, counts_P = np.concatenate([np.asarray(one) for one in offsets]), np.concatenate(counts)
+    if not np.isin(trained, sent).all() or (np.diff(sent) <= 0).any():
+        raise PayloadError("kept ids are missing for some tokens to be trained, or overlap; expected those of each")
+    filled_PK = np.arange(int(counts_P.max())) < counts_P[:, None]
+    ids_PK = np.zeros(filled_PK.shape, np.int32)
+    ids_PK[filled_PK] = np.concatenate(ids)
+    return KeptRows(ids_PK, counts_P).at(np.searchsorted(sent, trained))
 
 
 def _rows(name: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> PayloadRows:

@@ -84,7 +84,7 @@ class Recording:
         value that need them, or an empty text."""
         sent: dict[str, bool] = {}
         for item in (one.item for batch in self.batches for one in batch.record.items):
-            senders = {item.teachers[piece.teacher] for piece in item.top_k}
+            senders = {item.teachers[piece.teacher] for piece in item.top_k if piece.teacher >= 0}
             sent |= {pool: sent.get(pool, False) or pool in senders for pool in item.teachers}
         for pool in [pool for pool, has_sets in (sent or {"": False}).items() if not has_sets]:
             if why := needed_for(pool):

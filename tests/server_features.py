@@ -23,4 +23,5 @@ CAPABLE: Final = Features(
     stream_interval=True,
     logprob_temperature="as_sampled",
     greedy_logprobs_at_one=True,
+    sampling_mask=True,
 )

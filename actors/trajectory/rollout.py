@@ -132,10 +132,11 @@ class Rollout:
                 f"request {delta.request_id}: the engine gave {running.n + delta.token_ids.size} tokens, expected at "
                 f"most {running.room}"
             )
-        top_ids = () if self.ticket.sampling.top_ids is None else delta.top_ids or ()
-        if self.ticket.sampling.top_ids is not None and len(top_ids) != delta.token_ids.size:
+        reports_ids = self.ticket.sampling.reports_ids
+        top_ids = (delta.top_ids or ()) if reports_ids else ()
+        if reports_ids and len(top_ids) != delta.token_ids.size:
             raise ValueError(
-                f"request {delta.request_id}: the engine reported the likeliest tokens for {len(top_ids)} of "
+                f"request {delta.request_id}: the engine reported the likeliest or kept tokens for {len(top_ids)} of "
                 f"{delta.token_ids.size} tokens; expected all"
             )
         self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids)
@@ -212,7 +213,7 @@ class Rollout:
     def _likeliest(self, cut: Cut) -> tuple[npt.NDArray[np.uint8], ...]:
         """The fourth frame of a segment, if it has one."""
         sampled = np.flatnonzero(cut.loss_mask)
-        if self.ticket.sampling.top_ids is None or not len(sampled):
+        if not self.ticket.sampling.reports_ids or not len(sampled):
             return ()
         tokens = range(int(sampled[0]), int(sampled[-1]) + 1)
         sets = [cut.top_ids[at] if at in cut.top_ids else cut.token_ids[at : at + 1] for at in tokens]

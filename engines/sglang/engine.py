@@ -286,6 +286,7 @@ class SGLangEngine:
                 floor=self._version,
                 labels=labels,
                 top_ids=live.request.sampling.top_ids,
+                kept=live.request.sampling.kept,
             )
             try:
                 return await self._read(live, stream)

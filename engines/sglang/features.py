@@ -111,6 +111,8 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     (`one`)."""
     greedy_logprobs_at_one: bool
     """At temperature 0 log-probs are those of temperature 1."""
+    sampling_mask: bool = False
+    """Returns the ids that a token was sampled from, and its log-prob among them."""
     precision: Precision = "bfloat16"
     """Precision of its computation."""
     adapter_rank: int = 0
@@ -144,6 +146,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "stream": ("incremental" if self.incremental_stream else "cumulative")
             + (", in pieces as asked for" if self.stream_interval else ", in pieces of --stream-interval"),
             "log-probs": "of the temperature sampled at" if self.logprob_temperature == "as_sampled" else "at T = 1",
+            "top-k, top-p, min-p": "with what they keep" if self.sampling_mask else "not in training",
             "greedy log-probs": "at T = 1" if self.greedy_logprobs_at_one else "not at T = 1: greedy is refused",
         }
         width = max(map(len, rows))
@@ -225,6 +228,7 @@ async def detect_features(link: ServerLink) -> Features:
         stream_interval=interval,
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
+        sampling_mask=await _returns_masks(link),
         precision=info.precision,
         adapter_rank=(info.max_lora_rank or 0) if info.enable_lora else 0,
     )
@@ -248,6 +252,20 @@ async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, f
     meta = msgspec.json.decode(text, type=_TopReply).meta_info
     (first, *_), (second, *_) = meta.output_top_logprobs[0]
     return (first, second), meta.weight_versions is not None
+
+
+async def _returns_masks(link: ServerLink) -> bool:
+    """Older servers ignore the request, or refuse it."""
+    body = _body(1.0, 1, return_sampling_mask=True)
+    body["sampling_params"]["top_k"] = 2
+    try:
+        text = await link.post("/generate", body, timeout_s=link.config.stall_timeout_s)
+        meta = msgspec.json.decode(text, type=StreamChunk).meta_info
+    except (RequestRefused, msgspec.DecodeError):
+        return False
+    return [len(ids) for ids in meta.output_token_sampling_mask] == [2] and len(
+        meta.output_token_sampling_logprobs
+    ) == 1
 
 
 def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, float]) -> LogprobTemperature:

@@ -28,7 +28,7 @@ from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
 from stillhouse.protocol.payloads.kind import EngineNeed
-from stillhouse.protocol.payloads.student_sets import REPORTS_LIKELIEST, SCORES_GIVEN
+from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig, checkpoint_dtype, server_dtype
 from stillhouse.weights.roster import CheckBy, GroupMembers
 
@@ -42,7 +42,7 @@ class SGLangProvider(EngineProvider):
     name = "sglang"
     title = "SGLang servers"
     servers = SERVERS
-    meets = (REPORTS_LIKELIEST, SCORES_GIVEN)
+    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, SCORES_GIVEN)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (

@@ -41,10 +41,17 @@ def _check_sampling(what: str, sampling: Sampling, features: Features) -> None:
     temperature = sampling.temperature
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"{what}: temperature = {temperature}; expected 0 (greedy) or a positive number")
-    if sampling.top_p != 1 or sampling.top_k != 0:
+    if sampling.truncated and not (sampling.kept and features.sampling_mask):
         raise ValueError(
-            f"{what}: top_p = {sampling.top_p}, top_k = {sampling.top_k}; SGLang's log-probs leave both out, "
-            "so only top_p = 1 and top_k = 0 (off) can be trained on"
+            f"{what}: top_p = {sampling.top_p}, top_k = {sampling.top_k}, min_p = {sampling.min_p}; SGLang's log-probs "
+            "leave these out, and "
+            + (
+                "the request does not ask for the kept ids (Sampling.kept)"
+                if features.sampling_mask
+                else f"SGLang {features.version} does not return what it sampled from (return_sampling_mask; 0.5.23 "
+                "did); use a newer server or the embedded engine (actor.engine = torch), or top_p = 1, top_k = 0 and "
+                "min_p = 0"
+            )
         )
     if features.logprob_temperature == "one" and temperature not in (0, 1):
         raise ValueError(
@@ -84,6 +91,9 @@ def generate_body(
     }
     if request.sampling.top_ids is not None:
         body["top_logprobs_num"] = request.sampling.top_ids.k
+    if request.sampling.kept:
+        sampling |= {"top_k": request.sampling.top_k, "top_p": request.sampling.top_p, "min_p": request.sampling.min_p}
+        body["return_sampling_mask"] = True
     return body
 
 

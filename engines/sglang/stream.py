@@ -98,6 +98,10 @@ class MetaInfo(msgspec.Struct, frozen=True):
     output_top_logprobs: list[list[tuple[float | None, int, Any]] | None] = msgspec.field(
         default_factory=list[list[tuple[float | None, int, Any]] | None]
     )
+    output_token_sampling_mask: list[list[int]] = msgspec.field(default_factory=list[list[int]])
+    """With return_sampling_mask: the ids that each token was sampled from..."""
+    output_token_sampling_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])
+    """...and its log-prob among these."""
     weight_versions: list[SpanSaid] | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -151,7 +155,13 @@ class TokenStream:
     """Reads the chunks of one request, in order."""
 
     def __init__(
-        self, *, incremental: bool, floor: WeightVersion, labels: Labels, top_ids: TopIdsWanted | None = None
+        self,
+        *,
+        incremental: bool,
+        floor: WeightVersion,
+        labels: Labels,
+        top_ids: TopIdsWanted | None = None,
+        kept: bool = False,
     ) -> None:
         self._incremental = incremental
         self._floor = floor
@@ -159,6 +169,7 @@ class TokenStream:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._wanted = top_ids
+        self._kept = kept
         self._top_ids: list[Int32s] = []
         self._n_given = 0
         self._holding = False
@@ -190,19 +201,26 @@ class TokenStream:
 
     def _append(self, chunk: StreamChunk) -> None:
         ids, entries, top = chunk.output_ids, chunk.meta_info.output_token_logprobs, chunk.meta_info.output_top_logprobs
+        masks, of_kept = chunk.meta_info.output_token_sampling_mask, chunk.meta_info.output_token_sampling_logprobs
         if not self._incremental:
             if ids[: len(self._ids)] != self._ids:
                 raise StreamError(f"a cumulative stream changed its first {len(self._ids)} tokens")
             known = len(self._ids)
             ids, entries, top = ids[known:], entries[known:], top[known:]
+            masks, of_kept = masks[known:], of_kept[known:]
         if chunk.meta_info.finish_reason is not None and chunk.meta_info.finish_reason.type == "abort":
             ids = ids[: len(entries)]  # a refused request is answered with a placeholder token
         if len(ids) != len(entries) or any(entry[1] != token for entry, token in zip(entries, ids, strict=True)):
             raise StreamError(f"{len(ids)} new tokens and {len(entries)} log-probs do not belong together")
-        for entry in entries:
-            if entry[0] is None or not math.isfinite(entry[0]):
-                raise StreamError(f"the log-prob of token {entry[1]} is {entry[0]}; expected a finite number")
-            self._logprobs.append(entry[0])
+        if self._kept and ids:
+            self._top_ids += kept_sets(ids, masks)
+            if len(of_kept) != len(ids):
+                raise StreamError(f"{len(of_kept)} log-probs among the kept ids of {len(ids)} tokens")
+        logprobs = of_kept if self._kept else [entry[0] for entry in entries]
+        for token, logprob in zip(ids, logprobs, strict=False):
+            if logprob is None or not math.isfinite(logprob):
+                raise StreamError(f"the log-prob of token {token} is {logprob}; expected a finite number")
+            self._logprobs.append(logprob)
         if self._wanted is not None and ids:
             self._top_ids += sets_of(top, len(ids), self._wanted)
         self._ids += ids
@@ -236,6 +254,18 @@ class TokenStream:
         first, self._n_given = self._n_given, len(self._ids)
         relative = [VersionSpan(span.version, span.start - first, span.end - first) for span in spans]
         return NewTokens(self._ids[first:], self._logprobs[first:], relative, self._top_ids[first:])
+
+
+def kept_sets(ids: Sequence[int], masks: Sequence[Sequence[int]]) -> list[Int32s]:
+    """What each token was sampled from, ascending. Raises StreamError for a set without its token, or with one
+    twice."""
+    if len(masks) != len(ids):
+        raise StreamError(f"{len(masks)} sampling masks for {len(ids)} tokens; expected one each")
+    sets = [sorted(set(mask)) for mask in masks]
+    for token, mask, kept in zip(ids, masks, sets, strict=True):
+        if len(kept) != len(mask) or token not in mask:
+            raise StreamError(f"token {token} was sampled from {mask[:9]}...; expected distinct ids with it among them")
+    return [np.array(kept, np.int32) for kept in sets]
 
 
 def sets_of(

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.decoders import build_slots, vocabulary_rows
-from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample, top_of
+from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, kept_of, sample, top_of
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
 from stillhouse.engines.torch.step import Prefill
 from stillhouse.engines.torch.weights import WeightStage
@@ -252,7 +252,7 @@ class TorchEngine:
         how = self._row_sampling(n_rows)
         ids, logprobs = sample(logits_RV, how, self._on_device(uniforms))
         ids_R, logprobs_R = ids.cpu().numpy(), logprobs.cpu().numpy()
-        self._keep_likeliest(logits_RV, how)
+        self._keep_sets(logits_RV, how)
         ended = self._table.append(ids_R, logprobs_R)
         self._totals.steps += 1
         self._totals.sampled_tokens += n_rows
@@ -263,10 +263,14 @@ class TorchEngine:
         if self._totals.steps % EMIT_EVERY_STEPS == 0:
             self._emit_all()
 
-    def _keep_likeliest(self, logits_RV: Tensor, how: RowSampling) -> None:
+    def _keep_sets(self, logits_RV: Tensor, how: RowSampling) -> None:
         asking: dict[TopIdsWanted, list[Running]] = {}
-        for row in range(len(logits_RV)):
-            running = self._table.at(row)
+        every = [self._table.at(row) for row in range(len(logits_RV))]
+        if any(running.request.sampling.kept for running in every):
+            for running, ids_K in zip(every, kept_of(logits_RV, how), strict=True):
+                if running.request.sampling.kept:
+                    running.top_ids.append(ids_K)
+        for running in every:
             if (wanted := running.request.sampling.top_ids) is not None:
                 asking.setdefault(wanted, []).append(running)
         if not asking:
@@ -285,14 +289,15 @@ class TorchEngine:
     def _row_sampling(self, n_rows: int) -> RowSampling:
         table = self._table
         inverse_temperature, greedy = table.inverse_temperature[:n_rows], table.greedy[:n_rows]
-        top_k, top_p = table.top_k[:n_rows], table.top_p[:n_rows]
-        truncated = bool(top_k.any() or (top_p < 1).any())
+        top_k, top_p, min_p = table.top_k[:n_rows], table.top_p[:n_rows], table.min_p[:n_rows]
+        truncated = bool(top_k.any() or (top_p < 1).any() or min_p.any())
         every = self._n_ids
         return RowSampling(
             self._on_device(inverse_temperature) if (inverse_temperature != 1).any() else None,
             self._on_device(np.where(top_k > 0, top_k, every)) if truncated else None,
             self._on_device(np.where(top_p < 1, top_p, 2.0)) if truncated else None,
             self._on_device(greedy) if greedy.any() else None,
+            self._on_device(min_p) if min_p.any() else None,
         )
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """Samples the next token of every row at once, and its log-prob under the distribution actually sampled from.
 
-Order, as in transformers: temperature, then top-k, then top-p over what top-k kept; the kept tokens are renormalised. A
+Order, as in transformers: temperature, top-k, top-p over what top-k kept, min-p; the kept tokens are renormalised. A
 row's token depends only on its own logits, settings and uniform number, never on other rows.
 
 Legend: B rows (requests), V vocabulary, N blocks of K tokens.
@@ -41,6 +41,8 @@ class RowSampling:
     """float64; 2 = off (1 could cut the tail by rounding). Given if and only if top_k_B is."""
     greedy_B: Tensor | None
     """bool."""
+    min_p_B: Tensor | None = None
+    """float32; 0 = off."""
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -51,6 +53,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_p = {sampling.top_p}; expected a number in (0, 1], 1 = off")
     if sampling.top_k < 0:
         raise ValueError(f"top_k = {sampling.top_k}; expected 0 (off) or more")
+    if not 0 <= sampling.min_p < 1:
+        raise ValueError(f"min_p = {sampling.min_p}; expected a number in [0, 1), 0 = off")
     check_top_ids_wanted(sampling)
 
 
@@ -66,12 +70,8 @@ def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Te
 
     Inverse CDF over the vocabulary in id order. NaN logits give a NaN log-prob.
     """
-    logits_BV = logits_BV.float()
-    if rows.inverse_temperature_B is not None:
-        logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
-    probs_BV = torch.softmax(logits_BV, dim=-1)
-    if rows.top_k_B is not None and rows.top_p_B is not None:
-        probs_BV = _truncate(probs_BV, rows.top_k_B, rows.top_p_B)
+    logits_BV = _scaled(logits_BV, rows)
+    probs_BV = _sampled_from(logits_BV, rows)
     ids_B1, total_B1 = _invert(probs_BV, uniforms_B[:, None])
     if rows.greedy_B is not None:
         ids_B1 = torch.where(rows.greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids_B1)
@@ -109,20 +109,40 @@ def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
 def top_of(logits_BV: Tensor, rows: RowSampling, k: int) -> tuple[Tensor, Tensor]:
     """Returns ids_BK (int64) of the K = min(k, V) likeliest tokens, likeliest first, and probs_BK (float32) under the
     distribution that `sample` draws from, where it is not truncated."""
-    logits_BV = logits_BV.float()
-    if rows.inverse_temperature_B is not None:
-        logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
+    logits_BV = _scaled(logits_BV, rows)
     top_BK, ids_BK = logits_BV.topk(min(k, logits_BV.shape[1]), dim=-1)
     return ids_BK, (top_BK - logits_BV.logsumexp(dim=-1, keepdim=True)).exp_()
 
 
-def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
-    """Set tokens outside top-k and top-p to zero, without renormalising. Always keeps the likeliest token."""
+def kept_of(logits_BV: Tensor, rows: RowSampling) -> list[npt.NDArray[np.int32]]:
+    """For each row the ids that `sample` draws from, ascending."""
+    kept_BV = _sampled_from(_scaled(logits_BV, rows), rows) > 0
+    ids = kept_BV.nonzero()[:, 1].int().cpu().numpy()
+    return np.split(ids, np.cumsum(kept_BV.sum(dim=1).cpu().numpy())[:-1])
+
+
+def _scaled(logits_BV: Tensor, rows: RowSampling) -> Tensor:
+    logits_BV = logits_BV.float()
+    return logits_BV if rows.inverse_temperature_B is None else logits_BV * rows.inverse_temperature_B[:, None]
+
+
+def _sampled_from(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
+    """[B, V] probabilities, 0 where a token is cut off; those of a row are not renormalised."""
+    probs_BV = torch.softmax(scaled_BV, dim=-1)
+    if rows.top_k_B is None or rows.top_p_B is None:
+        return probs_BV
+    return _truncate(probs_BV, rows.top_k_B, rows.top_p_B, rows.min_p_B)
+
+
+def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor | None) -> Tensor:
+    """Set tokens outside top-k, top-p and min-p to zero, without renormalising. Always keeps the likeliest token."""
     sorted_BV, order_BV = cast(tuple[Tensor, Tensor], torch.sort(probs_BV, dim=-1, descending=True, stable=True))
     ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
     within_k_BV = ranks_V < top_k_B[:, None]
     top_BV = torch.where(within_k_BV, sorted_BV, 0.0).to(torch.float64)
     before_BV = torch.cumsum(top_BV, dim=-1) - top_BV
     keep_BV = within_k_BV & (before_BV < top_p_B[:, None] * top_BV.sum(dim=-1, keepdim=True))
+    if min_p_B is not None:
+        keep_BV &= sorted_BV >= min_p_B[:, None] * sorted_BV[:, :1]
     keep_BV[:, 0] = True
     return torch.where(torch.zeros_like(keep_BV).scatter_(1, order_BV, keep_BV), probs_BV, 0.0)

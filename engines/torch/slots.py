@@ -79,7 +79,8 @@ class Running:
     prompt_key: bytes
     """Equal for requests with the same prompt."""
     top_ids: list[npt.NDArray[np.int32]] = field(default_factory=list[npt.NDArray[np.int32]])
-    """With `Sampling.top_ids`: the likeliest tokens at the place of each sampled token that was not reported yet."""
+    """With `Sampling.top_ids` the likeliest tokens at the place of each sampled token that was not reported yet, with
+    `Sampling.kept` those that it was sampled from."""
 
 
 class SlotTable:
@@ -107,6 +108,7 @@ class SlotTable:
         self.inverse_temperature = np.ones(n_slots, np.float32)
         self.top_k = np.zeros(n_slots, np.int64)
         self.top_p = np.ones(n_slots, np.float64)
+        self.min_p = np.zeros(n_slots, np.float32)
         self.greedy = np.zeros(n_slots, np.bool_)
         self._rows = np.arange(n_slots)
 
@@ -147,6 +149,7 @@ class SlotTable:
         self.inverse_temperature[row] = 1.0 if greedy else 1.0 / sampling.temperature
         self.top_k[row] = 0 if greedy else sampling.top_k
         self.top_p[row] = 1.0 if greedy else sampling.top_p
+        self.min_p[row] = 0.0 if greedy else sampling.min_p
         return running
 
     def release(self, running: Running) -> None:
@@ -174,7 +177,7 @@ class SlotTable:
         self.in_use[targets] = True
         for array in (
             *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
-            *(self.inverse_temperature, self.top_k, self.top_p, self.greedy),
+            *(self.inverse_temperature, self.top_k, self.top_p, self.min_p, self.greedy),
         ):
             array[targets] = array[sources]
         return sources, targets
@@ -202,7 +205,7 @@ class SlotTable:
         spans = (VersionSpan(version, 0, end - start),) if end > start else ()
         ids, logprobs = self.ids[row, start:end].copy(), self.logprobs[row, start:end].copy()
         sets, running.top_ids = tuple(running.top_ids[: end - start]), []
-        top_ids = None if running.request.sampling.top_ids is None else sets
+        top_ids = sets if running.request.sampling.reports_ids else None
         return GenerationDelta(running.request.request_id, ids, logprobs, spans, reason, error, top_ids)
 
     def finish_reason(self, row: int) -> FinishReason:

@@ -12,6 +12,7 @@ from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.learner.objectives.options import Distributions
 from stillhouse.models.description import known_hidden_size, known_vocabulary_size
 from stillhouse.protocol.payloads.kind import ModelSizes
+from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, most_kept_bytes
 
 
 def sizes_of(pool: TeacherPool, rows: int | None) -> ModelSizes:
@@ -28,8 +29,13 @@ def payload_bytes(pool: TeacherPool, rows: int | None) -> int | None:
 
 def engines_for_payloads(config: RunConfig) -> Iterator[str]:
     """Return mistakes: engines that cannot do what the teachers' payloads need."""
-    pools = teacher_pools(config)
+    pools, truncated = teacher_pools(config), config.learner.tasks.truncated
     for group in worker_groups(config):
+        if truncated and group.role == "actor" and (why := group.engine.lacks(REPORTS_KEPT)):
+            yield (
+                f"learner.tasks.top_k = {config.learner.tasks.top_k} needs an {group.key}.engine that "
+                f"{REPORTS_KEPT.does}: {why}; use torch or sglang, or top_p = 1, top_k = 0 and min_p = 0"
+            )
         for pool in pools if group.role == "actor" else [pool for pool in pools if pool.key == group.key]:
             kind = pool.config.teacher.sends
             for need in (need for need in kind.needs if need.role == group.role):
@@ -45,6 +51,17 @@ def engines_for_payloads(config: RunConfig) -> Iterator[str]:
 def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
     """Return mistakes of the pools: what their divergence needs and they do not send, and what cannot be sent."""
     rows, objective, ema = known_vocabulary_size(student), config.learner.objective, config.learner.ema
+    tasks = config.learner.tasks
+    if tasks.truncated and config.top_ids is not None:
+        yield (
+            f"teacher.top_k_of: got student with learner.tasks.top_k = {tasks.top_k}, expected teacher: what is sampled"
+            " from travels in the place of the student's likeliest tokens; or top_p = 1, top_k = 0 and min_p = 0"
+        )
+    if tasks.truncated and rows and (most := most_kept_bytes(tasks.top_k, rows)) > config.buffer.max_top_k_bytes:
+        yield (
+            f"buffer.max_top_k_bytes: got {config.buffer.max_top_k_bytes}, expected at least {most}, the bytes per "
+            f"token of the ids that learner.tasks.top_k = {tasks.top_k} keeps; or a smaller top_k"
+        )
     for pool in teacher_pools(config):
         kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
         key, value = kind.setting(pool.key)

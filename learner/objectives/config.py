@@ -29,6 +29,7 @@ from stillhouse.learner.objectives.registry import (
 )
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.protocol.settings import Member, NonNegativeFloat, PositiveFloat, Settings, Share
+from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
 DomainScale: TypeAlias = Literal["none", "rms"]
 TeacherBalance: TypeAlias = Literal["none", "tokens"]
@@ -287,13 +288,24 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 "objective.length_penalty = 'group_length' with tasks.group_size = 1 compares a rollout with itself; "
                 "expected a larger group, or 'overlong'"
             )
-        if tasks.top_p < 1.0 or tasks.top_k > 0:
-            raise ValueError(
-                f"tasks.top_p = {tasks.top_p}, tasks.top_k = {tasks.top_k}: some tokens are never sampled, so no "
-                "importance ratio recovers the student's distribution; train with top_p = 1 and top_k = 0"
-            )
+        if tasks.truncated:
+            self._check_truncated(tasks)
         if tasks.temperature != 1.0:
             self._check_temperature(tasks.temperature)
+
+    def _check_truncated(self, tasks: TaskConfig) -> None:
+        """Raises ValueError for top-p, top-k or min-p that cannot be trained with."""
+        sampled = f"tasks.top_p = {tasks.top_p}, tasks.top_k = {tasks.top_k}, tasks.min_p = {tasks.min_p}"
+        if not 1 < tasks.top_k <= MAX_TOKENS_KEPT:
+            raise ValueError(
+                f"{sampled}: the ids of all tokens that may be sampled travel to the learner, at most top_k of them at "
+                f"each place; expected a top_k from 2 to {MAX_TOKENS_KEPT}, e.g. 64, or all three off (1, 0 and 0)"
+            )
+        if any(map(has_baseline, self.divergences)):
+            raise ValueError(
+                f"{sampled} with objective.divergence.baseline = 'expected_cost', a mean over tokens of which some are "
+                "never sampled; expected baseline = 'none', or top_p = 1, top_k = 0 and min_p = 0"
+            )
 
     def _check_temperature(self, temperature: float) -> None:
         """Raises ValueError if something compares mu, at this temperature, with log-probs at temperature 1."""

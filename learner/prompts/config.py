@@ -68,9 +68,12 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training rollouts."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Nucleus sampling; 1: off."""
+    """Sample from the likeliest tokens that together have this probability; 1: off. With top_k."""
     top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens; 0: off."""
+    """Sample from the k most likely tokens; 0: off. What top_k, top_p and min_p leave travels to the learner, which
+    compares the student with its teachers there (docs/objectives.md)."""
+    min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Sample only tokens with at least this share of the likeliest one's probability; 0: off. With top_k."""
     max_new_tokens: PositiveInt = 96
     """Most tokens the student may write per rollout, all turns together. Evaluations use the same limit."""
     env: str = "single_turn"
@@ -124,6 +127,11 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     @property
     def has_privileged(self) -> bool:
         return bool(self.privileged) or any(self.privileged_tags.values())
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are never sampled in training."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def teachers_for(self, tag: str) -> tuple[str, ...]:
         """Pools that score a task with this tag, in the order of `routes`; none: only rewards count."""

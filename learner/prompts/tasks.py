@@ -293,6 +293,8 @@ class TaskStream:
                 temperature=config.temperature,
                 top_p=config.top_p,
                 top_k=config.top_k,
+                min_p=config.min_p,
+                kept=config.truncated,
                 max_new_tokens=config.max_new_tokens,
                 seed=derive_seed(self._seed, "train", task_id),
                 top_ids=self._top_ids if teachers else None,

@@ -24,7 +24,7 @@ from stillhouse.learner.objectives.divergences import Compared, Divergences
 from stillhouse.learner.objectives.importance import context_weights
 from stillhouse.learner.objectives.losses import TokenInputs
 from stillhouse.learner.objectives.options import Distributions, MultiSample
-from stillhouse.learner.payloads import aligned_teachers, read_payloads
+from stillhouse.learner.payloads import aligned_teachers, kept_rows, read_payloads
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.transfer import upload
 from stillhouse.protocol.payloads.hidden import HiddenRows
@@ -150,9 +150,10 @@ class Between:
         item, trained = train_item.item, np.flatnonzero(train_item.train_mask_L)
         teachers = {name for name in item.teachers if self.divergences.of(name).reads_payloads}
         teachers |= aligned_teachers(item, train_item.payloads)
-        if not teachers or not len(trained):
+        if not (teachers or item.top_k) or not len(trained):
             return train_item
         try:
+            kept = kept_rows(item, train_item.payloads, train_item.tokens_L, trained, self.vocab_tokens)
             top = read_payloads(item, train_item.payloads, trained, self.vocab_tokens, teachers=teachers)
         except PayloadError as error:
             raise UnreadableScores(f"rollout {item.rollout_id!r}: {error}", [item.rollout_id]) from error
@@ -160,7 +161,7 @@ class Between:
             if n := _draws(self.divergences.of(name).between):
                 drawn = uniforms(self.seed, step, item.rollout_id, name, trained, n)
                 top[name] = replace(top[name], uniform_RS=drawn)
-        return replace(train_item, top=top)
+        return replace(train_item, top=top, kept=kept)
 
     def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
         """The baselines of the costs of sampled tokens, prepared for one microbatch; None if there are none."""

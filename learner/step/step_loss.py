@@ -9,6 +9,9 @@
 
     H     entropy of softmax(z), over all rows of the head
 
+Where a token was sampled from a part of the vocabulary (top-k, top-p, min-p), s is its log-prob renormalised over that
+part, and softmax(z) in the first term of dz is 0 outside of it.
+
     loss  = sum_t slope_t * s_t + sum_m weight_mt * D_mt - entropy_coef * share_t / divisor * H_t
     dz    = slope (onehot - softmax(z)) + sum_m weight_m dD_m/dz - entropy_coef * share / divisor * dH/dz
 
@@ -36,6 +39,7 @@ from stillhouse.learner.step.between import Ahead, Between, ChunkDivergences, Ch
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.logprobs import LmHead
 from stillhouse.models.one_pass import one_pass_loss
+from stillhouse.models.transfer import upload
 
 
 class Rollouts(NamedTuple):
@@ -81,6 +85,8 @@ class StepLoss:
         """`divisor` is that of the whole batch. `rollouts`: if the microbatch has parts of rollouts."""
         means, ahead = self._between.means(inputs, microbatch), None
         chunks = _Chunks(targets_N, inputs, self.objective, divisor, means)
+        if microbatch.kept is not None:
+            chunks.kept = _Kept(*(upload(array, hidden_NH.device) for array in microbatch.kept))
         of_spans = microbatch.span_N if microbatch.shared is None else microbatch.shared.whole.span_N
         if self._needs_ahead or of_spans is not None:
             ahead = self._ahead(head, hidden_NH, chunks, rollouts)
@@ -99,7 +105,10 @@ class StepLoss:
                 z_CV = head.logits(hidden_NH[place])
                 inputs = chunks.inputs_at(z_CV, place)
                 chosen_C = z_CV.gather(1, chunks.targets_N[place, None]).squeeze(1)
-                known.append((chosen_C - torch.logsumexp(z_CV, dim=1), inputs))
+                total_C = torch.logsumexp(z_CV, dim=1)
+                if chunks.kept is not None:
+                    total_C = chunks.kept.part(z_CV, total_C[:, None], place).log_total_C1.squeeze(1)
+                known.append((chosen_C - total_C, inputs))
         student_N = torch.cat([student_C for student_C, _ in known])
         of_baselines = [inputs.baseline_MN for _, inputs in known if inputs.baseline_MN is not None]
         baseline_MN = torch.cat(of_baselines, dim=1) if of_baselines else None
@@ -135,6 +144,34 @@ def make_step_loss(
     return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 
+class _KeptPart(NamedTuple):
+    """Of a chunk."""
+
+    cut_C1: Tensor
+    """bool: the token was sampled from a part of the vocabulary."""
+    log_total_C1: Tensor
+    """Log of the sum of exp(z) over what it was sampled from."""
+    ids_CK: Tensor
+    probs_CK: Tensor
+    """Of these ids, renormalised; 0 in columns that are none, and where nothing is cut."""
+
+
+class _Kept(NamedTuple):
+    """What each token was sampled from (`learner.payloads.KeptRows`)."""
+
+    ids_NK: Tensor
+    counts_N: Tensor
+
+    def part(self, z_CV: Tensor, whole_C1: Tensor, place: slice) -> _KeptPart:
+        """`whole_C1`: log of the sum of exp(z) over the vocabulary."""
+        ids_CK, counts_C1 = self.ids_NK[place].long(), self.counts_N[place, None]
+        inside_CK = torch.arange(ids_CK.shape[1], device=z_CV.device) < counts_C1
+        kept_CK = torch.where(inside_CK, z_CV.gather(1, ids_CK), -torch.inf)
+        cut_C1 = counts_C1 > 0
+        log_total_C1 = torch.where(cut_C1, kept_CK.logsumexp(dim=1, keepdim=True), whole_C1)
+        return _KeptPart(cut_C1, log_total_C1, ids_CK, (kept_CK - log_total_C1).exp())
+
+
 @dataclass(slots=True)
 class _Chunks:
     """The chunk loss for `one_pass_loss`. Keeps terms and entropies for the metrics."""
@@ -144,6 +181,8 @@ class _Chunks:
     objective: Objective
     divisor: int
     means: ChunkMeans | None
+    kept: _Kept | None = None
+    """What the tokens were sampled from, if not all were from the whole vocabulary."""
     whole: LossTerms | None = None
     """Terms of the whole microbatch, if the log-probs are already known."""
     parts: ChunkParts = lambda z_CV, place: ChunkDivergences([])
@@ -171,15 +210,17 @@ class _Chunks:
         exp_CV = z_CV.exp()
         total_C1 = exp_CV.sum(dim=1, keepdim=True)
         log_total_C1 = total_C1.log()
+        kept = None if self.kept is None else self.kept.part(z_CV, log_total_C1, place)
         entropy_C1 = log_total_C1 - z_CV.mul_(exp_CV).sum(dim=1, keepdim=True) / total_C1
         if self.whole is None:
-            logprobs_C = (chosen_C1 - log_total_C1).squeeze(1)
+            sampled_total_C1 = log_total_C1 if kept is None else kept.log_total_C1
+            logprobs_C = (chosen_C1 - sampled_total_C1).squeeze(1)
             terms = token_loss(logprobs_C, inputs, self.objective, self.divisor)
         else:
             terms = self.whole.at(place)
         slope_C1 = terms.slope_N.to(exp_CV.dtype)[:, None]
         loss_C = terms.slope_N * terms.student_N
-        factor_C1 = -slope_C1
+        factor_C1 = -slope_C1 if kept is None else torch.where(kept.cut_C1, 0.0, -slope_C1)
         if self.objective.entropy_coef:
             bonus_C = self.objective.entropy_coef * self.inputs.share_N[place].to(loss_C.dtype) / self.divisor
             loss_C = loss_C - bonus_C * entropy_C1.squeeze(1)
@@ -187,6 +228,8 @@ class _Chunks:
             factor_C1 = factor_C1 + bonus_C[:, None] * (entropy_C1 - log_total_C1)
             z_CV.mul_(bonus_C[:, None] / total_C1)
         grad_CV = exp_CV.mul_(factor_C1 / total_C1).scatter_add_(1, targets_C1, slope_C1)
+        if kept is not None:
+            grad_CV.scatter_add_(1, kept.ids_CK, kept.probs_CK * -slope_C1)
         if self.objective.entropy_coef:
             grad_CV.add_(z_CV)
         divergence_MC = terms.divergence_MN.clone()

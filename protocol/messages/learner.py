@@ -105,11 +105,16 @@ class BatchWanted(msgspec.Struct, frozen=True, tag=True):
     version: WeightVersion
 
 
+KEPT_IDS = -1
+"""In place of a teacher, for the ids that `Sampling.kept` asks for."""
+
+
 class TopKPiece(msgspec.Struct, frozen=True, array_like=True):
-    """One teacher's payload (`protocol.payloads`) for the tokens [start, end) of a rollout."""
+    """One teacher's payload (`protocol.payloads`) for the tokens [start, end) of a rollout, or the ids that they were
+    sampled from (`protocol.payloads.student_sets`)."""
 
     teacher: int
-    """Index into the item's `teachers`."""
+    """Index into the item's `teachers`; KEPT_IDS: of no teacher."""
     start: int
     end: int
     n_bytes: int

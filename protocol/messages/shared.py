@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -85,6 +85,8 @@ class Sampling(msgspec.Struct, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""
+    min_p: float = 0.0
+    """Smallest probability of a token, as a share of the likeliest one's. 0 = off."""
     max_new_tokens: int = 96
     """Limit on the sampled tokens of the whole rollout, over all turns."""
     max_turns: int = 0
@@ -93,6 +95,19 @@ class Sampling(msgspec.Struct, frozen=True):
     """The same seed, prompt and weights give the same tokens, whatever else is in the engine's batch."""
     top_ids: TopIdsWanted | None = None
     """Not None: the engine also reports the likeliest tokens at the place of each token that it samples."""
+    kept: bool = False
+    """The engine also reports, at the place of each token, the ids that top-k, top-p and min-p left to sample from, in
+    ascending order. They go the way of `top_ids`, which is None then; teachers do not get them, the learner does."""
+
+    @property
+    def reports_ids(self) -> bool:
+        """Each token comes with a set of ids."""
+        return self.kept or self.top_ids is not None
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are never sampled."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
 class WeightsRef(msgspec.Struct, frozen=True):

@@ -57,7 +57,7 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
 
     Frames: token ids int32 [n]; behaviour log-probs float32 [n] (0 where not sampled); loss mask uint8 [n];
     n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt. With `top_ids` a fourth: the sets
-    that `Sampling.top_ids` asks for, from the first sampled token to the last, as a payload of
+    that `Sampling.top_ids` or `Sampling.kept` asks for, from the first sampled token to the last, as a payload of
     `protocol.payloads.student_sets`, uint8 [m]. The set of a token between them that was not sampled is
     the token itself.
 

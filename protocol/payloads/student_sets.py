@@ -32,6 +32,7 @@ _VERSION: Final = 2
 _WHAT: Final = "payload of the student's likeliest ids"
 
 REPORTS_LIKELIEST: Final = EngineNeed("actor", "reports the student's likeliest tokens")
+REPORTS_KEPT: Final = EngineNeed("actor", "reports the tokens that top-p, top-k and min-p leave")
 SCORES_GIVEN: Final = EngineNeed("teacher", "scores given tokens")
 
 
@@ -133,6 +134,34 @@ def decode_top_ids(payload: bytes | memoryview) -> TopIds:
 def check_top_ids(payload: bytes | memoryview) -> int:
     """T of a payload whose lengths fit its header. Raises MalformedMessage."""
     return len(_read_counts(payload)[0])
+
+
+def most_kept_bytes(top_k: int, rows: int) -> int:
+    """Most bytes per token of sets of at most `top_k` of `rows` ids."""
+    return 2 + n_bytes(min(top_k, rows), max(1, (rows - 1).bit_length()))
+
+
+def read_kept(
+    payload: bytes | memoryview, vocab_size: int | None
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """(ids [S], counts [T]) of sets that tokens were sampled from. Raises MalformedMessage, also for a set that is not
+    in ascending order, which would name a token twice, or has an id outside the vocabulary."""
+    counts_T, width = _read_counts(payload)
+    n_ids = int(counts_T.sum())
+    ids_S = unpack_words([payload[_HEADER.size + 2 * len(counts_T) :]], [n_ids], width).astype(np.int64)
+    rises_S = np.diff(ids_S, prepend=-1) > 0
+    rises_S[np.cumsum(counts_T)[:-1]] = True  # the first of a set
+    if not rises_S.all():
+        raise MalformedMessage(_WHAT, got="ids that do not ascend", expected="each kept id once, in ascending order")
+    if n_ids and vocab_size is not None and int(ids_S.max()) >= vocab_size:
+        raise MalformedMessage(_WHAT, got=f"the id {ids_S.max()}", expected=f"ids below {vocab_size}")
+    return ids_S.astype(np.int32), counts_T
+
+
+def without_sampled(ids_S: npt.NDArray[np.int32], counts_T: npt.NDArray[np.int64], tokens_T: npt.NDArray[Any]) -> int:
+    """How many of T sets do not have the token that was sampled from them."""
+    sampled_S = ids_S == np.repeat(tokens_T, counts_T)
+    return len(counts_T) - len(np.unique(np.repeat(np.arange(len(counts_T)), counts_T)[sampled_S]))
 
 
 def _read_counts(payload: bytes | memoryview) -> tuple[npt.NDArray[np.int64], int]:

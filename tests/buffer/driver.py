@@ -197,13 +197,14 @@ class Driver:
         eval_id: str = "",
         last: bool = False,
         top_ids: m.TopIdsWanted | None = None,
+        kept: bool = False,
     ) -> list[Outgoing]:
         tasks = tuple(
             m.Task(
                 i,
                 kind,
                 group,
-                m.Sampling(seed=i, max_new_tokens=10, top_ids=top_ids),
+                m.Sampling(seed=i, max_new_tokens=10, top_ids=top_ids, top_k=8 if kept else 0, kept=kept),
                 teachers=teachers,
                 eval_id=eval_id,
             )

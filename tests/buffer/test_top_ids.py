@@ -110,3 +110,55 @@ def test_they_survive_a_restart_from_an_image(make: Make) -> None:
     driver.top_ids.clear()
     driver.teacher("u")
     assert list(driver.top_ids.values()) == [payload(2)]
+
+
+def begin_kept(driver: Driver) -> str:
+    driver.offer(0, kept=True)
+    return "train-0-0-0"
+
+
+def kept_of(arrays: tuple[np.ndarray[tuple[int, ...], np.dtype[np.int32]], ...], spoil: int = 0) -> bytes:
+    """Sets around the sampled tokens. `spoil`: 1 a set lacks its token, 2 it has one twice, 3 it is not in order, 4 it
+    has an id that does not exist."""
+    tokens = arrays[0][np.flatnonzero(arrays[2])].tolist()
+    sets = [sorted({token, token + 1, token + 2}) for token in tokens]
+    match spoil:
+        case 1:
+            sets[-1].remove(tokens[-1])
+        case 2:
+            sets[0].insert(0, sets[0][0])
+        case 3:
+            sets[0].reverse()
+        case 4:
+            sets[-1].append(10**6)
+        case _:
+            pass
+    return encode_top_ids([np.array(one, np.int32) for one in sets])
+
+
+def test_what_was_sampled_from_goes_to_the_learner_and_not_to_teachers(make: Make) -> None:
+    driver = make(batch=1)
+    rollout = begin_kept(driver)
+    message, arrays = driver.make(rollout, 3, final=True)
+    told = kept_of(arrays)
+    driver.submit(msgspec.structs.replace(message, top_ids=True), (*arrays, np.frombuffer(told, np.uint8)))
+    assert [item.top_ids for _, item, _ in driver.work.values()] == [False]
+    for lease in list(driver.work):
+        driver.answer(lease)
+    assert driver.snapshot.queues["top_k_bytes"] == len(told)
+    driver.state = restored(Core(driver.state), 1.0).state
+    out = driver.send("learner", "learner", m.BatchWanted(m.WeightVersion(0, 0)))
+    frames = driver.frames(out)
+    (batch,) = (one.message for one in out if isinstance(one.message, m.Batch))
+    (piece,) = batch.items[0].top_k
+    assert (piece.teacher, piece.end - piece.start, piece.n_bytes) == (m.KEPT_IDS, 3, len(told))
+    assert frames[4].tobytes() == told
+
+
+@pytest.mark.parametrize("spoil", [1, 2, 3, 4])
+def test_kept_sets_that_cannot_be_are_refused(make: Make, spoil: int) -> None:
+    driver = make(vocab_size=1000)
+    message, arrays = driver.make(begin_kept(driver), 2)
+    told = kept_of(arrays, spoil)
+    ack = driver.submit(msgspec.structs.replace(message, top_ids=True), (*arrays, np.frombuffer(told, np.uint8)))
+    assert ack is not None and (ack.status, ack.reason) == ("rejected", "top_ids_malformed")

@@ -140,8 +140,10 @@ def test_what_some_pools_use_is_not_refused_for_the_others() -> None:
 @pytest.mark.parametrize(
     ("tasks", "fields", "message"),
     [
-        ({"top_p": 0.9}, {}, "some tokens are never sampled"),
-        ({"top_k": 20}, {}, "some tokens are never sampled"),
+        ({"top_p": 0.9}, {}, "expected a top_k from 2 to 4096"),
+        ({"min_p": 0.1}, {}, "expected a top_k from 2 to 4096"),
+        ({"top_k": 1}, {}, "expected a top_k from 2 to 4096"),
+        ({"top_k": 20}, {"divergence": ("k1", {"baseline": "expected_cost"})}, "some are never sampled"),
         ({"temperature": 0.7}, {"importance": "none"}, "at temperature 1, which needs the ratio"),
         ({"temperature": 0.7}, {"importance": "gspo"}, "at temperature 1, which needs the ratio"),
         ({"temperature": 0.7}, {"rejection": "token"}, "tokens of the present policy would be rejected"),

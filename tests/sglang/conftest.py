@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import pytest
@@ -115,8 +115,9 @@ def request(
     temperature: float = 1.0,
     stops: tuple[int, ...] = (),
     top_ids: TopIdsWanted | None = None,
+    **more: Any,
 ) -> GenerationRequest:
-    sampling = Sampling(temperature=temperature, max_new_tokens=n, top_ids=top_ids)
+    sampling = Sampling(temperature=temperature, max_new_tokens=n, top_ids=top_ids, **more)
     return GenerationRequest(name, np.array(prompt, np.int32), sampling, n, stops)
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -45,6 +46,29 @@ def test_greedy_answers_are_those_of_transformers(engine: SGLangEngine, student_
     assert answer.ids == student_reference.greedy(PROMPT, len(answer.ids))
     assert answer.logprobs == pytest.approx(student_reference.of_tokens([*PROMPT, *answer.ids], 4), abs=TOLERANCE)
     assert answer.spans and answer.spans[0].start == 0 and answer.spans[-1].end == len(answer.ids)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 5}, {"top_k": 40, "top_p": 0.3}, {"temperature": 0.7, "top_k": 30, "top_p": 0.5, "min_p": 0.2}],
+)
+def test_what_is_sampled_from_comes_with_the_logprobs_among_it(
+    engine: SGLangEngine, student_reference: Reference, settings: dict[str, Any]
+) -> None:
+    prompts = {f"r{i}": [65 + i, 66, 67 + 2 * i] for i in range(6)}
+    answers = generate(engine, [request(name, p, 20, kept=True, **settings) for name, p in prompts.items()])
+    sizes = list[int]()
+    for name, prompt in prompts.items():
+        answer = answers[name]
+        assert answer.ids and len(answer.top_ids) == len(answer.ids)
+        whole_nV = student_reference.logprobs([*prompt, *answer.ids], 3, settings.get("temperature", 1.0))
+        for of_all_V, token, kept, said in zip(whole_nV, answer.ids, answer.top_ids, answer.logprobs, strict=True):
+            assert kept == sorted(set(kept)) and token in kept and len(kept) <= settings["top_k"]
+            assert said == pytest.approx(float(of_all_V[token] - of_all_V[kept].logsumexp(0)), abs=TOLERANCE)
+            likeliest = of_all_V.topk(len(kept)).indices.tolist()
+            assert set(kept) == set(likeliest) or len(kept) > 1  # but for ties
+            sizes.append(len(kept))
+    assert len(set(sizes)) > 1 or settings == {"top_k": 5}
 
 
 @pytest.mark.parametrize(("temperature", "mass"), [(1.0, 1.0), (1.0, 0.8), (0.6, 0.95)])
@@ -197,7 +221,7 @@ def test_what_would_hurt_the_server_is_refused_before_it_is_sent(engine: SGLangE
 
 
 def test_sampling_whose_logprobs_the_server_cannot_give_is_refused(engine: SGLangEngine) -> None:
-    for sampling in (Sampling(top_p=0.9), Sampling(top_k=5)):
+    for sampling in (Sampling(top_p=0.9), Sampling(top_k=5), Sampling(min_p=0.1)):
         base = request("x", PROMPT)
         with pytest.raises(ValueError, match="top_p"):
             engine.submit(type(base)("x", base.prompt_ids, sampling, 4, ()))

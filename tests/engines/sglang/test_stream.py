@@ -166,3 +166,24 @@ def test_the_form_of_a_stream_is_told_by_its_later_chunks(
     chunks: list[tuple[list[int], int]], incremental: bool | None
 ) -> None:
     assert chunks_are_increments([chunk(ids, completion_tokens=n) for ids, n in chunks]) is incremental
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_token_sampled_from_a_part_has_its_logprob_among_it(incremental: bool) -> None:
+    stream = TokenStream(incremental=incremental, floor=START, labels=Labels(""), kept=True)
+
+    def masked(*rows: tuple[list[int], float]) -> dict[str, Any]:
+        return {
+            "output_token_sampling_mask": [ids for ids, _ in rows],
+            "output_token_sampling_logprobs": [logprob for _, logprob in rows],
+        }
+
+    rows = [([9, 5], -0.25), ([6], 0.0)]
+    first = stream.take(chunk([5], **masked(rows[0])))
+    last = stream.take(chunk([6] if incremental else [5, 6], **masked(*(rows[1:] if incremental else rows)), **LENGTH))
+    assert (first.logprobs, last.logprobs) == ([-0.25], [0.0])
+    assert [ids.tolist() for ids in (*first.top_ids, *last.top_ids)] == [[5, 9], [6]]
+    for wrong in (masked(([9, 8], -0.1)), masked(([5, 5], -0.1)), masked(([5], float("nan"))), {}):
+        other = TokenStream(incremental=True, floor=START, labels=Labels(""), kept=True)
+        with pytest.raises(StreamError):
+            other.take(chunk([5], **wrong))

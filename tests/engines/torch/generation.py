@@ -28,6 +28,7 @@ from transformers import (
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MinPLogitsWarper,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -222,6 +223,8 @@ def logprobs_of(logits_nV: Tensor, ids_n: Tensor, sampling: Sampling) -> Tensor:
             scores = TopKLogitsWarper(min(sampling.top_k, logits_nV.shape[1]))(unused, scores)
         if sampling.top_p < 1:
             scores = TopPLogitsWarper(sampling.top_p)(unused, scores)
+        if sampling.min_p:
+            scores = MinPLogitsWarper(sampling.min_p)(unused, scores)
     return scores.log_softmax(dim=-1).gather(1, ids_n[:, None])[:, 0]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, sample
+from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, kept_of, sample
 from stillhouse.protocol.messages import Sampling
 from tests.engines.torch.generation import logprobs_of
 
@@ -17,19 +17,27 @@ CHI_SQUARE_LIMIT = 27.9
 """0.9999 quantile at 6 degrees of freedom; fewer degrees have a lower one."""
 
 
-def rows(n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> RowSampling:
-    truncated = top_k > 0 or top_p < 1
+def rows(n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> RowSampling:
+    truncated = top_k > 0 or top_p < 1 or min_p > 0
     return RowSampling(
         torch.full((n,), 1 / temperature) if temperature not in (0, 1) else None,
         torch.full((n,), top_k or 10**6) if truncated else None,
         torch.full((n,), top_p if top_p < 1 else 2.0, dtype=torch.float64) if truncated else None,
         torch.ones(n, dtype=torch.bool) if temperature == 0 else None,
+        torch.full((n,), min_p) if min_p else None,
     )
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.2},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9},
+    ],
 )
 def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict[str, Any]) -> None:
     n = 20_000
@@ -44,12 +52,24 @@ def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("settings", [{"top_k": 40}, {"top_p": 0.3}, {"temperature": 0.5, "top_k": 9, "top_p": 0.95}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 40},
+        {"top_p": 0.3},
+        {"temperature": 0.5, "top_k": 9, "top_p": 0.95},
+        {"temperature": 1.5, "top_k": 90, "top_p": 0.95, "min_p": 0.1},
+    ],
+)
 def test_truncation_is_that_of_transformers_on_a_wide_vocabulary(settings: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(64, 4000) * 3
     ids, logprobs = sample(logits, rows(64, **settings), torch.from_numpy(draw_uniforms(seed, 0, 64)))
     torch.testing.assert_close(logprobs, logprobs_of(logits, ids, Sampling(**settings)), atol=1e-5, rtol=0)
+    every_V = torch.arange(4000)
+    for row, kept in enumerate(kept_of(logits, rows(64, **settings))):
+        of_all_V = logprobs_of(logits[row].expand(4000, -1), every_V, Sampling(**settings))
+        assert kept.tolist() == every_V[of_all_V > -torch.inf].tolist() if row < 3 else int(ids[row]) in kept
 
 
 def test_greedy_takes_the_likeliest_with_its_probability_at_temperature_1() -> None:

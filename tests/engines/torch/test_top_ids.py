@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, WeightVersion
-from tests.engines.torch.generation import VOCAB, make_engine, make_model, make_requests
+from tests.engines.torch.generation import VOCAB, logprobs_of, make_engine, make_model, make_requests
 from tests.engines.torch.test_scorer import SHAPE
 from tests.engines.torch.test_scorer import VOCAB as TEACHER_VOCAB
 
@@ -130,6 +131,9 @@ def test_a_token_has_the_sets_of_the_weights_that_sampled_it() -> None:
         Sampling(top_ids=TopIdsWanted(4, 0.0)),
         Sampling(top_ids=TopIdsWanted(4, 1.0), top_p=0.9),
         Sampling(top_ids=TopIdsWanted(4, 1.0), top_k=9),
+        Sampling(top_ids=TopIdsWanted(4, 1.0), min_p=0.1),
+        Sampling(top_k=9, kept=True, temperature=0.0),
+        Sampling(top_p=0.9, kept=True),
     ],
 )
 def test_sets_that_cannot_be_reported_are_refused(sampling: Sampling) -> None:
@@ -190,3 +194,21 @@ def test_a_call_has_given_tokens_for_all_requests_or_none(folder: Path) -> None:
         scorer.score([replace(given, top_ids=np.zeros((2, 2), np.int32))])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         scorer.score([replace(given, top_ids=np.full((3, 2), TEACHER_VOCAB, np.int32))])
+
+
+@torch.no_grad()
+def test_what_each_token_was_sampled_from_is_reported() -> None:
+    """Against transformers' warpers, position by position; other requests of the same steps ask for nothing."""
+    settings: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.8, "min_p": 0.02}
+    requests = [*make_requests(6, **settings, kept=True), *make_requests(8, seed=1)[6:]]
+    found, model, sizes = collect(make_engine(), requests), make_model("qwen3"), set[int]()
+    for request in requests[:6]:
+        one = found[request.request_id]
+        full = torch.tensor([request.prompt_ids.tolist() + one.ids])
+        z_nV = model(input_ids=full).logits[0, len(request.prompt_ids) - 1 : -1]
+        assert len(one.sets) == len(one.ids) > 0
+        for z_V, token, kept in zip(z_nV, one.ids, one.sets, strict=True):
+            of_all_V = logprobs_of(z_V.expand(VOCAB, -1), torch.arange(VOCAB), Sampling(**settings))
+            assert kept == torch.arange(VOCAB)[of_all_V > -torch.inf].tolist() and token in kept
+            sizes.add(len(kept))
+    assert len(sizes) > 2 and not any(found[request.request_id].sets for request in requests[6:])
