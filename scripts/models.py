@@ -1,0 +1,197 @@
+"""Try the causal language models of transformers, each as a tiny random model, and print the table of docs/models.md.
+
+    .venv/bin/python scripts/models.py [MODEL_TYPE ...]        all of them take some minutes
+
+student, teacher: how sequences run together, after a comparison with each alone (`models.packed.choose_way`)
+engine: slots (the slot cache) or own (transformers' cache), after a comparison with the plain forward pass
+LoRA: a gradient reaches each adapter; ranks: the layers that ranks share out are known
+SGLang: the release in .venv-sglang names the class (it was not started)
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from stillhouse.engines.torch.decoders import build_slots
+from stillhouse.engines.torch.kv_cache import UnsupportedModelError
+from stillhouse.engines.torch.model_caches import ModelCaches
+from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.step.lora import Adapters
+from stillhouse.models.layers import layers
+from stillhouse.models.logprobs import lm_head
+from stillhouse.models.packed import FAILURES, PackingError, choose_way, packed_hidden, way_of
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+LIMIT_S: Final = 60
+MOST_PARAMETERS: Final = 5_000_000
+_SIZES: Final[tuple[tuple[int, str], ...]] = (
+    (64, "vocab_size mamba_d_ssm vocab_size_per_layer_input"),
+    (32, "hidden_size n_embd d_model dim conv_dim conv_dim_out lru_width block_dim embedding_size"),
+    (32, "word_embed_proj_dim"),
+    (
+        48,
+        "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp block_ff_dim dense_intermediate_size",
+    ),
+    (24, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
+    (24, "shared_intermediate_size expert_ffn_hidden_size"),
+    (4, "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads rotary_dim"),
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads mamba_dt_rank"),
+    (4, "time_step_rank"),
+    (
+        2,
+        "num_key_value_heads n_head_kv num_kv_heads num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k",
+    ),
+    (2, "linear_num_key_heads index_n_heads mamba_expand expand n_mamba_heads"),
+    (8, "head_dim attention_head_dim kv_channels global_head_dim swa_head_dim qk_nope_head_dim qk_rope_head_dim"),
+    (8, "v_head_dim linear_key_head_dim linear_value_head_dim mamba_n_heads mamba_num_heads mamba_d_head index_topk"),
+    (8, "mamba_head_dim mamba_d_state ssm_state_size state_size mamba_chunk_size chunk_size mamba_headdim"),
+    (8, "hidden_size_per_layer_input"),
+    (16, "q_lora_rank kv_lora_rank o_lora_rank index_head_dim qk_head_dim attention_chunk_size sliding_window"),
+    (16, "attention_window_size"),
+    (512, "max_position_embeddings n_positions n_ctx max_seq_len"),
+    (1, "n_group topk_group n_shared_experts mamba_n_groups n_groups mamba_ngroups"),
+)
+SIZES: Final = {name: size for size, names in _SIZES for name in names.split()}
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_MORE: Final[Mapping[str, Mapping[str, Any]]] = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
+"""Kinds of layers that the defaults do not name."""
+_IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+class Row(NamedTuple):
+    """A line of the table."""
+
+    model_type: str
+    student: str
+    engine: str
+    lora: str
+    ranks: str
+    sglang: str
+
+
+def tiny(model_type: str) -> PreTrainedModel:
+    """A random model of this type with each of its kinds of layers. Raises what its class raises for such sizes."""
+    torch.manual_seed(0)
+    kind = CONFIG_MAPPING[model_type]
+    said = cast("dict[str, Any]", kind().to_dict())
+    small = _small(said)
+    if isinstance(said.get("text_config"), dict):
+        small["text_config"] = _small(said["text_config"]) | {"model_type": said["text_config"]["model_type"]}
+    config = kind(**{**small, **_MORE.get(model_type, {})})
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size:,} parameters: its configuration has sizes that this script does not know")
+    model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.2)
+    return model
+
+
+def _small(said: Mapping[str, Any]) -> dict[str, Any]:
+    small: dict[str, Any] = {name: 1 for name in _IDS if said.get(name) is not None}
+    for name, size in SIZES.items():
+        if isinstance(value := said.get(name), int) and not isinstance(value, bool) and value > 0:
+            small[name] = min(value, size)
+    if said.get("kv_lora_rank") and "num_key_value_heads" in small:
+        small["num_key_value_heads"] = small["num_attention_heads"]
+    n_layers = next((said[name] for name in _LAYERS if isinstance(said.get(name), int)), 0)
+    by_layer = {name: value for name, value in said.items() if isinstance(value, list) and len(value) == n_layers > 0}
+    kinds = {name: list(dict.fromkeys(map(str, value))) for name, value in by_layer.items()}
+    wanted = max(2, *(len(one) for one in kinds.values())) if kinds else 2
+    for name, value in by_layer.items():
+        distinct = [value[list(map(str, value)).index(kind)] for kind in kinds[name]]
+        small[name] = (distinct * wanted)[:wanted]
+    return small | {name: wanted for name in _LAYERS if name in said}
+
+
+def try_model(model_type: str, sglang: Collection[str] | None) -> Row:
+    """What works for a model type. Raises what making the tiny model raises."""
+    model = tiny(model_type)
+    known = "?" if sglang is None else _yes(type(model).__name__ in sglang)
+    try:
+        layers(model)
+        shared = "yes"
+    except ValueError:
+        shared = "no"
+    try:
+        choose_way(model)
+    except PackingError as error:
+        return Row(model_type, f"no: {_short(str(error))}", "", "", "", known)
+    way = way_of(model)
+    try:
+        lora = _yes(_adapts(model))
+    except FAILURES as error:
+        lora = f"no: {_short(str(error))}"
+    try:
+        engine = "own" if isinstance(build_slots(tiny(model_type), 2, 64, fused=True), ModelCaches) else "slots"
+    except UnsupportedModelError as error:
+        engine = f"no: {_short(str(error).split('; ')[-2])}"
+    return Row(model_type, way, engine, lora, shared, known)
+
+
+def _adapts(model: PreTrainedModel) -> bool:
+    adapters = Adapters(model, LoraConfig(rank=2, alpha=4.0), base="tiny")
+    ids_T = torch.arange(9)
+    lm_head(model).logits(packed_hidden(model, ids_T, (4, 5))).square().sum().backward()
+    # The second matrix of an adapter begins at 0, so that only its own gradient is not 0.
+    seconds = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    return bool(adapters.tensors()) and all(grad is not None and bool(grad.any()) for grad in seconds)
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"
+
+
+def _short(text: str) -> str:
+    return text.split("; ")[0].replace("|", "/").replace("\n", " ")[:110]
+
+
+def sglang_classes(environment: Path = ROOT / ".venv-sglang") -> set[str] | None:
+    """Names of the model classes of an installed SGLang; None if there is none. They are read, not imported."""
+    files = list(environment.glob("lib/python3*/site-packages/sglang/srt/models/*.py"))
+    named = (
+        re.findall(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", file.read_text(encoding="utf-8"), re.M) for file in files
+    )
+    return {name for found in named for one in found for name in re.findall(r"\w+", one)} or None
+
+
+def table(model_types: Sequence[str]) -> list[str]:
+    known = sglang_classes()
+    rows: list[Row] = []
+    left: list[str] = []
+    for model_type in model_types:
+        signal.alarm(LIMIT_S)
+        try:
+            rows.append(try_model(model_type, known))
+        except Exception as error:  # whatever a class of transformers raises for sizes that it was not made for
+            left.append(f"`{model_type}` ({type(error).__name__})")
+        finally:
+            signal.alarm(0)
+    lines = ["| model type | student, teacher | engine | LoRA | ranks | SGLang |", "|---|---|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    if left:
+        lines += ["", f"No tiny model of these could be made or tried, so nothing is known: {', '.join(left)}."]
+    return lines
+
+
+def _too_long(_signal: int, _frame: object) -> None:
+    raise TimeoutError(f"no result after {LIMIT_S} s")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGALRM, _too_long)
+    print("\n".join(table(sys.argv[1:] or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))))
