@@ -136,7 +136,7 @@ class Rollout:
         top_ids = (delta.top_ids or ()) if reports_ids else ()
         if reports_ids and len(top_ids) != delta.token_ids.size:
             raise ValueError(
-                f"request {delta.request_id}: the engine reported the likeliest or kept tokens for {len(top_ids)} of "
+                f"request {delta.request_id}: the engine reported the kept or likeliest tokens for {len(top_ids)} of "
                 f"{delta.token_ids.size} tokens; expected all"
             )
         self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids)
