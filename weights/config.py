@@ -18,14 +18,20 @@ SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 Adapters: TypeAlias = Literal["auto", "on", "off"]
 PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
+Place: TypeAlias = Literal["device", "host", "shared"]
+"""Where the copies to be sent are: next to the originals, in pinned host memory, or next to the originals in memory
+that other processes can open (weights.shared_memory)."""
 DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
     "collective": "stillhouse.weights.transports.servers:collective",
     "wire": "stillhouse.weights.transports.wire:WireTransport",
     "folder": "stillhouse.weights.transports.folder:FolderTransport",
+    "ipc": "stillhouse.weights.transports.ipc:IpcTransport",
 }
 """Transports by name; each value is a callable that makes one from a weights.transport.TransportSetup."""
+NO_GROUP: Final = ("folder", "wire", "ipc")
+"""Transports without a process group."""
 ENTRY_POINTS: Final = "stillhouse.weights"
 """Entry-point group of transports in installed packages."""
 NCCL_SOCKETS_ONLY: Final = {
@@ -54,8 +60,11 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """The way of a version to the actors. collective: one broadcast to all, by gloo or NCCL, which do not encrypt.
     wire: each actor fetches it from weights.control_port, encrypted and with the run's keys; the learner's link
     carries it once per actor. folder: a file in the run folder, or in the run's `store` if it has one, for actors that
-    can read there. auto: collective on one machine or with allow_plain_network, else wire. A transport from another
-    package is given by its entry-point name (group stillhouse.weights) or as module:attribute."""
+    can read there. ipc: actors, or their servers, copy out of the learner's own copies, on the GPU that they share with
+    it or in this machine's memory. auto: ipc where all actors are on the learner's GPU and two copies of the weights
+    fit there too, which the launcher decides before the start; else collective on one machine or with
+    allow_plain_network, else wire. A transport from another package is given by its entry-point name (group
+    stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
     """With learner.lora.rank: send the adapters alone, a few megabytes per version, which SGLang servers load as files:
     by `transport` folder, or wire between machines. off: every version is the merged student. on: the servers that the
@@ -74,7 +83,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Send only the weights that changed since the version before: in bfloat16 few do in one step, in float32 nearly
     all. on: whenever the members have the version before. auto: from 32 MB on, when that was faster in this run; each
     way is measured again every 50 versions. off: send all weights, always. Only for broadcasts to embedded engines;
-    SGLang servers and the transports folder and wire get all weights."""
+    SGLang servers and the transports folder, wire and ipc get all weights."""
     staging: Staging = "auto"
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
@@ -132,20 +141,22 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(f"transport is empty; expected auto, {', '.join(BUILT_IN)}, or module:attribute")
         if not self.host:
             raise ValueError("host is empty; expected an address of this machine that the actors can reach")
-        if self.backend == "nccl" and self.transport in ("folder", "wire"):
+        if self.backend == "nccl" and self.transport in NO_GROUP:
             raise ValueError(
                 f"backend = nccl with transport = {self.transport}, which makes no process group; use backend = auto"
             )
-        if self.delta == "on" and self.way in ("folder", "wire"):
+        if self.delta == "on" and self.way in NO_GROUP:
             raise ValueError(
                 f"delta = on with transport = {self.way}, which gives each member all weights; use delta = auto"
             )
-        if self.verify == "reload" and self.way in ("folder", "wire"):
+        if self.staging == "host" and self.transport == "ipc":
+            raise ValueError("staging = host with transport = ipc, which shares the copies; use staging = auto")
+        if self.verify == "reload" and self.loads_files:
             raise ValueError(
                 f"verify = reload with transport = {self.way}: servers would compare a file with itself, because they "
                 "load every version from one; use verify = auto, a prompt that learner and server both score"
             )
-        plain = self.backend == "nccl" or self.transport not in ("auto", "wire", "folder")
+        plain = self.backend == "nccl" or self.transport not in ("auto", *NO_GROUP)
         if plain and not is_local(self.host) and not self.allow_plain_network:
             asked = "backend = nccl" if self.backend == "nccl" else f"transport = {self.transport}"
             raise ValueError(
@@ -164,7 +175,12 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     @property
     def makes_groups(self) -> bool:
         """Whether a process group carries the weights."""
-        return self.way not in ("folder", "wire")
+        return self.way not in NO_GROUP
+
+    @property
+    def loads_files(self) -> bool:
+        """Whether a server gets every version as a file."""
+        return self.way in ("folder", "wire")
 
 
 def find_transport(way: str) -> str:
@@ -224,10 +240,12 @@ def bucket_size(asked: int, device_type: str) -> int:
     return asked or (GPU_BUCKET_BYTES if device_type == "cuda" else CPU_BUCKET_BYTES)
 
 
-def staged_in(asked: Staging, device_type: str, backend: Literal["gloo", "nccl"]) -> Literal["device", "host"]:
+def staged_in(config: WeightsConfig, device_type: str, backend: Literal["gloo", "nccl"]) -> Place:
     """Gloo sends from host memory, so copies there need no further copy. On a CPU the device is the host."""
+    if config.way == "ipc":
+        return "shared"
     if device_type != "cuda":
         return "device"
-    if asked == "auto":
+    if config.staging == "auto":
         return "host" if backend == "gloo" else "device"
-    return asked
+    return config.staging

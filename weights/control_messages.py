@@ -77,6 +77,45 @@ class WeightCheck(msgspec.Struct, frozen=True):
         return not checksums or self.weights is not None
 
 
+class CpuHandle(msgspec.Struct, frozen=True, tag="cpu"):
+    """A segment of shared memory, as torch names it (UntypedStorage._share_filename_cpu_)."""
+
+    manager: bytes
+    """Socket of the process that removes it when nobody uses it any more."""
+    name: bytes
+    n_bytes: int
+
+
+class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
+    """Memory on a GPU, as torch names it for one receiver (UntypedStorage._share_cuda_)."""
+
+    uuid: str
+    """Of the GPU."""
+    handle: bytes
+    n_bytes: int
+    offset_bytes: int
+    ref_counter: bytes
+    ref_counter_offset: int
+    event: bytes
+    event_sync: bool
+
+
+MemoryHandle: TypeAlias = CpuHandle | CudaHandle
+
+
+class SharedRun(msgspec.Struct, frozen=True):
+    """The version in memory that the members open."""
+
+    handles: tuple[tuple[MemoryHandle, ...], ...]
+    """For each member, for each of its ranks, one that only this rank may open, once."""
+    sums: tuple[int, ...] = ()
+    """For embedded engines: the checksum of every bucket (weights.buckets.checksum)."""
+
+    def of(self, index: int) -> SharedRun:
+        """What member `index` of the plan needs of it."""
+        return SharedRun(self.handles[index : index + 1], self.sums)
+
+
 class Round(msgspec.Struct, frozen=True, tag=True):
     """rank 0 -> member: a version follows."""
 
@@ -90,9 +129,11 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     """After a failure every member answers within this time."""
     check: WeightCheck | None = None
     weights: WeightsRef | None = None
-    """The version as a file to load; None: it comes as a broadcast, which starts at once."""
+    """The version as a file to load; None: it comes as a broadcast, which starts at once, or as `shared`."""
     base: WeightVersion | None = None
     """With a broadcast: buckets come as differences from this version (weights.delta). None: whole."""
+    shared: SharedRun | None = None
+    """The version as memory of the learner; None: it comes in another way."""
 
 
 class MemberAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -83,7 +83,7 @@ class GroupHost(ABC):
     """A transport (weights.transport) whose members answer on the control channel. It has at most one group at a time.
     Subclasses define where members meet, what carries the bytes, and their layout."""
 
-    backend: ClassVar[BackendName | Literal["folder", "wire"] | None] = None
+    backend: ClassVar[BackendName | Literal["folder", "wire", "ipc"] | None] = None
     """The `backend` of its plans; None: that of the Setup."""
     independent: ClassVar[bool] = False
     """True if the other members can still get a version when one of them fails."""
@@ -183,12 +183,12 @@ class GroupHost(ABC):
         written_s = time.monotonic()
         try:
             file = self._file_of(weights)
+            kind = kind_of(check) if file is None else "file"
+            timeout_s = self.limits.limit_s(kind, weights.n_bytes)
+            former, full = self._deltas.base_of(weights, able=isinstance(self._group, DeltaChannel))
+            layout, header = self._header(weights, check, timeout_s, file, former)
         except NotSent as unsent:
             return self._failed(str(unsent), {})
-        kind = kind_of(check) if file is None else "file"
-        timeout_s = self.limits.limit_s(kind, weights.n_bytes)
-        former, full = self._deltas.base_of(weights, able=isinstance(self._group, DeltaChannel))
-        layout, header = self._header(weights, check, timeout_s, file, former)
         began_s = time.monotonic()
         self._control.send(header)
         error: str | None = None

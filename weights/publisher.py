@@ -91,7 +91,7 @@ class Publisher:
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config, self._members, self._canary = config, members, canary
         self._post_plan, self._published, self._staging = post_plan, published, staging
-        self._place: Literal["device", "host"] = staged_in(config.staging, device.type, backend)
+        self._place = staged_in(config, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
         self._transport = make_transport(

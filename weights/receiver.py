@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from msgspec.structs import replace
+
 from stillhouse.protocol.keys import ClientKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.tracing import events
@@ -217,7 +219,7 @@ class WeightReceiver:
                         rank=index + 1,
                         on_reconnect=self._count_reconnect,
                     )
-                elif plan.backend != "folder":
+                elif plan.backend not in ("folder", "ipc"):
                     self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)
@@ -258,7 +260,7 @@ class WeightReceiver:
     def _need_not_take(self, header: Round, wire: WireMember | None) -> bool:
         """Whether this member has the version already, as all do but the newcomer for whom a group was made, and no
         other member waits for it in a broadcast. A check by loading the file again needs the file."""
-        alone = wire is not None or header.weights is not None
+        alone = wire is not None or header.weights is not None or header.shared is not None
         by_loading = header.check is not None and header.check.weights is not None
         return alone and not by_loading and self._sink.version == header.version
 
@@ -279,6 +281,8 @@ class WeightReceiver:
         try:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
+            if header.shared is not None:
+                header = replace(header, shared=header.shared.of(index))
             if self._need_not_take(header, wire):
                 taken = Receipt(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
             else:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ from torch import Tensor
 from stillhouse.models.transfer import whole
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import BucketLayout, Content, WholeTensors, manifest_of
-from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
+from stillhouse.weights.config import CPU_BUCKET_BYTES, Place, SentDtype
 from stillhouse.weights.manifest import TensorSpec, WeightManifest, in_pieces
 from stillhouse.weights.roster import EMBEDDED, GroupMembers
+from stillhouse.weights.shared_memory import shareable
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class Staging(Protocol):
         *,
         dtype: SentDtype,
         bucket_bytes: int,
-        place: Literal["device", "host"],
+        place: Place,
         streams: WeightStreams,
     ) -> StagedVersion: ...
 
@@ -225,11 +226,12 @@ class StagedWeights(StagedVersion):
         *,
         dtype: SentDtype = "keep",
         bucket_bytes: int = CPU_BUCKET_BYTES,
-        place: Literal["device", "host"] = "device",
+        place: Place = "device",
         streams: WeightStreams | None = None,
     ) -> None:
         """`members`: the receivers, which decide the layout. `dtype`: of all floating-point copies. `place`: next to
-        the originals, or in pinned host memory. `streams`: those of the originals' device; None: a CPU's."""
+        the originals, in pinned host memory, or next to them in memory that can be shared. `streams`: those of the
+        originals' device; None: a CPU's."""
         super().__init__()
         self.named: list[tuple[str, Tensor]] = []
         """The copies by the names by which they are sent."""
@@ -286,4 +288,6 @@ class StagedWeights(StagedVersion):
             n_bytes / 1e9,
             "in pinned memory of the host" if in_host else f"on {device}",
         )
+        if self._place == "shared":
+            return shareable(n_bytes, device)
         return self._streams.host_bytes(n_bytes) if in_host else torch.zeros(n_bytes, dtype=torch.uint8, device=device)

@@ -8,8 +8,8 @@ A transport is a callable that takes a TransportSetup: a file in weights/transpo
 working directory), or an entry point of an installed package in the group `stillhouse.weights`.
 `weights.group_host.GroupHost` is a base class for transports whose members answer on the learner's control channel, as
 all of ours do; its subclasses only say where members meet, and how the bytes leave. Receivers (weights.sink) need no
-change for transports that end in a process group's broadcast (`gloo`, `nccl`), in files (`folder`) or at the control
-port (`wire`).
+change for transports that end in a process group's broadcast (`gloo`, `nccl`), in files (`folder`), at the control
+port (`wire`) or in shared memory (`ipc`).
 """
 
 # Why it is so: docs/decisions/weight-transports.md

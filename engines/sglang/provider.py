@@ -96,7 +96,7 @@ class SGLangProvider(EngineProvider):
             if ctx.config.weights.adapters == "on":
                 sink = ServerAdapters(engine, student=path, folder=ctx.run_dir / ADAPTERS / ctx.name)
             else:
-                sink = ServerWeights(engine, student=path)
+                sink = ServerWeights(engine, student=path, ours=started_by_us)
             return Student(engine, sink, engine.max_context)
 
         return StudentSource(tokenizer, tokenizer.fingerprint, tokenizer.stop_token_ids, start)
@@ -136,7 +136,7 @@ class SGLangProvider(EngineProvider):
         server = actor.server
         if weights.adapters == "on":
             return GroupMembers(kind="adapters", check_by="off" if weights.verify == "off" else "canary")
-        check_by: CheckBy = "reload" if weights.makes_groups else "canary"
+        check_by: CheckBy = "canary" if weights.loads_files else "reload"
         if weights.verify == "off":
             check_by = "off"
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))

@@ -115,6 +115,16 @@ def disk_update(folder: str, *, flush: bool) -> dict[str, Any]:
     return {"model_path": folder, "load_format": "auto", "flush_cache": flush, "abort_all_requests": False}
 
 
+def tensor_update(payloads: list[str], *, flush: bool) -> dict[str, Any]:
+    """Body of a request to load weights out of memory, by one payload (engines.sglang.tensor_payload) for each rank."""
+    return {
+        "serialized_named_tensors": payloads,
+        "load_format": "flattened_bucket",
+        "abort_all_requests": False,
+        "flush_cache": flush,
+    }
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request, from submit to its last delta. Belongs to the event loop."""

@@ -4,6 +4,7 @@
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
              tensor again, synchronise; end, check, resume
              from a file: pause, POST /update_weights_from_disk, check, resume
+             by ipc: pause, begin, POST /update_weights_from_tensor, synchronise, end, check, resume
              by wire: written to a file in the system's folder for temporary ones, then as from a file
     prepare  the same, from the student's own folder
     leave    POST /destroy_weights_update_group
@@ -39,11 +40,12 @@ import msgspec
 
 from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
-from stillhouse.engines.sglang.requests import bucket_update, disk_update
+from stillhouse.engines.sglang.requests import bucket_update, disk_update, tensor_update
+from stillhouse.engines.sglang.tensor_payload import tensor_payload
 from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.control_messages import Agreed, Round, WeightCheck
+from stillhouse.weights.control_messages import Agreed, CudaHandle, MemoryHandle, Round, WeightCheck
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, Interrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.manifest import WeightBucket, smallest_tensor_bucket, whole_tensor_buckets
@@ -75,8 +77,9 @@ class _Reply(msgspec.Struct, frozen=True):
 class ServerWeights:
     """A WeightSink (weights.sink)."""
 
-    def __init__(self, engine: SGLangEngine, *, student: str) -> None:
-        """`student`: folder of the run's first weights, as the server sees it."""
+    def __init__(self, engine: SGLangEngine, *, student: str, ours: bool = True) -> None:
+        """`student`: folder of the run's first weights, as the server sees it. `ours`: the launcher started it."""
+        self._ours = ours
         self._engine = engine
         self._server = engine.server
         self._student = student
@@ -115,6 +118,8 @@ class ServerWeights:
     def check(self, plan: WeightPlan) -> None:
         if plan.kind != "servers":
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
+        if plan.backend == "ipc" and not self._ours:
+            raise ValueError(f"{self._server.url}: by ipc only servers that the launcher started get weights")
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if not self._joined_before:
@@ -141,7 +146,7 @@ class ServerWeights:
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         if wire is not None:
             return self._take_by_wire(header, agreed, interrupted, wire)
-        if self._group_name is None and header.weights is None:
+        if self._group_name is None and header.weights is None and header.shared is None:
             raise GroupBroken("no group was joined")
         return self._take(header, agreed, interrupted)
 
@@ -176,7 +181,10 @@ class ServerWeights:
                 self._ask(_FROM_DISK, self._from_disk(str(path.parent), label), deadline_s, interrupted)
             else:
                 buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
-                self._receive(buckets, label, deadline_s, interrupted)
+                if header.shared is not None:
+                    self._open(header.shared.handles[0], buckets, label, deadline_s, interrupted)
+                else:
+                    self._receive(buckets, label, deadline_s, interrupted)
             received_s = time.monotonic()
             if check is not None:
                 self._check(check, header.version, deadline_s, interrupted)
@@ -199,6 +207,24 @@ class ServerWeights:
         self._close_session()
         if self._answers_when_queued:
             self._synchronise(deadline_s, interrupted)
+
+    def _open(
+        self,
+        handles: Sequence[MemoryHandle],
+        buckets: Sequence[WeightBucket],
+        label: dict[str, str],
+        deadline_s: float,
+        interrupted: Interrupted,
+    ) -> None:
+        """Have the server copy the weights out of the learner's memory."""
+        self._open_session()
+        self._known = False
+        payloads = [tensor_payload(handle, buckets) for handle in handles]
+        body = tensor_update(payloads, flush=self._flushes) | label
+        self._ask("/update_weights_from_tensor", body, deadline_s, interrupted)
+        if any(isinstance(handle, CudaHandle) for handle in handles):
+            self._synchronise(deadline_s, interrupted)  # it answers when the copies are queued
+        self._close_session()
 
     def settle(self, timeout_s: float) -> bool:
         if self._pending is None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from stillhouse.engines.base import TakesWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.buckets import EqualBuckets
-from stillhouse.weights.control_messages import Agreed, Round
+from stillhouse.weights.buckets import EqualBuckets, checksum
+from stillhouse.weights.control_messages import Agreed, Round, SharedRun
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
+from stillhouse.weights.shared_memory import open_memory
 from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
@@ -37,6 +39,8 @@ class EmbeddedWeights:
         self._stores: dict[tuple[str, int], Store] = {}
         self._group: WeightGroup | None = None
         self._layout: EqualBuckets | None = None
+        self._opened: deque[Tensor] = deque(maxlen=2)
+        """Memory of the learner; kept as long as it is used, because mapping it again costs page faults."""
         self._fetched_B: Tensor | None = None
         """Memory that receives the bytes by wire; kept, because the page faults of fresh memory cost more than that."""
 
@@ -58,7 +62,7 @@ class EmbeddedWeights:
             raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set weights.backend to gloo")
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
-        if plan.backend in ("folder", "wire"):
+        if plan.backend in ("folder", "wire", "ipc"):
             raise ValueError(f"weight plan {plan.group_epoch} has no process group; its backend is {plan.backend}")
         self.leave()
         self._layout = None
@@ -84,6 +88,8 @@ class EmbeddedWeights:
             return self._take_file(header, header.weights, interrupted)
         if wire is not None:
             return self._fetch(header, agreed, interrupted, wire)
+        if header.shared is not None:
+            return self._copy_shared(header, header.shared, agreed, interrupted)
         if self._group is None:
             raise GroupBroken("no group was joined")
         if self._layout is None or self._layout.manifest != agreed.manifest:
@@ -110,6 +116,26 @@ class EmbeddedWeights:
         wire.fetch(header.number, layout.total_bytes, take, began_s + header.timeout_s, interrupted)
         return self._taken(header, layout.views(self._fetched_B), layout.total_bytes, began_s, interrupted)
 
+    def _copy_shared(self, header: Round, shared: SharedRun, agreed: Agreed, interrupted: Interrupted) -> Receipt:
+        """The engine copies out of the learner's memory. If the learner has not changed it until then, as the checksums
+        tell, the copy is whole; else the iterator fails, and the engine takes nothing."""
+        began_s = time.monotonic()
+        layout = EqualBuckets(agreed.manifest, agreed.bucket_bytes)
+        run_B = open_memory(shared.handles[0][0], layout.total_bytes)
+        self._opened.append(run_B)
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            yield from layout.views(run_B)
+            wait_for_device(self._device, began_s + header.timeout_s, interrupted)
+            found = [int(checksum(run_B[slice(*layout.bounds(i))]).item()) for i in range(layout.n_buckets)]
+            if len(shared.sums) != len(found):
+                raise WeightsRefused(f"{len(shared.sums)} checksums came, expected {len(found)}")
+            if tuple(found) != shared.sums:
+                wrong = [i for i, (got, sent) in enumerate(zip(found, shared.sums, strict=True)) if got != sent]
+                raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {layout.n_buckets}")
+
+        return self._taken(header, named(), layout.total_bytes, began_s, interrupted)
+
     def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Receipt:
         began_s = time.monotonic()
         reading = in_thread(lambda: read_snapshot(ref), name="weight-file", daemon=True)
@@ -121,7 +147,7 @@ class EmbeddedWeights:
         return self._taken(header, named, sum(tensor.nbytes for _, tensor in named), began_s, interrupted)
 
     def _taken(
-        self, header: Round, named: list[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted
+        self, header: Round, named: Iterable[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted
     ) -> Receipt:
         """Stage received tensors, unless the engine already has this version or a newer one."""
         received_s = time.monotonic()
@@ -142,11 +168,12 @@ class EmbeddedWeights:
         return True  # whatever is in progress is abandoned
 
     def leave(self) -> None:
+        self._opened.clear()
         group, self._group = self._group, None
         if group is not None:
             group.close()
 
-    def _stage(self, version: WeightVersion, named: list[tuple[str, Tensor]]) -> None:
+    def _stage(self, version: WeightVersion, named: Iterable[tuple[str, Tensor]]) -> None:
         self._engine.stage_weights(version, named)
         self._staged = version
 

@@ -191,7 +191,7 @@ def learner_need(
         "AdamW": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else FORKED_GIB
-    if device != "cpu" and staged_in(config.weights.staging, device, backend) == "host":
+    if device != "cpu" and staged_in(config.weights, device, backend) == "host":
         staging = 0.0
     if learner.frozen:
         return _need(LEARNER, sure, {"staging": staging}, process_gib)
@@ -220,7 +220,7 @@ def learner_host_need(config: RunConfig, shape: ModelShape, backend: Literal["gl
     return _need(
         f"{RANK}{rank}" if rank else LEARNER,
         {"AdamW": moments if config.learner.moments == "host" else 0.0},
-        {"staging": staging if staged_in(config.weights.staging, "cuda", backend) == "host" else 0.0},
+        {"staging": staging if staged_in(config.weights, "cuda", backend) == "host" else 0.0},
         FORKED_GIB,
     )
 

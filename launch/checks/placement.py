@@ -30,6 +30,7 @@ from stillhouse.launch.machine.gpus import LEARNER, RANK, Places, Seat, Wanted, 
 from stillhouse.launch.machine.machine import Interpreters, Machine
 from stillhouse.launch.machine.torch_build import TorchBuild
 from stillhouse.launch.servers.plan import launched_groups
+from stillhouse.protocol.addresses import is_local
 from stillhouse.protocol.context import WorkerRole
 
 replace = msgspec.structs.replace
@@ -164,10 +165,36 @@ def place_run(
     learner = Member(LEARNER, () if gpu is None else (gpu,), own.nccl_version, sys.executable)
     wanted = config.weights.backend if config.weights.makes_groups else "gloo"
     weights = choose_weight_backend(wanted, learner, members)
+    if config.weights.way == "ipc" and gpu is not None and (elsewhere := [*_elsewhere(config, places)]):
+        raise ValueError(
+            f"weights.transport: got ipc, expected all actors on the learner's GPU {machine.gpus[gpu]} alone, and "
+            f"{', '.join(elsewhere)} is not; use auto"
+        )
     threads = plan_threads(config, places.seats, machine.cores, learner_here=learner_here)
     lines = list(_described(config, machine, places, weights, why, own))
     text = "; ".join(filter(None, (*lines[0 if learner_here else 1 :], threads.text)))
     return Placement(places, weights, threads, text)
+
+
+def shares_memory(config: RunConfig, places: Places) -> bool:
+    """Whether weights can go by memory of the one GPU of the learner and all actors, and nothing else is asked for."""
+    weights = config.weights
+    asked = weights.transport != "auto" or weights.backend != "auto" or weights.delta == "on"
+    if asked or weights.staging == "host" or weights.adapters == "on" or not is_local(weights.host):
+        return False
+    one_gpu = places.seats.get(LEARNER) is not None and config.learner.ranks == 1
+    return one_gpu and config.actors > 0 and not config.actor.urls and not [*_elsewhere(config, places)]
+
+
+def _elsewhere(config: RunConfig, places: Places) -> Iterator[str]:
+    """The actors that are not, or not only, on the learner's GPU."""
+    gpu = places.seats.get(LEARNER)
+    servers = places.servers.get("actor", ())
+    for index in range(config.actors):
+        who = f"actor-{index}"
+        on = servers[index] if index < len(servers) else (places.seats.get(who),)
+        if on != (gpu,):
+            yield who
 
 
 def _seats(config: RunConfig, *, usable: bool) -> Iterator[Seat]:
@@ -247,7 +274,9 @@ def _described(
         pool = f" of {group.key.removeprefix('pools.')}" if group.key.startswith("pools.") else ""
         chosen = f" (auto: {why[group.key]})" if group.key in why else ""
         yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
-    if config.weights.way == "folder":
+    if config.weights.way == "ipc":
+        yield "weights by memory that the learner shares (weights.transport ipc)"
+    elif config.weights.way == "folder":
         folder = f"the store {config.store}" if config.store else "the run folder"
         yield f"weights by files in {folder} (weights.transport)"
     elif config.weights.way == "wire":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -10,7 +11,7 @@ import msgspec
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.launch.checks.adapters import choose_adapters
 from stillhouse.launch.checks.memory import estimate
-from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, wrong_nccl
+from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, shares_memory, wrong_nccl
 from stillhouse.launch.config.pools import WorkerGroup
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.devices import fill_devices, fill_dtype, torch_devices
@@ -98,7 +99,14 @@ def check_servers(
     memory: list[str] = []
     if not mistakes:
         try:
-            placement = place_run(config, machine, interpreters, why or {}, learner_here=learner_here)
+            place = functools.partial(
+                place_run, machine=machine, interpreters=interpreters, why=why or {}, learner_here=learner_here
+            )
+            placement = place(config)
+            if shares_memory(config, placement.places):
+                by_ipc = replace(config, weights=replace(config.weights, transport="ipc"))
+                if not estimate(fill_dtype(by_ipc, placement.device("actor", 0)), machine, placement)[1]:
+                    config, placement = by_ipc, place(by_ipc)
             placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
             config = fill_dtype(config, placement.device("actor", 0))
         except ValueError as error:

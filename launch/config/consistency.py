@@ -265,6 +265,12 @@ def _transport(config: RunConfig) -> Iterator[str]:
         find_transport(config.weights.way)
     except ValueError as error:
         yield str(error)
+    if config.weights.way == "ipc" and (config.actor.urls or not is_local(config.weights.host)):
+        got = "actor.urls" if config.actor.urls else f"weights.host = {config.weights.host}"
+        yield (
+            f"weights.transport: got ipc with {got}; expected actors on this machine, with servers that the launcher "
+            "starts; or use auto"
+        )
 
 
 def _delta_of_servers(config: RunConfig) -> Iterator[str]:

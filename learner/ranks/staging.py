@@ -23,7 +23,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from stillhouse.learner.ranks.mesh import Mesh
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout
-from stillhouse.weights.config import CPU_BUCKET_BYTES, SentDtype
+from stillhouse.weights.config import CPU_BUCKET_BYTES, Place, SentDtype
 from stillhouse.weights.manifest import TensorSpec, WeightManifest, in_pieces
 from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.staged_weights import (
@@ -67,7 +67,7 @@ class Stage(msgspec.Struct, frozen=True):
     number: int
     """Rises with each announcement."""
     dtype: SentDtype
-    place: Literal["device", "host"]
+    place: Place
 
 
 class Move(NamedTuple):
@@ -300,7 +300,7 @@ class StagedByRanks(StagedVersion):
         slot: int,
         members: GroupMembers,
         dtype: SentDtype,
-        place: Literal["device", "host"],
+        place: Place,
     ) -> None:
         super().__init__()
         self._members = members
@@ -396,7 +396,7 @@ class StagingByRanks:
         *,
         dtype: SentDtype,
         bucket_bytes: int,
-        place: Literal["device", "host"],
+        place: Place,
         streams: WeightStreams,
     ) -> StagedByRanks:
         """Arguments as of `StagedWeights`. `bucket_bytes` decides nothing here: a share has a layout of its

@@ -29,7 +29,7 @@ SCHEMA_OF_VERSION = {
     17: "465c02c8c112d01b",
     18: "58bf99548056ce50",  # top-k payloads and sets in planes of bits; SegmentsWanted
     19: "528120db4921ffff",  # Snapshot without intake_trouble: a full disk no longer stops intake alone
-    20: "506090641c630e75",  # Sampling has min_p and kept: what top-k, top-p and min-p leave goes to the learner
+    20: "f65e7312c1ebb0c4",  # Sampling has min_p and kept; WeightPlan with backend ipc
 }
 
 

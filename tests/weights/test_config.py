@@ -118,9 +118,12 @@ def test_buckets_are_larger_from_a_gpu_unless_their_size_was_said() -> None:
         ("device", "cuda", "gloo", "device"),
         ("auto", "cpu", "gloo", "device"),
         ("host", "cpu", "gloo", "device"),
+        ("ipc", "cpu", "gloo", "shared"),
+        ("ipc", "cuda", "gloo", "shared"),
     ],
 )
 def test_copies_lie_where_they_are_sent_from(
-    asked: Staging, device: str, backend: Literal["gloo", "nccl"], place: str
+    asked: Staging | Literal["ipc"], device: str, backend: Literal["gloo", "nccl"], place: str
 ) -> None:
-    assert staged_in(asked, device, backend) == place
+    config = WeightsConfig(transport="ipc") if asked == "ipc" else WeightsConfig(staging=asked)
+    assert staged_in(config, device, backend) == place

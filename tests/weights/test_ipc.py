@@ -1,0 +1,207 @@
+"""Versions as memory that actors map: real processes and segments, which are gone afterwards whoever was killed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from stillhouse.weights import shared_memory
+from stillhouse.weights.buckets import WholeTensors
+from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.control_messages import CpuHandle, Round, SharedRun
+from stillhouse.weights.errors import WeightsRefused
+from stillhouse.weights.shared_memory import SEGMENTS, NoSharedMemory, export, is_shareable, open_memory, shareable
+from stillhouse.weights.staged_weights import StagedWeights
+from stillhouse.weights.transports.ipc import IpcTransport
+from tests.patience import PATIENCE_S, eventually
+from tests.sim.weights.weight_actors import ActorFleet
+from tests.weights.fleet_learner import FleetLearner, version
+
+NAMES = ("actor-0", "actor-1", "actor-2")
+CPU: Final = torch.device("cpu")
+
+
+def weights(step: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [("half", torch.randn(61, generator=generator).half()), ("w", torch.randn(300, 256, generator=generator))]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The segments that this process makes."""
+    found: list[Path] = []
+    reserve: Callable[[Path, int], None] = vars(shared_memory)["_reserve"]
+
+    def noted(segment: Path, n_bytes: int) -> None:
+        found.append(segment)
+        reserve(segment, n_bytes)
+
+    monkeypatch.setattr(shared_memory, "_reserve", noted)
+    return found
+
+
+@pytest.fixture
+def learner(tmp_path: Path, made: list[Path]) -> Iterator[FleetLearner]:
+    with ActorFleet() as fleet, closing(FleetLearner(fleet, tmp_path / "weights", "ipc", weights)) as learner:
+        yield learner
+
+
+def gone(paths: list[Path]) -> bool:
+    gc.collect()
+    return not any(path.exists() for path in paths)
+
+
+def test_every_version_reaches_every_member_out_of_two_segments_that_take_turns(
+    learner: FleetLearner, made: list[Path]
+) -> None:
+    with learner.start(every_version=True) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        for step in range(1, 6):
+            publisher.publish(version(step), weights(step))
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.delivered(5)
+        stats = publisher.stats
+    assert learner.announced == [version(step) for step in range(1, 6)]
+    assert (stats.members, stats.skipped_versions_total, stats.dropped_total) == (3, 0, {})
+    assert {(plan.backend, plan.port) for plan in learner.plans} == {("ipc", 0)}
+    assert stats.snapshots_total == 0 and 1 <= len(made) <= 3
+    del publisher
+    learner.fleet.close()
+    eventually(lambda: gone(made), "segments are removed")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(
+    learner: FleetLearner, made: list[Path], signum: int
+) -> None:
+    with learner.start(broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
+        learner.fleet.start(NAMES)
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.fleet.signal(NAMES[0], signum)
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2, *NAMES[1:])
+        assert publisher.wait_idle(PATIENCE_S)
+        assert publisher.stats.dropped_total.total() == 1
+    del publisher
+    learner.fleet.close()
+    eventually(lambda: gone(made), "segments are removed")
+
+
+def test_a_newcomer_gets_the_newest_version_and_who_has_it_gets_nothing(learner: FleetLearner) -> None:
+    with learner.start() as publisher:
+        learner.fleet.start(NAMES[:1])
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        learner.delivered(1)
+        assert publisher.wait_idle(PATIENCE_S)
+        learner.fleet.start(NAMES[1:])
+        publisher.membership(learner.fleet.membership())
+        learner.delivered(1)
+
+
+def test_bytes_that_change_while_a_member_copies_them_are_used_by_nobody(
+    learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner overwrites them at once for a newer version, as for a member that is too late."""
+    shared: Callable[..., SharedRun] = vars(IpcTransport)["_shared"]
+    damaged: list[bool] = []
+
+    def overwritten(self: IpcTransport, layout: Any, content: WholeTensors) -> SharedRun:
+        run = shared(self, layout, content)
+        run_B = content.in_place(layout)
+        assert run_B is not None and is_shareable(run_B)
+        if not damaged:
+            run_B[70] ^= 1
+            damaged.append(True)
+        return run
+
+    monkeypatch.setattr(IpcTransport, "_shared", overwritten)
+    with learner.start(rejoin_delay_s=0.1) as publisher:
+        learner.fleet.start(NAMES[:1])
+        publisher.membership(learner.fleet.membership())
+        publisher.publish(version(1), weights(1))
+        eventually(lambda: publisher.stats.dropped_total["refused"] == 1, "the member refuses")
+        assert learner.announced in ([], [version(1)]) and damaged
+        publisher.publish(version(2), weights(2))
+        learner.delivered(2)
+
+
+SENDER: Final = """
+import sys, time, torch
+from stillhouse.weights.shared_memory import export, shareable
+run_B = shareable(1 << 16, torch.device("cpu"))
+run_B[7] = 9
+handle = export(run_B)
+print(handle.manager.decode(), handle.name.decode(), handle.n_bytes, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_sender_leaves_no_segment_and_its_receiver_keeps_what_it_has_opened() -> None:
+    with subprocess.Popen([sys.executable, "-c", SENDER], stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None
+        manager, name, n_bytes = sender.stdout.readline().split()
+        path = SEGMENTS / name.lstrip("/")
+        assert path.exists()
+        run_B = open_memory(CpuHandle(manager.encode(), name.encode(), int(n_bytes)), int(n_bytes))
+        sender.kill()
+        sender.wait(PATIENCE_S)
+        time.sleep(0.2)
+        assert run_B[7] == 9
+        del run_B
+        eventually(lambda: not path.exists(), "the segment is removed")
+    with pytest.raises(WeightsRefused, match="cannot be opened"):
+        open_memory(CpuHandle(manager.encode(), name.encode(), int(n_bytes)), int(n_bytes))
+
+
+def test_the_copies_of_the_weights_are_the_memory_that_is_shared() -> None:
+    staged = StagedWeights(place="shared")
+    staged.fill(version(1), weights(1))
+    assert is_shareable(staged.run_B)
+    seen_B = open_memory(export(staged.run_B), staged.run_B.numel())
+    staged.fill(version(2), weights(2))
+    assert torch.equal(seen_B, staged.run_B) and seen_B.any()
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    handle = export(shareable(64, CPU))
+    with pytest.raises(WeightsRefused, match="has 64 bytes, expected 128"):
+        open_memory(handle, 128)
+    with pytest.raises(WeightsRefused, match="expected 4096"):
+        open_memory(CpuHandle(handle.manager, handle.name, 4096), 4096)  # it would be read past its end: SIGBUS
+
+
+def test_too_little_shared_memory_is_an_error_and_not_the_end_of_the_process() -> None:
+    free = os.statvfs(SEGMENTS)
+    with pytest.raises(NoSharedMemory, match="--shm-size"):
+        shareable(free.f_bavail * free.f_frsize + (1 << 30), CPU)
+
+
+@pytest.mark.parametrize("wrong", [{"backend": "nccl"}, {"delta": "on"}, {"staging": "host"}])
+def test_what_contradicts_it_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ipc"):
+        WeightsConfig(transport="ipc", **wrong)
+    assert not WeightsConfig(transport="ipc").makes_groups
+    WeightsConfig(transport="ipc", verify="reload")
+
+
+def test_a_round_without_shared_memory_says_so() -> None:
+    run = SharedRun(((CpuHandle(b"m", b"a", 1),), (CpuHandle(b"m", b"b", 1),)), (4,))
+    assert run.of(1) == SharedRun(((CpuHandle(b"m", b"b", 1),),), (4,))
+    assert Round(1, 1, version(1), "", None, 1.0).shared is None
