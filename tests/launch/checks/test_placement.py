@@ -358,3 +358,12 @@ def test_the_build_of_torch_is_read_from_its_version_file() -> None:
     assert build_13.nccl_version == "2.29.7"
     assert str(build_13.wrong_wheel()).startswith("has nvidia-nccl-cu12 installed")
     assert CUDA_12.wrong_wheel() is None and CPU_ONLY._replace(nccl=NCCL_12).wrong_wheel() is None
+
+
+def test_weights_go_by_shared_memory_where_all_actors_are_on_the_learners_gpu() -> None:
+    one = placed(EMBEDDED | {"actors": 1}, 1)
+    assert one.config.weights.transport == "ipc" and "memory that the learner shares" in one.placement.text
+    assert placed(EMBEDDED | {"actors": 1}, 8).config.weights.transport == "auto"
+    assert placed(EMBEDDED | {"actors": 1, "weights": {"backend": "gloo"}}, 1).config.weights.transport == "auto"
+    (mistake,) = placed(EMBEDDED | {"actors": 1, "weights": {"transport": "ipc"}}, 8).mistakes
+    assert "actor-0" in mistake and "use auto" in mistake
