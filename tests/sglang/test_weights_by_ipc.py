@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from stillhouse.engines.sglang import weights
 from stillhouse.sglang_server.servers import SGLangServer
 from stillhouse.weights import shared_memory
-from tests.patience import eventually
 from tests.sglang.conftest import Named
 from tests.sglang.test_weight_push import V1, V2, V3, WAIT_S, Run
 
@@ -46,22 +43,3 @@ def test_each_server_answers_under_the_version_as_transformers_does(
     assert 1 <= len(made) <= 2
     for actor in run.actors.values():
         assert actor.stats["weight_canaries_total"] == 3 and actor.stats["weight_checks_total"] == 1
-
-
-def test_nothing_is_left_when_the_learner_is_done(run: Run, three: list[SGLangServer], made: list[Path]) -> None:
-    publisher = run.start(three[:1], transport="ipc")
-    run.publish(V1)
-    run.delivered(V1)
-    publisher.close()
-    publisher._spare.clear()  # pyright: ignore[reportPrivateUsage]
-    publisher._newest = None  # pyright: ignore[reportPrivateUsage]
-    gc.collect()
-    eventually(lambda: not any(path.exists() for path in made), "segments are removed")
-
-
-def test_servers_that_somebody_else_started_get_none(run: Run, three: list[SGLangServer]) -> None:
-    run.start(three[:1], transport="ipc")
-    (actor,) = run.actors.values()
-    theirs = weights.ServerWeights(actor.engine, student="/nowhere", ours=False)
-    with pytest.raises(ValueError, match="only servers that the launcher started"):
-        theirs.check(run.plans[0])
