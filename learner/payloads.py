@@ -94,7 +94,7 @@ class KeptRows(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[KeptRows | None], sizes: Sequence[int]) -> KeptRows | None:
-        """Of several items with so many tokens each. None if no item has any."""
+        """Joins items with so many tokens each. None if no item has any."""
         widest = max((one.ids_NK.shape[1] for one in parts if one is not None), default=0)
         if not widest:
             return None

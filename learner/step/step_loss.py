@@ -145,7 +145,7 @@ def make_step_loss(
 
 
 class _KeptPart(NamedTuple):
-    """Of a chunk."""
+    """What the tokens of one chunk were sampled from."""
 
     cut_C1: Tensor
     """bool: the token was sampled from a part of the vocabulary."""
@@ -153,7 +153,7 @@ class _KeptPart(NamedTuple):
     """Log of the sum of exp(z) over what it was sampled from."""
     ids_CK: Tensor
     probs_CK: Tensor
-    """Of these ids, renormalised; 0 in columns that are none, and where nothing is cut."""
+    """The probabilities of `ids_CK`, renormalised; 0 in columns that are none, and where nothing is cut."""
 
 
 class _Kept(NamedTuple):

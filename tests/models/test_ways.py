@@ -192,10 +192,14 @@ def test_padding_that_leaks_leaves_one_sequence_at_a_time() -> None:
     assert way_of(model) == "alone"
 
 
+def _looks_ahead(out_BTH: Tensor) -> Tensor:
+    return out_BTH + out_BTH.mean(dim=1, keepdim=True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
-        (lambda out: out + out.mean(dim=1, keepdim=True), "is not causal: tokens change logits before them by"),
+        (_looks_ahead, "is not causal: tokens change logits before them by"),
         (
             None,
             "alone logits differ .* changes its logits after the head; it can be neither .*engine = sglang",
@@ -215,7 +219,7 @@ def test_what_no_way_makes_exact_is_refused(wrong: Callable[[Tensor], Tensor] | 
 
 def test_a_bidirectional_model_is_refused_from_its_configuration() -> None:
     with pytest.raises(PackingError, match="configured as bidirectional"):
-        choose_way(LlamaForCausalLM(LlamaConfig(**SMALL, is_causal=False)))
+        choose_way(LlamaForCausalLM(LlamaConfig(**cast(Any, {**SMALL, "is_causal": False}))))
 
 
 def test_only_packed_sequences_continue_a_past() -> None:
@@ -233,7 +237,7 @@ def test_ranks_that_share_parameters_make_as_many_passes_as_any() -> None:
     expected_TH = packed_hidden(model, ids_T, LENGTHS)
     asked: list[int] = []
     calls: list[Any] = []
-    cast(Any, model).model.layers[0].register_full_backward_hook(lambda *_: calls.append(1))
+    cast(Any, model).model.layers[0].register_full_backward_hook(lambda *_: calls.append(1))  # pyright: ignore
 
     def most(number: int) -> int:
         asked.append(number)

@@ -117,8 +117,8 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
             routed["shared_expert_intermediate_size"] = 24
             model = Qwen3NextForCausalLM(Qwen3NextConfig(**_GATED, **_LINEAR, **routed))
         case "lfm2":
-            kinds = ["conv", "full_attention"]
-            model = Lfm2ForCausalLM(Lfm2Config(**{**_GATED, "head_dim": 8}, layer_types=kinds))
+            layers: dict[str, Any] = {**_GATED, "head_dim": 8, "layer_types": ["conv", "full_attention"]}
+            model = Lfm2ForCausalLM(Lfm2Config(**layers))
         case "falcon-h1":
             state: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8}
             model = FalconH1ForCausalLM(FalconH1Config(**_GATED, **state, mamba_chunk_size=8))
