@@ -90,7 +90,7 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
     """Memory on a GPU, as torch names it for one receiver (UntypedStorage._share_cuda_)."""
 
     uuid: str
-    """Of the GPU."""
+    """The GPU's."""
     handle: bytes
     n_bytes: int
     offset_bytes: int

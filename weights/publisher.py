@@ -34,7 +34,7 @@ from stillhouse.protocol.keys import ServerKeys
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
 from stillhouse.protocol.object_store import Store
 from stillhouse.tracing import events
-from stillhouse.weights.config import WeightsConfig, bucket_size, sent_dtype, staged_in
+from stillhouse.weights.config import Place, WeightsConfig, bucket_size, sent_dtype, staged_in
 from stillhouse.weights.group_operations import choose_backend
 from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat, Roster
 from stillhouse.weights.server_checks import LearnerCanary, VersionChecks
@@ -91,7 +91,7 @@ class Publisher:
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config, self._members, self._canary = config, members, canary
         self._post_plan, self._published, self._staging = post_plan, published, staging
-        self._place = staged_in(config, device.type, backend)
+        self._place: Place = staged_in(config, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
         self._transport = make_transport(

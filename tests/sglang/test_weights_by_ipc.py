@@ -17,7 +17,12 @@ from tests.sglang.test_weight_push import V1, V2, V3, WAIT_S, Run
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     reserve = vars(shared_memory)["_reserve"]
-    monkeypatch.setattr(shared_memory, "_reserve", lambda path, n: (found.append(path), reserve(path, n)))
+
+    def noted(path: Path, n_bytes: int) -> None:
+        found.append(path)
+        reserve(path, n_bytes)
+
+    monkeypatch.setattr(shared_memory, "_reserve", noted)
     return found
 
 

@@ -196,6 +196,7 @@ def test_the_copies_of_the_weights_are_the_memory_that_is_shared() -> None:
 
 def test_memory_of_another_size_is_refused() -> None:
     handle = export(shareable(64, CPU))
+    assert isinstance(handle, CpuHandle)
     with pytest.raises(WeightsRefused, match="has 64 bytes, expected 128"):
         open_memory(handle, 128)
     with pytest.raises(WeightsRefused, match="expected 4096"):

@@ -53,11 +53,15 @@ def allowed() -> set[tuple[str, str]]:
     raise AssertionError("SafeUnpickler has no ALLOWED_GLOBALS")
 
 
+def _arguments(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
 class Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         assert (module, name) in allowed()
         if name == "_rebuild_cuda_tensor_modified":
-            return lambda *args: args
+            return _arguments
         return FlattenedTensorMetadata if name == "FlattenedTensorMetadata" else super().find_class(module, name)
 
 
