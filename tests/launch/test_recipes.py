@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PretrainedConfig, Qwen3_5Config, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse import builtin
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
 from stillhouse.launch.config.consistency import check_consistency
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.run import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
@@ -21,6 +27,97 @@ def test_a_recipe_loads_fits_and_says_what_it_is_for(recipe: Path) -> None:
     assert check_consistency(config, None).mistakes == []
     comment = recipe.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert len(comment) >= 2 and all(line.startswith("# ") for line in comment)
+
+
+SHAPES = {  # hidden, intermediate, layers, heads: of the published config.json
+    "Qwen3-0.6B": (1024, 3072, 28, 16),
+    "Qwen3-1.7B": (2048, 6144, 28, 16),
+    "Qwen3-4B": (2560, 9728, 36, 32),
+    "Qwen3-8B": (4096, 12288, 36, 32),
+    "Qwen3-32B": (5120, 25600, 64, 64),
+    "Qwen3-30B-A3B": (2048, 6144, 48, 32),
+}
+OWN = {"qwen3-4b-sft/merged": "Qwen3-4B", "personal/merged": "Qwen3-8B", "math-8b": "Qwen3-8B", "code-8b": "Qwen3-8B"}
+"""Folders that recipes name, by their last parts, and the model that they are made of."""
+
+ROW: dict[str, Any] = {
+    "problem": "1+1=",  # DeepScaleR, AIME and MATH-500
+    "answer": "2",
+    "tests": ["assert 1 + 1 == 2"],
+    "task": {"prompt": "1+1=", "answer": "2"},
+}
+
+
+def published(name: str) -> PretrainedConfig:
+    """The shape of a published model."""
+    if name.startswith("Qwen3.5"):
+        # 27B: scripts/models/qwen3.5-27B.sh of slime. 9B: the defaults of transformers.
+        text = {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24}
+        text |= {"num_key_value_heads": 4, "head_dim": 256, "linear_num_value_heads": 48}
+        larger: dict[str, Any] = {"text_config": text, "vision_config": {"out_hidden_size": 5120}}
+        more = larger if name == "Qwen3.5-27B" else {}
+        return Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"], dtype="bfloat16", **more)
+    hidden, intermediate, layers, heads = SHAPES[name.removesuffix("-Base")]
+    common: dict[str, Any] = {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"),
+    }
+    if "A3B" not in name:
+        return Qwen3Config(architectures=["Qwen3ForCausalLM"], num_key_value_heads=8, **common)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    return Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], num_key_value_heads=4, **experts, **common)
+
+
+def stand_in(name: str, folder: Path) -> str:
+    """A folder with the model's config.json and the built-in tokenizer, without weights."""
+    own = [model for path, model in OWN.items() if name.endswith(path)]
+    there = folder / name.replace("/", "_")
+    if not there.exists():
+        shutil.copytree(builtin.STUDENT_DIR, there, ignore=shutil.ignore_patterns("*.safetensors"))
+        published(own[0] if own else name.removeprefix("Qwen/")).save_pretrained(there)
+    return str(there)
+
+
+def replaced(config: RunConfig, folder: Path) -> list[str]:
+    """Flags that put stand-ins in the place of a recipe's models and prompts."""
+    models = {"models.student": config.models.student}
+    models |= {f"pools.{name}.model": pool.model for name, pool in config.pools.items()}
+    if not config.pools:
+        models["models.teacher"] = config.models.teacher
+    flags = [f"--{key}={stand_in(model, folder)}" for key, model in models.items()]
+    tasks, rows = config.learner.tasks, folder / "rows.jsonl"
+    named = {} if tasks.columns else {"prompt": "1+1=", "ground_truth": "2"}
+    tags = list(tasks.mix) or [""]
+    rows.write_text("".join(json.dumps(ROW | named | ({"tag": tag} if tag else {})) + "\n" for tag in tags))
+    keys = ["learner.tasks.prompts", "learner.tasks.eval_prompts"]
+    keys += [f"learner.eval_sets.{name}.prompts" for name in config.learner.eval_sets]
+    return flags + [f"--{key}={rows}" for key in keys]
+
+
+FOR_GPUS = [recipe for recipe in RECIPES if "HAS NOT BEEN RUN HERE" in recipe.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("recipe", FOR_GPUS, ids=[recipe.stem for recipe in FOR_GPUS])
+def test_a_recipe_for_gpus_is_planned_as_its_comment_says(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comment = recipe.read_text(encoding="utf-8").split("\n\n")[0]
+    gpus = re.findall(r"`--check --gpus (\S+)`", comment)
+    quoted = re.findall(r"GPU \d+: about [\d.]+ of \d+ GiB", comment)
+    assert len(gpus) == 1 and quoted
+    flags = replaced(resolve_config(parse_arguments(["--config", str(recipe)])), tmp_path)
+    assert main(["--config", str(recipe), *flags, "--check", "--gpus", gpus[0]]) == 0
+    printed = capsys.readouterr().out
+    assert "prompts are fine; nothing was started" in printed
+    assert [line for line in quoted if line not in printed] == []
+    assert "dropped:" not in printed
 
 
 def test_the_page_names_recipes_that_exist() -> None:
