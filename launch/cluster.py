@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {
     "join": "launch.join.command",
-    "export": "launch.join.export",
+    "invite": "launch.join.invite",
     "audit": "tools.audit.run",
     "view": "tools.view.command",
     "render": "launch.render.command",
@@ -22,7 +22,7 @@ COMMANDS = {
     "doctor": "tools.doctor.command",
     "write": "tools.write.command",
     "replay": "replay.command",
-    "export-model": "learner.export",
+    "export": "tools.export.command",
     "builtin": "builtin.command",
     "sglang-server": "sglang_server.command",
 }

@@ -17,7 +17,7 @@ from stillhouse.protocol.settings import Member
 USAGE: Final = """\
 usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        stillhouse join RUN [--actors N] [--teachers M] ...     add workers to a running run
-       stillhouse export RUN FOLDER                            write the files that another machine needs to join
+       stillhouse invite RUN FOLDER                            write the files that another machine needs to join
        stillhouse doctor [--KEY VALUE ...]                     examine, before a run, what would ruin it in silence
        stillhouse audit RUN                                    recount what a recorded run trained
        stillhouse view RUN                                     show its rollouts token by token, in a browser
@@ -26,7 +26,7 @@ usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
        stillhouse render SCHEDULER ...                         write a job for Slurm or Kubernetes
        stillhouse write FILE ...                               record what a teacher writes, for off-policy training
        stillhouse replay FILE ...                              train on a recording, without actors and teachers
-       stillhouse export-model CHECKPOINT OUT                  write a checkpoint as a Hugging Face folder
+       stillhouse export RUN --to FOLDER|hub:NAME              write the student as a Hugging Face folder
        stillhouse builtin build|measure|specialists            make or measure the built-in task and models
        stillhouse sglang-server MODEL ...                      SGLang servers on a CPU, to try things out
 

@@ -45,7 +45,7 @@ Adds actors and teachers to a running run. They leave on Ctrl-C or when the run 
 workers. docs/hosts.md has the details.
 
   RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder written
-                       by `stillhouse export`; or tcp://HOST:PORT, with --config and --keys
+                       by `stillhouse invite`; or tcp://HOST:PORT, with --config and --keys
   --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)

@@ -3,7 +3,7 @@
 Three ways to name a run:
 
 RUN folder              this machine, or one that shares its file system: run.json, buffer.json, config.yaml, keys/
-exported folder         a copy of what launch.join.export wrote: join.json, config.yaml, keys/
+exported folder         a copy of what launch.join.invite wrote: join.json, config.yaml, keys/
 tcp://HOST:PORT         with --config FILE (the run's config.yaml) and --keys FOLDER
 """
 
@@ -106,7 +106,7 @@ class Target:
             try:
                 load_client_keys(self.keys, role, server)
             except KeysUnusable as error:
-                mistakes.append(f"--keys: {error}; `stillhouse export` on the run's machine copies all that is needed")
+                mistakes.append(f"--keys: {error}; `stillhouse invite` on the run's machine copies all that is needed")
         return list(dict.fromkeys(mistakes))
 
 
@@ -139,7 +139,7 @@ def find_folder(run: str) -> Path:
             folder = folder.resolve()
             if (folder / "run.json").is_file() or (folder / JOIN_FILE).is_file():
                 return folder
-            raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `stillhouse export`")
+            raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `stillhouse invite`")
     raise LaunchError(f"no run {run!r}: neither a folder nor in {RUNS}/; an address looks like tcp://HOST:PORT")
 
 
@@ -204,7 +204,7 @@ def _at_address(address: str, keys: Path | None, config: Path | None) -> Target:
     if config is None:
         raise ConfigError(
             f"{address}: also needs --config FILE, the run's config.yaml (models, environments, engines); or join with "
-            "a folder written by `stillhouse export`"
+            "a folder written by `stillhouse invite`"
         )
     if not address.startswith("tcp://") or not address.rpartition(":")[2].isdecimal():
         raise ConfigError(f"{address}: expected tcp://HOST:PORT")
@@ -228,7 +228,7 @@ def _with_keys_if_encrypted(target: Target) -> Target:
     if encrypted and target.keys is None:
         raise ConfigError(
             f"--keys: the links of {target.name} are encrypted; expected a folder with server.key, learner.key, "
-            "joiner.key_secret and the .key_secret of each role that joins (`stillhouse export` makes one)"
+            "joiner.key_secret and the .key_secret of each role that joins (`stillhouse invite` makes one)"
         )
     if not encrypted and target.keys is not None:
         raise ConfigError(f"--keys: the links of {target.name} are not encrypted (buffer.encrypt); leave --keys out")

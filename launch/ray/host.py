@@ -43,7 +43,7 @@ class JoiningHost:
     def __init__(
         self, files: Mapping[str, bytes], words: Sequence[str], address: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        """`files`: path -> content of the folder to join, as `stillhouse export` writes it. `words`: the further
+        """`files`: path -> content of the folder to join, as `stillhouse invite` writes it. `words`: the further
         arguments of `stillhouse join`; all of them where there are no files. `address`: the node's own. `variables`:
         added to the join's environment; access to the run's store."""
         self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))

@@ -16,7 +16,7 @@ from stillhouse.launch.checks.preflight import replace
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.join.export import ROLES, files_to_join
+from stillhouse.launch.join.invite import ROLES, files_to_join
 from stillhouse.launch.join.target import listening_address, running_record
 from stillhouse.launch.processes.local import LocalProcesses
 from stillhouse.launch.ray.backend import RayBackend

@@ -4,7 +4,7 @@ The run's launcher is on the first host. Other hosts join the run by its folder,
 Slurm starts again continues the run from its newest checkpoint.
 
 A run with a store (`store`) shares no folder. Its folder may be on the first host's own disk, and the job goes on from
-the store if it gets another one. The other hosts are sent an exported folder (launch.join.export) through their job
+the store if it gets another one. The other hosts are sent an exported folder (launch.join.invite) through their job
 step's standard input; the keys in it are on no command line and in no file that others can read."""
 
 from __future__ import annotations

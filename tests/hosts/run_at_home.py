@@ -41,8 +41,8 @@ class RunAtHome:
         """What other hosts need, once the buffer listens."""
         self.run.until((self.run.run_dir / "buffer.json").exists, "a buffer that listens")
         exported = self._folder / "exported"
-        export = [sys.executable, str(ROOT / "launch" / "cluster.py"), "export", str(self.run.run_dir), str(exported)]
-        subprocess.run(self._network.command(HOME, export), check=True, timeout=PATIENCE_S, capture_output=True)
+        invite = [sys.executable, str(ROOT / "launch" / "cluster.py"), "invite", str(self.run.run_dir), str(exported)]
+        subprocess.run(self._network.command(HOME, invite), check=True, timeout=PATIENCE_S, capture_output=True)
         return exported
 
     def join(self, host: str, *arguments: str, to: Path | None = None, before: Sequence[str] = ()) -> Joined:

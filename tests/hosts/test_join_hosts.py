@@ -1,4 +1,4 @@
-"""Joining from a machine that has nothing but what `stillhouse export` wrote."""
+"""Joining from a machine that has nothing but what `stillhouse invite` wrote."""
 
 from __future__ import annotations
 

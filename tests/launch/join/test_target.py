@@ -17,8 +17,8 @@ from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError, LaunchError
 from stillhouse.launch.join.command import main as join_main
 from stillhouse.launch.join.command import point_to_keys
-from stillhouse.launch.join.export import export
-from stillhouse.launch.join.export import main as export_main
+from stillhouse.launch.join.invite import invite
+from stillhouse.launch.join.invite import main as invite_main
 from stillhouse.launch.join.target import find_target
 from stillhouse.protocol.keys import KEYS, make_keys
 
@@ -53,7 +53,7 @@ def test_a_run_of_this_machine_says_address_run_and_keys(tmp_path: Path) -> None
     assert target.elsewhere  # none of this machine's interfaces has that address
     (run / KEYS / "actor.key_secret").unlink()
     (mistake,) = target.check_keys(("actor", "teacher"))
-    assert "actor.key_secret" in mistake and "stillhouse export" in mistake
+    assert "actor.key_secret" in mistake and "stillhouse invite" in mistake
 
 
 def test_a_buffer_on_all_addresses_is_found_on_loopback_and_elsewhere_by_what_it_advertises(
@@ -113,7 +113,7 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 def test_an_exported_folder_is_enough_and_closed_to_others(tmp_path: Path) -> None:
     run, folder = make_run(tmp_path / "run"), tmp_path / "out"
-    export(run, folder, ("teacher",))
+    invite(run, folder, ("teacher",))
     target = find_target(str(folder))
     assert (target.name, target.address, target.run_id) == ("run", OPEN, "")
     assert target.settings == find_target(str(run)).settings
@@ -125,7 +125,7 @@ def test_an_exported_folder_is_enough_and_closed_to_others(tmp_path: Path) -> No
 
 def test_a_run_on_loopback_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run", address="tcp://127.0.0.1:5555")
-    assert export_main([str(run), str(tmp_path / "out")]) == 2
+    assert invite_main([str(run), str(tmp_path / "out")]) == 2
     assert "start the run with --buffer.bind" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -134,8 +134,8 @@ def test_the_exit_code_says_whether_a_run_can_be_exported_later(tmp_path: Path) 
     """A run that is started again is over until its launcher is ready, whatever it ended with before."""
     for state, code in (("finished", 0), ("stopped", 130), ("failed", 1)):
         run = make_run(tmp_path / state, state=state, exit_code=code)
-        assert export_main([str(run), str(tmp_path / "out")]) == 75
-    assert export_main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
+        assert invite_main([str(run), str(tmp_path / "out")]) == 75
+    assert invite_main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
 
 
 def test_an_address_needs_the_configuration_and_the_keys(tmp_path: Path) -> None:

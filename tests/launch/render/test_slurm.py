@@ -109,7 +109,7 @@ def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_pa
 
 FAKE_PYTHON: Final = r"""#!/bin/bash
 case "$3" in
-    export) code=$(head -n 1 codes); sed -i 1d codes; echo "export says $code" >&2
+    invite) code=$(head -n 1 codes); sed -i 1d codes; echo "invite says $code" >&2
             [ $code -eq 0 ] && mkdir "$5" && touch "$5/join.json"; exit $code ;;
     join) ls "$4" > joined; touch leave ;;
     *) trap 'exit 143' TERM; mkdir run; touch run/run.json
@@ -155,7 +155,7 @@ def test_a_run_that_nobody_can_join_is_stopped_with_the_reason(
         timeout=PATIENCE_S,
     )
     assert done.returncode == ends_with, done.stderr
-    assert ("nobody can join this run, so it is stopped:\nexport says 2" in done.stderr) == (joined is None)
+    assert ("nobody can join this run, so it is stopped:\ninvite says 2" in done.stderr) == (joined is None)
     if joined is not None:
         assert (tmp_path / "joined").read_text() == joined
     assert (tmp_path / "codes").read_text() == "", "it has asked as often as there are answers"
@@ -223,7 +223,7 @@ def test_a_run_with_a_store_needs_no_shared_folder(tmp_path_factory: pytest.Temp
         text = re.sub(r"steps = \d+", "steps = 12", TOPOLOGY.replace("RECORD", str(folder / "record")))
         file.write_text(f'store = "file://{folder}/store"\n{text.replace("PORT", port)}')
         script, log = folder / "job.sbatch", lambda: "".join(f.read_text() for f in folder.glob("run.slurm-*.log"))
-        # All hosts are this machine, so that the run listens on loopback; else an export would refuse that.
+        # All hosts are this machine, so that the run listens on loopback; else `invite` would refuse that.
         more = ("--buffer.advertise", f"tcp://127.0.0.1:{port}", "--buffer.encrypt", "on")
         script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file), *more))
         job = slurm.run("sbatch", "--parsable", str(script)).split(";")[0]

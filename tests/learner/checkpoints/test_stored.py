@@ -12,10 +12,10 @@ import pytest
 from stillhouse.learner.checkpoints.files import NoneUsable, go_on_from, new_draft, verify, write_manifest
 from stillhouse.learner.checkpoints.files import add as give_name
 from stillhouse.learner.checkpoints.stored import OwnedCheckpoints, go_on_from_store
-from stillhouse.learner.export import main as export
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.object_store import Store, StoreError
 from stillhouse.protocol.store_owner import Displaced, Owner, StoreOwner
+from stillhouse.tools.export.command import main as export
 from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
 from tests.store_launches import owned, owner_in, take_from_dead, whole_folders
 
@@ -90,7 +90,7 @@ def test_the_newest_is_exported_by_who_has_nothing_but_the_store(
 ) -> None:
     """The run deletes the one that is being copied, and has a newer one."""
     stored, here, out = owned(url), tmp_path / "here", tmp_path / "there" / "student"
-    assert export([url, str(out)]) == 1 and "has no complete checkpoint" in capsys.readouterr().err
+    assert export([url, "--to", str(out)]) == 2 and "has no complete checkpoint" in capsys.readouterr().err
     stored.add(checkpoint(here, 10), keep=1)
     get = Store.get
 
@@ -101,9 +101,11 @@ def test_the_newest_is_exported_by_who_has_nothing_but_the_store(
         get(store, name, file)
 
     monkeypatch.setattr(Store, "get", get_after_the_next)
-    assert export([url, str(out)]) == 0, capsys.readouterr().err
+    assert export([url, "--to", str(out)]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out == f"student  {out}\n"
-    assert content(out) == content(here / "step_000020")
+    of_the_student = ("config.json", "model.safetensors", "deep/tokenizer.json")
+    newest, exported = content(here / "step_000020"), content(out)
+    assert exported.pop("README.md") and exported == {name: newest[name] for name in of_the_student}
     assert [path.name for path in out.parent.iterdir()] == ["student"], "nothing else is left"
 
 

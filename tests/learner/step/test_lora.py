@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from stillhouse.learner import export
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
 from stillhouse.learner.config import LearnerConfig, LoraConfig
@@ -22,6 +21,7 @@ from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm, save_hf
 from stillhouse.models.packed import IMPLEMENTATION
 from stillhouse.protocol.messages import WeightVersion
+from stillhouse.tools.export.command import main as export
 from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
 from tests.learner.conftest import build_student
 
@@ -169,8 +169,8 @@ def test_export_gives_the_merged_student_and_adapters_that_peft_loads(
         tmp_path / "checkpoints", trainer.model, small_tokenizer, state, keep=1, adapters=trainer.adapters
     )
     out = tmp_path / "out"
-    assert export.main([str(path), str(out)]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(out / "merged")
+    assert export([str(path), "--to", str(out)]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out)
     assert all(torch.equal(value, expected[name]) for name, value in merged.named_parameters())
     by_peft = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out / "adapter"))
     for name, value in by_peft.merge_and_unload().named_parameters():

@@ -1,4 +1,4 @@
-"""`stillhouse export RUN FOLDER`: writes what another machine needs to join the run without seeing its folder.
+"""`stillhouse invite RUN FOLDER`: writes what another machine needs to join the run without seeing its folder.
 
 FOLDER/ (0700)   join.json      the run's name and address
                  config.yaml    its resolved configuration
@@ -33,7 +33,7 @@ from stillhouse.protocol.keys import KEYS
 
 ROLES: Final = ("actor", "teacher")
 USAGE: Final = """\
-usage: stillhouse export RUN FOLDER [--roles actor,teacher]
+usage: stillhouse invite RUN FOLDER [--roles actor,teacher]
 
 Writes FOLDER with what another machine needs to join the run: its address, its configuration and keys. Copy it there
 (scp -rp) and run `stillhouse join FOLDER`. FOLDER holds secrets and only you can read it: anyone who has it can take
@@ -43,7 +43,7 @@ part in the run.
   FOLDER           folder to create
   --roles ROLES    include the keys of these roles: actor, teacher or both [actor,teacher]
 
-Exit code: 0 when the folder is written, 75 when the run is not running (try again later), 2 when it cannot be exported.
+Exit code: 0 when the folder is written, 75 when the run is not running (try again later), 2 when it cannot be joined.
 """
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         if words.overrides:
             raise ConfigError(
-                *(f"--{key.name}: belongs to the run; export takes --roles" for key, _ in words.overrides)
+                *(f"--{key.name}: belongs to the run; invite takes --roles" for key, _ in words.overrides)
             )
         if len(words.positional) != 2:
             raise ConfigError(f"expected RUN and FOLDER, got {len(words.positional)} words; --help shows how")
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         if not set(roles) <= set(ROLES):
             raise ConfigError(f"--roles: got {','.join(roles)}, expected actor, teacher or actor,teacher")
         run, folder = words.positional
-        card = export(find_folder(run), Path(folder).expanduser(), roles)
+        card = invite(find_folder(run), Path(folder).expanduser(), roles)
         print(
             f"wrote {folder} for joining {card.name} at {card.address}; copy it there (scp -rp) and run "
             f"`stillhouse join {Path(folder).name}`"
@@ -89,7 +89,7 @@ def files_to_join(run: Path, name: str, address: str, roles: Sequence[str]) -> d
     return files
 
 
-def export(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
+def invite(run: Path, folder: Path, roles: Sequence[str]) -> JoinCard:
     """Write the folder, all of it or nothing. Raises LaunchError."""
     if read_record(run) is None:
         raise LaunchError(f"{run} is not a run folder; copy an exported folder as it is")
