@@ -25,7 +25,7 @@ def runner() -> Iterator[EnvRunner]:
     runner = EnvRunner(64)
     yield runner
     runner.close()
-    assert set(threading.enumerate()) == threads, "a thread outlived close"
+    assert set(threading.enumerate()) <= threads, "a thread outlived close"
 
 
 class Rollout:
@@ -291,5 +291,5 @@ def test_close_cancels_what_runs_closes_all_and_ends_the_threads(runner: EnvRunn
 def test_an_unused_runner_has_no_thread_and_may_be_closed() -> None:
     threads = set(threading.enumerate())
     unused = EnvRunner(4)
-    assert set(threading.enumerate()) == threads, "a thread before the fork"
+    assert set(threading.enumerate()) <= threads, "a thread before the fork"
     unused.close()
