@@ -215,6 +215,11 @@ def true_logprobs(model: PreTrainedModel, request: GenerationRequest, ids: Seque
 
 def logprobs_of(logits_nV: Tensor, ids_n: Tensor, sampling: Sampling) -> Tensor:
     """[n] log-probs of `ids_n` under the truncated distribution, as transformers defines it."""
+    return truncated(logits_nV, sampling).gather(1, ids_n[:, None])[:, 0]
+
+
+def truncated(logits_nV: Tensor, sampling: Sampling) -> Tensor:
+    """[n, V] log-probs by transformers' own logits processors; minus infinity for what is cut."""
     unused: Any = None
     scores: Any = logits_nV
     if sampling.temperature:
@@ -225,7 +230,7 @@ def logprobs_of(logits_nV: Tensor, ids_n: Tensor, sampling: Sampling) -> Tensor:
             scores = TopPLogitsWarper(sampling.top_p)(unused, scores)
         if sampling.min_p:
             scores = MinPLogitsWarper(sampling.min_p)(unused, scores)
-    return scores.log_softmax(dim=-1).gather(1, ids_n[:, None])[:, 0]
+    return scores.log_softmax(dim=-1)
 
 
 def assert_true(
