@@ -63,8 +63,41 @@ _SIZES: Final[tuple[tuple[int, str], ...]] = (
 )
 SIZES: Final = {name: size for size, names in _SIZES for name in names.split()}
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-_MORE: Final[Mapping[str, Mapping[str, Any]]] = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
-"""Kinds of layers that the defaults do not name."""
+_MORE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "bailing_hybrid": {"linear_head_dim": 8, "linear_num_heads": 4, "num_expert_group": 1, "qk_head_dim": 16},
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")
+        }
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        **{
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        **{"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "laurel_rank": 8},
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        **{"hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
+        "indexer_compress_ratio": 4,
+    },
+    "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
+}
+"""What the defaults leave out (layers of each kind, experts, heads) or what these sizes do not divide."""
 _IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 

@@ -12,6 +12,7 @@ Legend: R rows that decode, V vocabulary, B rows of a cache.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -57,7 +58,7 @@ class ModelCaches:
         for rows in self._groups(positions_R):
             # Nothing is before position 0, whatever the slot had.
             past = self._together(rows) if positions_R[rows[0]] else None
-            more = {} if past is None else {self._name: past}
+            more = {} if past is None else {self._name: past, **self._positions(positions_R[rows][:, None])}
             output = self._model(input_ids=self._ids(ids_R[rows][:, None]), use_cache=True, **more)
             cache = self._cache_of(output)
             for i, row in enumerate(rows):
@@ -81,6 +82,11 @@ class ModelCaches:
 
     def _ids(self, ids: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self._model.device)
+
+    def _positions(self, positions_R1: Int64s) -> dict[str, Tensor]:
+        """As an argument, where there is one: Bamba begins at 0 again without it."""
+        named = "position_ids" in inspect.signature(self._model.forward).parameters
+        return {"position_ids": self._ids(positions_R1)} if named else {}
 
     def _groups(self, positions_R: Int64s) -> list[list[int]]:
         if not self._batched:

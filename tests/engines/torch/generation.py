@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconH1Config,
@@ -122,6 +124,9 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
         case "falcon-h1":
             state: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8}
             model = FalconH1ForCausalLM(FalconH1Config(**_GATED, **state, mamba_chunk_size=8))
+        case "bamba":
+            state = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]}
+            model = BambaForCausalLM(BambaConfig(**_GATED, **state, mamba_chunk_size=8))
         case "mamba":
             model = MambaForCausalLM(
                 MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.3)

@@ -30,7 +30,7 @@ from tests.engines.torch.generation import (
 
 torch.set_num_threads(1)
 
-KINDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "falcon-h1", "mamba", "bloom")
+KINDS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2", "falcon-h1", "bamba", "mamba", "bloom")
 V1 = WeightVersion(0, 1)
 
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,10 @@ from stillhouse.learner.checkpoints.files import CheckpointError, NoneUsable, da
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.packed import choose_way
 from stillhouse.protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
-from tests.learner.conftest import word_tokenizer
+from tests.learner.conftest import build_hybrid, build_student, word_tokenizer
 from tests.patience import PATIENCE_S
 from tests.power_cut import PowerCut
 
@@ -51,8 +53,9 @@ Save = Callable[..., Path]
 
 
 @pytest.fixture
-def trainer(tiny_student: Student, make_item: Make) -> Trainer:
-    model = tiny_student()
+def trainer(request: pytest.FixtureRequest, make_item: Make) -> Trainer:
+    model: PreTrainedModel = getattr(request, "param", build_student)()
+    choose_way(model)
     model.generation_config = GenerationConfig(eos_token_id=[1, 5])
     trainer = Trainer(model, LearnerConfig(), total_steps=100)
     trainer.step([make_item("a", [0, 1, 1])])
@@ -118,6 +121,7 @@ def test_folder_is_a_hugging_face_model_by_itself(save: Save, trainer: Trainer) 
     assert not [p.name for p in path.iterdir() if p.suffix in {".pt", ".bin", ".pkl", ".pth"}]
 
 
+@pytest.mark.parametrize("trainer", [build_student, build_hybrid, partial(build_hybrid, num_experts=4)], indirect=True)
 def test_resumed_run_goes_on_exactly(save: Save, trainer: Trainer, make_item: Make) -> None:
     path = save(1)
     model = load_causal_lm(path, device="cpu", dtype="float32", attention="packed", train=True)

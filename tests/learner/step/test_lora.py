@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,19 +24,20 @@ from stillhouse.models.packed import IMPLEMENTATION
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.tools.export.command import main as export
 from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
-from tests.learner.conftest import build_student
+from tests.learner.conftest import build_hybrid, build_student
 
 Make = Callable[..., TrainItem]
 Student = Callable[..., PreTrainedModel]
+STUDENTS = (build_student, build_hybrid, partial(build_hybrid, num_experts=4))
 LORA = LoraConfig(rank=4, alpha=8.0)
 CONFIG = LearnerConfig(lora=LORA, lr=1e-2, warmup_steps=0)
 
 
 @pytest.fixture
-def base(tiny_student: Student, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def base(request: pytest.FixtureRequest, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     """A student's folder. Its vocabulary has to have a row for each token of the tokenizer."""
     folder = tmp_path / "base"
-    save_hf(tiny_student(vocab=len(small_tokenizer)), small_tokenizer, folder)
+    save_hf(getattr(request, "param", build_student)(vocab=len(small_tokenizer)), small_tokenizer, folder)
     return folder
 
 
@@ -136,6 +138,7 @@ def test_merged_weights_exist_one_at_a_time(base: Path) -> None:
     assert most == 1 and alive == 0
 
 
+@pytest.mark.parametrize("base", STUDENTS, indirect=True)
 def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
     base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
     assert all(torch.equal(value, expected[name]) for name, value in published(resumed).items())
 
 
+@pytest.mark.parametrize("base", STUDENTS, indirect=True)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 on transformers 5
 def test_export_gives_the_merged_student_and_adapters_that_peft_loads(
     base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path

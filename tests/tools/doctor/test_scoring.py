@@ -9,6 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from stillhouse import builtin
+from stillhouse.models.description import vocabulary_size
+from stillhouse.models.loading import save_hf
+from stillhouse.models.tokenizer import load_tokenizer
+from tests.learner.conftest import build_hybrid
 from tests.tools.doctor.conftest import ENGINES, Examine, of
 
 SCORING = ("off by one", "temperature", "known text", "replica noise", "weights taken")
@@ -19,6 +24,16 @@ def test_sound_engines_pass(examine: Examine, name: str) -> None:
     found = examine(name, "--teachers=2")
     assert [finding.status for finding in found] == ["ok"] * len(found) and found
     assert all(finding.measured and finding.normal and finding.figures for finding in found)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4}], ids=["dense", "mixture"])
+def test_a_recurrent_student_passes(examine: Examine, tmp_path: Path, changes: dict[str, int]) -> None:
+    """A Qwen3.5: decoded over transformers' own cache, then with new weights."""
+    model = build_hybrid(vocab=vocabulary_size(builtin.STUDENT_DIR), max_position_embeddings=1024, **changes)
+    save_hf(model, load_tokenizer(builtin.STUDENT_DIR), tmp_path / "hybrid")
+    for name in ("off by one", "temperature", "weights taken"):
+        found = examine(name, f"--student={tmp_path / 'hybrid'}")
+        assert [finding.status for finding in found] == ["ok"] * len(found) and found, found
 
 
 def test_scores_of_the_token_before(examine: Examine) -> None:
