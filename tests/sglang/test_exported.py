@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3ForCausalLM
@@ -34,7 +35,7 @@ def test_an_exported_student_answers_on_a_server_as_in_transformers(servers: Ser
     checkpoint = save_checkpoint(tmp_path / "checkpoints", student, tokenizer, state, keep=1)
     assert main([str(checkpoint), "--to", str(tmp_path / "exported")]) == 0
     ids = tokenizer("user\n780+128=\nassistant\n")["input_ids"]
-    model = Qwen3ForCausalLM.from_pretrained(tmp_path / "exported")
+    model: Any = Qwen3ForCausalLM.from_pretrained(tmp_path / "exported")
     expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=N_TOKENS)[0, len(ids) :].tolist()
 
     server = servers.start("exported", tmp_path / "exported")
