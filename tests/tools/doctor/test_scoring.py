@@ -4,6 +4,7 @@ the checks see it through the run's own providers."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_sound_engines_pass(examine: Examine, name: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_experts": 4}], ids=["dense", "mixture"])
-def test_a_recurrent_student_passes(examine: Examine, tmp_path: Path, changes: dict[str, int]) -> None:
+def test_a_recurrent_student_passes(examine: Examine, tmp_path: Path, changes: dict[str, Any]) -> None:
     """A Qwen3.5: decoded over transformers' own cache, then with new weights."""
     model = build_hybrid(vocab=vocabulary_size(builtin.STUDENT_DIR), max_position_embeddings=1024, **changes)
     save_hf(model, load_tokenizer(builtin.STUDENT_DIR), tmp_path / "hybrid")
