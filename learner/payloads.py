@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.messages import KEPT_IDS, BatchItem
+from stillhouse.protocol.messages import KEPT_IDS, BatchItem, TopKPiece
 from stillhouse.protocol.payloads.aligned import AlignedScores
 from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
@@ -19,14 +19,20 @@ from stillhouse.protocol.payloads.top_k import TopRows
 NO_ROWS: Final[PayloadRows] = TopRows.joined([])
 
 
+def _bodies(item: BatchItem, payloads: npt.NDArray[np.uint8]) -> Iterator[tuple[TopKPiece, memoryview]]:
+    at = 0
+    for piece in item.top_k:
+        yield piece, payloads[at : at + piece.n_bytes].data
+        at += piece.n_bytes
+
+
 def aligned_teachers(item: BatchItem, payloads: npt.NDArray[np.uint8]) -> set[str]:
     """Teachers with another tokenizer, whose payloads belong to their log-probs."""
-    found, at = set[str](), 0
-    for piece in item.top_k:
-        if payloads[at : at + 2].tobytes() == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers):
-            found.add(item.teachers[piece.teacher])
-        at += piece.n_bytes
-    return found
+    return {
+        item.teachers[piece.teacher]
+        for piece, body in _bodies(item, payloads)
+        if body[:2] == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers)
+    }
 
 
 def join_rows(parts: Sequence[PayloadRows]) -> PayloadRows:
@@ -54,10 +60,7 @@ def read_payloads(
     read = [name for name in item.teachers if teachers is None or name in teachers]
     pieces: dict[str, list[PayloadPart]] = {name: [] for name in read}
     offsets: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in read}
-    at = 0
-    for piece in item.top_k:
-        body = payloads[at : at + piece.n_bytes].data
-        at += piece.n_bytes
+    for piece, body in _bodies(item, payloads):
         if piece.teacher == KEPT_IDS:
             continue
         if not 0 <= piece.teacher < len(item.teachers):
@@ -113,10 +116,8 @@ def kept_rows(
 ) -> KeptRows | None:
     """What the tokens at the ascending offsets `trained` were sampled from; None: the whole vocabulary. Raises
     PayloadError for sets that are missing for some of them, malformed, or without the token sampled from them."""
-    at, ids, counts, offsets = 0, list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int64]](), list[range]()
-    for piece in item.top_k:
-        body = payloads[at : at + piece.n_bytes].data
-        at += piece.n_bytes
+    ids, counts, offsets = list[npt.NDArray[np.int32]](), list[npt.NDArray[np.int64]](), list[range]()
+    for piece, body in _bodies(item, payloads):
         if piece.teacher != KEPT_IDS:
             continue
         try:

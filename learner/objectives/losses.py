@@ -177,17 +177,23 @@ class TokenInputs:
         """The student's log-probs and these inputs, with the sum over its span in place of each token's log-prob."""
         if self.span_N is None:
             return student_N, self
-        span_N = self.span_N
-
-        def sums(x: Tensor) -> Tensor:
-            return torch.zeros_like(x).index_add_(-1, span_N, x)[..., span_N]
-
-        return sums(student_N), replace(
+        return self._span_sums(student_N), replace(
             self,
-            behaviour_N=sums(self.behaviour_N),
-            teacher_MN=sums(self.teacher_MN),
-            proximal_N=None if self.proximal_N is None else sums(self.proximal_N),
+            behaviour_N=self._span_sums(self.behaviour_N),
+            teacher_MN=self._span_sums(self.teacher_MN),
+            proximal_N=None if self.proximal_N is None else self._span_sums(self.proximal_N),
         )
+
+    def once_per_span(self, cost_MN: Tensor) -> Tensor:
+        """The costs, each divided by the number of tokens of its span, so that figures count it once."""
+        if self.span_N is None:
+            return cost_MN
+        return cost_MN / self._span_sums(torch.ones_like(self.behaviour_N))
+
+    def _span_sums(self, x: Tensor) -> Tensor:
+        """[..., N] The sum over each token's span."""
+        assert self.span_N is not None
+        return torch.zeros_like(x).index_add_(-1, self.span_N, x)[..., self.span_N]
 
     def ratios(self, student_N: Tensor, advantage_N: Tensor | None = None) -> TokenRatios:
         """`student_N` has no gradient. `advantage_N`: 0 where the weights do not depend on it."""
@@ -316,7 +322,8 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         weighted_MN = weighted_MN * inputs.divergence_weight_N.to(current_N.dtype)
     own_N = total_cost(weighted_MN, inputs.routed_MN, inputs.coef_M.to(current_N.dtype))
     advantage_N = inputs.reward_advantage_N.to(current_N.dtype) - objective.returns(own_N, inputs.before_N)
-    ratios, of_spans = inputs.ratios(current_N, advantage_N), spans.ratios(total_N, advantage_N)
+    ratios = inputs.ratios(current_N, advantage_N)
+    of_spans = ratios if spans is inputs else spans.ratios(total_N, advantage_N)
     rejecting = of_spans if objective.rejection in REJECTED_ALONE else ratios
     rejected_N = objective.rejection(rejecting.at_start(), objective.rejection_options)
     weighting = of_spans if objective.importance in TOKEN_LOCAL else ratios
@@ -326,7 +333,7 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
     return LossTerms(
         loss=(slope_N * student_N).sum(),
         slope_N=slope_N,
-        divergence_MN=torch.where(inputs.routed_MN, cost_MN, 0.0) / _span_sizes(inputs),
+        divergence_MN=inputs.once_per_span(torch.where(inputs.routed_MN, cost_MN, 0.0)),
         student_N=current_N,
         weights_N=weights_N,
         cut_N=cut_N & ~rejected_N,
@@ -334,14 +341,6 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         reverse_kl_N=reverse_kl_N,
         advantage_N=advantage_N,
     )
-
-
-def _span_sizes(inputs: TokenInputs) -> Tensor | float:
-    """[N] Tokens of each one's span: its cost is counted once in the figures."""
-    if inputs.span_N is None:
-        return 1.0
-    ones_N = torch.ones_like(inputs.behaviour_N)
-    return torch.zeros_like(ones_N).index_add_(0, inputs.span_N, ones_N)[inputs.span_N]
 
 
 def _null_teacher(inputs: TokenInputs, coef: float) -> TokenInputs:
