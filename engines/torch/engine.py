@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.decoders import build_slots, vocabulary_rows
-from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, kept_of, sample, top_of
+from stillhouse.engines.torch.sampling import NextToken, RowSampling, check_sampling, draw_uniforms
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
 from stillhouse.engines.torch.step import Prefill
 from stillhouse.engines.torch.weights import WeightStage
@@ -249,10 +249,10 @@ class TorchEngine:
         fills = [Prefill(group.ids, [running.row for running in group.members]) for group in joining]
         logits_RV = self._forward(n_rows, fills)
         uniforms = self._table.uniforms[np.arange(n_rows), self._table.length[:n_rows]]
-        how = self._row_sampling(n_rows)
-        ids, logprobs = sample(logits_RV, how, self._on_device(uniforms))
+        following = NextToken(logits_RV, self._row_sampling(n_rows))
+        ids, logprobs = following.sample(self._on_device(uniforms))
         ids_R, logprobs_R = ids.cpu().numpy(), logprobs.cpu().numpy()
-        self._keep_sets(logits_RV, how)
+        self._keep_sets(following, n_rows)
         ended = self._table.append(ids_R, logprobs_R)
         self._totals.steps += 1
         self._totals.sampled_tokens += n_rows
@@ -263,11 +263,11 @@ class TorchEngine:
         if self._totals.steps % EMIT_EVERY_STEPS == 0:
             self._emit_all()
 
-    def _keep_sets(self, logits_RV: Tensor, how: RowSampling) -> None:
+    def _keep_sets(self, following: NextToken, n_rows: int) -> None:
         asking: dict[TopIdsWanted, list[Running]] = {}
-        every = [self._table.at(row) for row in range(len(logits_RV))]
+        every = [self._table.at(row) for row in range(n_rows)]
         if any(running.request.sampling.kept for running in every):
-            for running, ids_K in zip(every, kept_of(logits_RV, how), strict=True):
+            for running, ids_K in zip(every, following.kept(), strict=True):
                 if running.request.sampling.kept:
                     running.top_ids.append(ids_K)
         for running in every:
@@ -275,7 +275,7 @@ class TorchEngine:
                 asking.setdefault(wanted, []).append(running)
         if not asking:
             return
-        ids, probs = top_of(logits_RV, how, max(wanted.k for wanted in asking))
+        ids, probs = following.likeliest(max(wanted.k for wanted in asking))
         ids_RK, probs_RK = ids.int().cpu().numpy(), probs.cpu().numpy()
         for wanted, alike in asking.items():
             rows = [running.row for running in alike]

@@ -45,6 +45,7 @@ class ModelCaches:
         """`batched=False`: one sequence at a time."""
         self._model = model
         self._batched = batched
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._held: dict[int, _Held] = {}
         self._name = ""
         self.memory_bytes = 0
@@ -85,8 +86,7 @@ class ModelCaches:
 
     def _positions(self, positions_R1: Int64s) -> dict[str, Tensor]:
         """As an argument, where there is one: Bamba begins at 0 again without it."""
-        named = "position_ids" in inspect.signature(self._model.forward).parameters
-        return {"position_ids": self._ids(positions_R1)} if named else {}
+        return {"position_ids": self._ids(positions_R1)} if self._takes_positions else {}
 
     def _groups(self, positions_R: Int64s) -> list[list[int]]:
         if not self._batched:

@@ -65,19 +65,43 @@ def draw_uniforms(seed: int, offset: int, n: int) -> npt.NDArray[np.float64]:
     return np.minimum(np.random.Generator(bits).random(skipped + n)[skipped:], _LARGEST_UNIFORM)
 
 
-def sample(logits_BV: Tensor, rows: RowSampling, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ids_B (int64) and logprobs_B (float32). `uniforms_B` is float64 in [0, 1).
+class NextToken:
+    """The distribution from which each row takes its next token."""
 
-    Inverse CDF over the vocabulary in id order. NaN logits give a NaN log-prob.
-    """
-    logits_BV = _scaled(logits_BV, rows)
-    probs_BV = _sampled_from(logits_BV, rows)
-    ids_B1, total_B1 = _invert(probs_BV, uniforms_B[:, None])
-    if rows.greedy_B is not None:
-        ids_B1 = torch.where(rows.greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids_B1)
-    ids_B1 = ids_B1.clamp_max_(logits_BV.shape[1] - 1)  # only NaN rows reach past the end
-    logprobs_B1 = (probs_BV.gather(1, ids_B1) / total_B1).log_()
-    return ids_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+    def __init__(self, logits_BV: Tensor, rows: RowSampling) -> None:
+        logits_BV = logits_BV.float()
+        if rows.inverse_temperature_B is not None:
+            logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
+        self._logits_BV, self._greedy_B = logits_BV, rows.greedy_B
+        self._probs_BV = torch.softmax(logits_BV, dim=-1)
+        """0 where a token is cut off; those of a row are not renormalised."""
+        if rows.top_k_B is not None and rows.top_p_B is not None:
+            self._probs_BV = _truncate(self._probs_BV, rows.top_k_B, rows.top_p_B, rows.min_p_B)
+
+    def sample(self, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ids_B (int64) and logprobs_B (float32). `uniforms_B` is float64 in [0, 1).
+
+        Inverse CDF over the vocabulary in id order. NaN logits give a NaN log-prob.
+        """
+        logits_BV, probs_BV = self._logits_BV, self._probs_BV
+        ids_B1, total_B1 = _invert(probs_BV, uniforms_B[:, None])
+        if self._greedy_B is not None:
+            ids_B1 = torch.where(self._greedy_B[:, None], logits_BV.argmax(dim=-1, keepdim=True), ids_B1)
+        ids_B1 = ids_B1.clamp_max_(logits_BV.shape[1] - 1)  # only NaN rows reach past the end
+        logprobs_B1 = (probs_BV.gather(1, ids_B1) / total_B1).log_()
+        return ids_B1.squeeze(1), logprobs_B1.squeeze(1).float()
+
+    def likeliest(self, k: int) -> tuple[Tensor, Tensor]:
+        """Returns ids_BK (int64) of the K = min(k, V) likeliest tokens, likeliest first, and probs_BK (float32), where
+        nothing is cut off."""
+        top_BK, ids_BK = self._logits_BV.topk(min(k, self._logits_BV.shape[1]), dim=-1)
+        return ids_BK, (top_BK - self._logits_BV.logsumexp(dim=-1, keepdim=True)).exp_()
+
+    def kept(self) -> list[npt.NDArray[np.int32]]:
+        """For each row the ids that are not cut off, ascending."""
+        kept_BV = self._probs_BV > 0
+        ids = kept_BV.nonzero()[:, 1].int().cpu().numpy()
+        return np.split(ids, np.cumsum(kept_BV.sum(dim=1).cpu().numpy())[:-1])
 
 
 def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,34 +128,6 @@ def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
     cdf_BK = torch.cumsum(inside_BK, dim=-1, dtype=torch.float64)
     inside_B1 = share_B1.clamp(0.0, _LARGEST_UNIFORM) * cdf_BK[:, -1:]
     return block_B1 * _BLOCK + torch.searchsorted(cdf_BK, inside_B1, right=True), total_B1
-
-
-def top_of(logits_BV: Tensor, rows: RowSampling, k: int) -> tuple[Tensor, Tensor]:
-    """Returns ids_BK (int64) of the K = min(k, V) likeliest tokens, likeliest first, and probs_BK (float32) under the
-    distribution that `sample` draws from, where it is not truncated."""
-    logits_BV = _scaled(logits_BV, rows)
-    top_BK, ids_BK = logits_BV.topk(min(k, logits_BV.shape[1]), dim=-1)
-    return ids_BK, (top_BK - logits_BV.logsumexp(dim=-1, keepdim=True)).exp_()
-
-
-def kept_of(logits_BV: Tensor, rows: RowSampling) -> list[npt.NDArray[np.int32]]:
-    """For each row the ids that `sample` draws from, ascending."""
-    kept_BV = _sampled_from(_scaled(logits_BV, rows), rows) > 0
-    ids = kept_BV.nonzero()[:, 1].int().cpu().numpy()
-    return np.split(ids, np.cumsum(kept_BV.sum(dim=1).cpu().numpy())[:-1])
-
-
-def _scaled(logits_BV: Tensor, rows: RowSampling) -> Tensor:
-    logits_BV = logits_BV.float()
-    return logits_BV if rows.inverse_temperature_B is None else logits_BV * rows.inverse_temperature_B[:, None]
-
-
-def _sampled_from(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
-    """[B, V] probabilities, 0 where a token is cut off; those of a row are not renormalised."""
-    probs_BV = torch.softmax(scaled_BV, dim=-1)
-    if rows.top_k_B is None or rows.top_p_B is None:
-        return probs_BV
-    return _truncate(probs_BV, rows.top_k_B, rows.top_p_B, rows.min_p_B)
 
 
 def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor | None) -> Tensor:

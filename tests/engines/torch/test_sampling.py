@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from stillhouse.engines.torch.sampling import RowSampling, check_sampling, draw_uniforms, kept_of, sample
+from stillhouse.engines.torch.sampling import NextToken, RowSampling, check_sampling, draw_uniforms
 from stillhouse.protocol.messages import Sampling
 from tests.engines.torch.generation import logprobs_of, truncated
 
@@ -41,7 +41,7 @@ def rows(n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 )
 def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict[str, Any]) -> None:
     n = 20_000
-    ids, logprobs = sample(LOGITS.expand(n, V), rows(n, **settings), torch.from_numpy(draw_uniforms(3, 0, n)))
+    ids, logprobs = NextToken(LOGITS.expand(n, V), rows(n, **settings)).sample(torch.from_numpy(draw_uniforms(3, 0, n)))
     expected = logprobs_of(LOGITS.expand(V, V), torch.arange(V), Sampling(**settings)).exp()
     counts = torch.bincount(ids, minlength=V)
     assert not counts[expected == 0].any()
@@ -64,15 +64,16 @@ def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict
 def test_truncation_is_that_of_transformers_on_a_wide_vocabulary(settings: dict[str, Any], seed: int) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(64, 4000) * 3
-    ids, logprobs = sample(logits, rows(64, **settings), torch.from_numpy(draw_uniforms(seed, 0, 64)))
+    following = NextToken(logits, rows(64, **settings))
+    ids, logprobs = following.sample(torch.from_numpy(draw_uniforms(seed, 0, 64)))
     torch.testing.assert_close(logprobs, logprobs_of(logits, ids, Sampling(**settings)), atol=1e-5, rtol=0)
     allowed_BV = truncated(logits, Sampling(**settings)) > -torch.inf
-    for row, kept in enumerate(kept_of(logits, rows(64, **settings))):
+    for row, kept in enumerate(following.kept()):
         assert kept.tolist() == allowed_BV[row].nonzero()[:, 0].tolist()
 
 
 def test_greedy_takes_the_likeliest_with_its_probability_at_temperature_1() -> None:
-    ids, logprobs = sample(LOGITS[None], rows(1, temperature=0), torch.tensor([0.999], dtype=torch.float64))
+    ids, logprobs = NextToken(LOGITS[None], rows(1, temperature=0)).sample(torch.tensor([0.999], dtype=torch.float64))
     assert ids.tolist() == [5]
     torch.testing.assert_close(logprobs, LOGITS.log_softmax(-1)[5:6])
 
@@ -81,7 +82,7 @@ def test_the_last_random_number_does_not_fall_on_an_impossible_token() -> None:
     logits = torch.full((1, 1000), -200.0)
     logits[0, 17] = 0.0
     largest = torch.from_numpy(np.minimum(np.ones(1), draw_uniforms(0, 0, 1) * 0 + 1.0 - 2.0**-50))
-    ids, logprobs = sample(logits, rows(1), largest)
+    ids, logprobs = NextToken(logits, rows(1)).sample(largest)
     assert ids.tolist() == [17] and logprobs.tolist() == [0.0]
 
 
@@ -107,7 +108,7 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_share(likely: int) -> None
     for first in (501, 30_002, 50_003, 70_004, 99_005):
         wanted = torch.arange(first, first + n)
         uniforms = share * (wanted.double() + 0.5) + (wanted > likely) * share * (1e8 - 1)
-        ids, _ = sample(logits.expand(n, -1), rows(n), uniforms)
+        ids, _ = NextToken(logits.expand(n, -1), rows(n)).sample(uniforms)
         assert int((ids - wanted).abs().max()) <= 12  # of 10^5: where a likely token's own rounding moves all others
         assert int((ids.diff() - 1).abs().max()) <= 1
         assert len(ids.unique()) >= n - 2
@@ -116,7 +117,7 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_share(likely: int) -> None
 def test_nan_logits_give_a_nan_logprob_for_their_row_only() -> None:
     logits = LOGITS.repeat(2, 1)
     logits[0, 3] = float("nan")
-    ids, logprobs = sample(logits, rows(2), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    ids, logprobs = NextToken(logits, rows(2)).sample(torch.tensor([0.5, 0.5], dtype=torch.float64))
     assert logprobs.isnan().tolist() == [True, False] and int(ids.max()) < V
 
 
