@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
+from stillhouse.weights.errors import WeightsRefused
 from stillhouse.weights.manifest import TensorSpec, WeightBucket, WeightManifest, whole_tensor_buckets
 
 ALIGN_BYTES = 64
@@ -212,6 +213,14 @@ def checksum(bucket_b: Tensor) -> Tensor:
     if bucket_b.device.type == "cpu":
         return torch.tensor(_xxh3(bucket_b), dtype=torch.int64)
     return bucket_b.view(torch.int64).sum()
+
+
+def expect_sums(found: Sequence[int], sent: Sequence[int]) -> None:
+    """Raises WeightsRefused unless the checksums of the buckets are those that were sent."""
+    if len(found) != len(sent):
+        raise WeightsRefused(f"{len(sent)} checksums came, expected {len(found)}")
+    if wrong := [i for i, (mine, theirs) in enumerate(zip(found, sent, strict=True)) if mine != theirs]:
+        raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {len(found)}")
 
 
 def checksum_by_place(bucket_b: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from stillhouse.protocol.keys import ClientKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.tracing import events
+from stillhouse.weights.config import NO_GROUP
 from stillhouse.weights.control import ControlMember, Waker, member_keys
 from stillhouse.weights.control_messages import (
     Agreed,
@@ -219,7 +220,7 @@ class WeightReceiver:
                         rank=index + 1,
                         on_reconnect=self._count_reconnect,
                     )
-                elif plan.backend not in ("folder", "ipc"):
+                elif plan.backend not in NO_GROUP:
                     self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from stillhouse.engines.base import TakesWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.buckets import EqualBuckets, checksum
+from stillhouse.weights.buckets import EqualBuckets, checksum, expect_sums
+from stillhouse.weights.config import NO_GROUP
 from stillhouse.weights.control_messages import Agreed, Round, SharedRun
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
@@ -62,7 +63,7 @@ class EmbeddedWeights:
             raise ValueError(f"the plan says nccl, but this engine is on {self._device}; set weights.backend to gloo")
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
-        if plan.backend in ("folder", "wire", "ipc"):
+        if plan.backend in NO_GROUP:
             raise ValueError(f"weight plan {plan.group_epoch} has no process group; its backend is {plan.backend}")
         self.leave()
         self._layout = None
@@ -128,11 +129,7 @@ class EmbeddedWeights:
             yield from layout.views(run_B)
             wait_for_device(self._device, began_s + header.timeout_s, interrupted)
             found = [int(checksum(run_B[slice(*layout.bounds(i))]).item()) for i in range(layout.n_buckets)]
-            if len(shared.sums) != len(found):
-                raise WeightsRefused(f"{len(shared.sums)} checksums came, expected {len(found)}")
-            if tuple(found) != shared.sums:
-                wrong = [i for i, (got, sent) in enumerate(zip(found, shared.sums, strict=True)) if got != sent]
-                raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {layout.n_buckets}")
+            expect_sums(found, shared.sums)
 
         return self._taken(header, named(), layout.total_bytes, began_s, interrupted)
 
