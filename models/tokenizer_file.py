@@ -108,6 +108,16 @@ class FileTokenizer:
                 known.add(token.content)
 
 
+def spread(ids: Sequence[int], most: int) -> Sequence[int]:
+    """At most so many of the ids, at equal distances."""
+    return ids[:: max(1, -(-len(ids) // most))]
+
+
+def bare(text: str) -> str:
+    """The text of a token without white space, which servers normalise."""
+    return "".join(text.split())
+
+
 def _json(path: str | Path, filename: str) -> dict[str, Any]:
     file = model_file(path, filename)
     if file is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import os
-import random
 import time
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
@@ -18,6 +17,7 @@ import aiohttp
 import msgspec
 
 from stillhouse.engines.api.replies import Unusable
+from stillhouse.engines.backoff import backoffs
 from stillhouse.engines.base import EngineMismatch
 
 T = TypeVar("T")
@@ -68,8 +68,8 @@ class Link:
     async def post(self, path: str, body: Any, *, deadline_s: float, most_bytes: int, sending: Any = None) -> bytes:
         """POST until it succeeds, is refused, or the clock (time.monotonic) passes `deadline_s`. `sending` is called
         before each try with True, and with False where the try surely cost nothing. Raises Unusable, or NotServed."""
-        payload, wait_s, said = msgspec.json.encode(body), _FIRST_WAIT_S, "no time was left for it"
-        while True:
+        payload, said = msgspec.json.encode(body), "no time was left for it"
+        for wait_s in backoffs(_FIRST_WAIT_S, _LONGEST_WAIT_S):
             pause_s = max(0.0, self._quiet_until_s - time.monotonic())
             if time.monotonic() + pause_s >= deadline_s:
                 raise Unusable("unavailable", said)
@@ -94,8 +94,8 @@ class Link:
                 if after_s is not None:
                     self._quiet_until_s = max(self._quiet_until_s, time.monotonic() + after_s)
             self.waits_total += 1
-            await asyncio.sleep(min(wait_s * random.uniform(0.5, 1.0), max(0.0, deadline_s - time.monotonic())))
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            await asyncio.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
+        raise AssertionError("backoffs() ended")
 
     async def _once(
         self, method: str, path: str, payload: bytes | None, deadline_s: float, most_bytes: int

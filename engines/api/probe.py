@@ -20,6 +20,7 @@ from stillhouse.engines.api.replies import Answer, Unusable, agreeing_tokens, sa
 from stillhouse.engines.api.scorer import ApiScorer, Way
 from stillhouse.engines.base import BudgetSpent, EngineLost, EngineMismatch, Float32s, Int32s, ScoreRequest
 from stillhouse.engines.config import ScorerSettings
+from stillhouse.models.tokenizer_file import spread
 
 log = logging.getLogger(__name__)
 TEXT: Final = "To add 17 and 25, add the tens and the ones: 10 + 20 = 30, 7 + 5 = 12. So 17 + 25 = 42."
@@ -158,7 +159,7 @@ def _compare_tokens(scorer: ApiScorer, config: ApiConfig) -> None:
     if scorer.way.text:
         return  # every text is compared, token by token
     ids = sorted(set(scorer.tokenizer.get_vocab().values()))
-    ids = [i for i in ids if i < scorer.vocab_size][:: max(1, -(-len(ids) // min(COMPARED, scorer.max_context - 1)))]
+    ids = spread([i for i in ids if i < scorer.vocab_size], min(COMPARED, scorer.max_context - 1))
     ids_T = np.array(ids, np.int32)
     try:
         answer = _ask(scorer, config, scorer.way, ids_T, 0)

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from stillhouse.engines.base import Float32s, Int32s
+from stillhouse.models.tokenizer_file import bare
 from stillhouse.protocol.payloads.kind import ScoreResult
 
 Reason: TypeAlias = Literal[
@@ -162,7 +163,7 @@ def same_text(theirs: str | None, ours: str) -> bool:
     bytes that are no text."""
     if theirs is None or not theirs or NO_TEXT in ours or NO_TEXT in theirs:
         return True
-    return "".join(theirs.split()) == "".join(ours.split())
+    return bare(theirs) == bare(ours)
 
 
 class Scored(NamedTuple):

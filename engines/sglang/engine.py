@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Final
 
+from stillhouse.engines.backoff import backoffs
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.deltas import DeltaBox
 from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
-from stillhouse.engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable, backoffs
+from stillhouse.engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable
 from stillhouse.engines.sglang.requests import (
     EngineTotals,
     LiveRequest,

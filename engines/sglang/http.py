@@ -16,17 +16,17 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 import ssl
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar, cast
 
 import aiohttp
 import msgspec
 
+from stillhouse.engines.backoff import backoffs
 from stillhouse.engines.base import EngineLost
 from stillhouse.engines.sglang.config import ServerLinkConfig
 
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_BACKOFF_S: Final = 0.05
-_LONGEST_BACKOFF_S: Final = 2.0
 _CONNECT_RETRY_S: Final = 0.3
 _FLUSH_RETRY_S: Final = 0.005
 _FAILURES_TO_OPEN: Final = 3
@@ -386,14 +384,6 @@ def tls_context(ca_file: str) -> ssl.SSLContext:
         raise ValueError(f"ca_file: {ca_file} holds no certificates (PEM) that can be read: {error}") from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
-
-
-def backoffs() -> Iterator[float]:
-    """Endless waits between attempts, in seconds: doubling, with jitter so that clients do not retry together."""
-    wait_s = _FIRST_BACKOFF_S
-    while True:
-        yield wait_s * random.uniform(0.5, 1.0)
-        wait_s = min(2 * wait_s, _LONGEST_BACKOFF_S)
 
 
 def _total(timeout_s: float) -> aiohttp.ClientTimeout:

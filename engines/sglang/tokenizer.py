@@ -10,7 +10,7 @@ import msgspec
 
 from stillhouse.engines.sglang.config import ServerLinkConfig
 from stillhouse.engines.sglang.http import ServerLink
-from stillhouse.models.tokenizer_file import FileTokenizer
+from stillhouse.models.tokenizer_file import FileTokenizer, bare, spread
 
 COMPARED: Final = 4096
 """Most ids to compare, at equal distances, and"""
@@ -53,14 +53,9 @@ def compare_tokenizers(
     if len(theirs) != len(ids):
         raise msgspec.DecodeError(f"{url}{_PATH} gave {len(theirs)} texts for {len(ids)} ids")
     pairs = zip(ids, ours, theirs, strict=True)
-    return [Differing(i, mine, other) for i, mine, other in pairs if _bare(mine) != _bare(other)]
+    return [Differing(i, mine, other) for i, mine, other in pairs if bare(mine) != bare(other)]
 
 
 def compared_ids(ids: Sequence[int]) -> list[int]:
     """The ids of an ascending list that are compared."""
-    step = max(1, -(-len(ids) // COMPARED))
-    return sorted({*ids[::step], *ids[-COMPARED_LAST:]})
-
-
-def _bare(text: str) -> str:
-    return "".join(text.split())
+    return sorted({*spread(ids, COMPARED), *ids[-COMPARED_LAST:]})
