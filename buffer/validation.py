@@ -83,10 +83,12 @@ class SegmentChecker:
             if len(payload) > HEADER_BYTES + n * self._config.max_top_k_bytes:
                 return RejectReason.TOP_IDS_SIZE
             try:
-                fits = check_top_ids(payload.tobytes()) == n
-                if fits and sampling.kept:
+                if sampling.kept:
                     ids_S, counts_T = read_kept(payload.tobytes(), self._vocab_size)
-                    fits = not without_sampled(ids_S, counts_T, ids_N[sampled[0] : sampled[-1] + 1])
+                    tokens_T = ids_N[sampled[0] : sampled[-1] + 1]
+                    fits = len(counts_T) == n and not without_sampled(ids_S, counts_T, tokens_T)
+                else:
+                    fits = check_top_ids(payload.tobytes()) == n
             except MalformedMessage:
                 fits = False
             if not fits:

@@ -72,9 +72,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     for key, folder in folders.items():
         mistakes += check_weights(key, folder).mistakes
     mistakes += lacking_cuda(config, machine, interpreters.own())
-    student = folders.get("models.student")
+    student, others = folders.get("models.student"), _other_tokenizers(config)
     if student is not None:
-        others = _other_tokenizers(config)
         same = {key: folder for key, folder in folders.items() if folder != student and key not in others}
         mistakes += check_teachers(student, same)
         mistakes += _alignable(student, {key: folder for key, folder in folders.items() if key in others})
@@ -112,7 +111,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
-    warnings = [*findings.warnings, *_turn_ends(folders, _other_tokenizers(config))]
+    warnings = [*findings.warnings, *_turn_ends(folders, others)]
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
 
 
