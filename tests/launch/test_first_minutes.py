@@ -88,7 +88,11 @@ def test_packages_of_others_with_the_names_of_our_folders_are_no_matter(tmp_path
 def test_what_is_on_this_machine_is_asked_without_a_proxy(former: dict[str, str]) -> None:
     """By every library, in the launcher and in what it starts, where the environment names a proxy."""
     code = """if True:
-        import sys, urllib.request, httpx
+        import sys, urllib.request
+        try:
+            import httpx2 as httpx  # what huggingface_hub asks with since 2.0
+        except ModuleNotFoundError:
+            import httpx
         sys.argv = ["cluster.py", "--version"]
         import stillhouse.launch.cluster
         stillhouse.launch.cluster.main()
