@@ -298,16 +298,22 @@ def _other_version(base: Mapping[str, str]) -> str:
 
 
 def answers(
-    host: str, port: int, api_key: str = "", *, timeout_s: float = _PROBE_TIMEOUT_S, certificate: str = ""
+    host: str,
+    port: int,
+    api_key: str = "",
+    *,
+    timeout_s: float = _PROBE_TIMEOUT_S,
+    certificate: str = "",
+    path: str = "/model_info",
 ) -> bool:
-    """True if a server answers GET /model_info, which it does once its model is loaded. No proxy is used.
-    `certificate`: the file of a server that speaks TLS."""
+    """True if a server answers GET `path`, which it does once its model is loaded. No proxy is used. `certificate`: the
+    file of a server that speaks TLS."""
     try:
         connection = _connection(host, port, timeout_s, certificate)
     except OSError:  # ssl.SSLError too: the server will say why it cannot use the file
         return False
     try:
-        connection.request("GET", "/model_info", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.request("GET", path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False

@@ -8,9 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from stillhouse.engines.api.config import ApiConfig
-from stillhouse.engines.config import ScorerSettings, ServerConfig
+from stillhouse.engines.config import ScorerSettings, ServerConfig, ServerLinkConfig
 from stillhouse.engines.registry import EngineOptions, check_engine
-from stillhouse.engines.sglang.config import ServerLinkConfig
 from stillhouse.models.description import LoadDtype
 from stillhouse.protocol.payloads.kind import PayloadKind
 from stillhouse.protocol.payloads.registry import PayloadName, kind_of

@@ -1,35 +1,13 @@
-"""Settings of a worker's connection to its SGLang server. No torch here."""
+"""Settings of an actor's connection to its SGLang server. No torch here."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from stillhouse.protocol.settings import PositiveFloat, PositiveInt, Settings
+from stillhouse.engines.config import ServerLinkConfig
+from stillhouse.protocol.settings import PositiveFloat, PositiveInt
 
 SwapMode: TypeAlias = Literal["in_place", "retract", "abort", "keep"]
-
-
-class ServerLinkConfig(Settings, frozen=True, kw_only=True):
-    """A teacher's connection to its SGLang server (`engines.sglang.scorer`)."""
-
-    api_key_env: str = ""
-    """Name of the environment variable that holds the bearer key of running servers (`urls`); empty: they need none,
-    which is refused for servers on other machines. Servers that the launcher starts get a new key for each run."""
-    ca_file: str = ""
-    """PEM file with the certificates of authorities, or of servers themselves, by which https servers are known. Empty:
-    the system's authorities, and for a server that the launcher starts its own certificate."""
-    max_concurrent: PositiveInt = 64
-    """Requests at the server at one time; the rest wait in the worker."""
-    connect_timeout_s: PositiveFloat = 60.0
-    """Longest wait at the start until the server answers and its features are known."""
-    control_timeout_s: PositiveFloat = 10.0
-    """Timeout of one short call: health, abort, pause."""
-    start_timeout_s: PositiveFloat = 30.0
-    """Seconds for which a request is retried while the server is away or refuses it for load, before it fails."""
-    stall_timeout_s: PositiveFloat = 60.0
-    """Longest silence of a running request before it fails. A pause for new weights does not count."""
-    health_every_s: PositiveFloat = 1.0
-    """Seconds between two health checks (GET /model_info)."""
 
 
 class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):

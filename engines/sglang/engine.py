@@ -4,7 +4,7 @@
                                     ^
     pause, resume (weights) --------+
 
-`submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `ServerLink`. Weights
+`submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `SGLangLink`. Weights
 arrive on the server itself, between `pause` and `resume`, which the weight sink calls from its own thread. While the
 gate is closed nothing new is sent; `update_mode` decides about running requests. Every token carries a version that the
 server has confirmed (engines.sglang.stream).
@@ -28,10 +28,11 @@ from typing import Final
 
 from stillhouse.engines.backoff import backoffs
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
+from stillhouse.engines.http.link import ModelInfo, RequestRefused, ServerUnavailable
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.deltas import DeltaBox
 from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
-from stillhouse.engines.sglang.http import ModelInfo, RequestRefused, ServerLink, ServerUnavailable
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.requests import (
     EngineTotals,
     LiveRequest,
@@ -97,7 +98,7 @@ class SGLangEngine:
         self._adapter = ""
         """Name of the adapter of new requests; empty: the server's own weights."""
         self._idle_adapters: set[str] = set()
-        self.server: Final = ServerLink(url, config, api_key=api_key)
+        self.server: Final = SGLangLink(url, config, api_key=api_key)
         try:
             self.features: Final[Features] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
         except BaseException:

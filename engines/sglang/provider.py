@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.config import ServerConfig, ServerLinkConfig, WorkerSettings
 from stillhouse.engines.provider import (
     API_KEY_VARIABLE,
     AdapterFacts,
@@ -22,7 +22,7 @@ from stillhouse.engines.provider import (
     WithTeacher,
     record_server,
 )
-from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
+from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
@@ -60,10 +60,10 @@ class SGLangProvider(EngineProvider):
     def student(self, ctx: RoleContext[WithStudent]) -> StudentSource:
         """The model on the SGLang server at `ctx.server_url`. `start` raises ServerLost when it is not there, and
         ServerMismatch when it is not as configured."""
+        from stillhouse.engines.http.link import ServerLost, ServerUnavailable
         from stillhouse.engines.sglang.adapters import ServerAdapters
         from stillhouse.engines.sglang.engine import SGLangEngine
         from stillhouse.engines.sglang.features import ServerMismatch, check_layout
-        from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
         from stillhouse.engines.sglang.weights import ServerWeights
         from stillhouse.models.description import vocabulary_size
         from stillhouse.models.tokenizer_file import FileTokenizer
@@ -103,8 +103,8 @@ class SGLangProvider(EngineProvider):
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
         """Like `student`, except that attached servers need not have the same layout."""
+        from stillhouse.engines.http.link import ServerLost, ServerUnavailable
         from stillhouse.engines.sglang.features import ServerMismatch, check_layout
-        from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
         from stillhouse.engines.sglang.scorer import SGLangScorer
         from stillhouse.models.description import vocabulary_size
         from stillhouse.models.tokenizer_file import FileTokenizer

@@ -13,7 +13,7 @@ import numpy as np
 from stillhouse.engines.base import EngineStats, GenerationRequest, check_prompt, check_top_ids_wanted
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.features import Features
-from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.stream import FinishReason
 from stillhouse.protocol.messages import Sampling, WeightVersion
 from stillhouse.weights.manifest import WeightBucket
@@ -179,7 +179,7 @@ class EngineTotals:
     pause_s: float = 0.0
 
     def stats(
-        self, server: ServerLink, *, n_open: int, running: int, slots: int, version: WeightVersion
+        self, server: SGLangLink, *, n_open: int, running: int, slots: int, version: WeightVersion
     ) -> EngineStats:
         return EngineStats(
             running=running,

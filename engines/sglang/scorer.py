@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 
 from stillhouse.engines.base import LOGPROBS_ONLY, Int32s, ScoreRequest, ScoreResult, check_scoring
-from stillhouse.engines.sglang.config import ServerLinkConfig
+from stillhouse.engines.config import ServerLinkConfig
+from stillhouse.engines.http.link import ModelInfo, ServerUnavailable
 from stillhouse.engines.sglang.features import Features, detect_features
-from stillhouse.engines.sglang.http import ModelInfo, ServerLink, ServerUnavailable
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.stream import StreamError
 from stillhouse.protocol.payloads.kind import ScoreOptions
 
@@ -59,7 +60,7 @@ class SGLangScorer:
         self._cached_tokens = 0
         self._answered_s = 0.0
         self._closed = False
-        self.server: Final = ServerLink(url, config, api_key=api_key)
+        self.server: Final = SGLangLink(url, config, api_key=api_key)
         try:
             self.features: Final[Features] = self.server.run(
                 detect_features(self.server), timeout_s=2 * config.connect_timeout_s

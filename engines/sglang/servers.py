@@ -1,8 +1,4 @@
-"""The start of SGLang servers: interpreter, arguments, environment, and the GPU memory that they take.
-
-A user's own arguments (`server.args`) are searched for SGLang's options. argparse takes `--name value`, `--name=value`
-and any abbreviation that fits one name only (`--tp 2`).
-"""
+"""The start of SGLang servers: interpreter, arguments, environment, and the GPU memory that they take."""
 
 from __future__ import annotations
 
@@ -11,10 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
+from stillhouse.engines.arguments import Option, has, value_of
 from stillhouse.engines.config import ServerConfig, WorkerSettings
 from stillhouse.engines.provider import (
     AdapterFacts,
@@ -38,14 +35,6 @@ ALL_ADAPTABLE: Final = ("qwen2", "qwen3", "llama", "mistral")
 """Kinds of models whose linear layers, but the output head, are all of these."""
 
 
-class Option(NamedTuple):
-    """One option of sglang.launch_server."""
-
-    names: tuple[str, ...]
-    shortest: tuple[str, ...]
-    """For each name, the shortest abbreviation that SGLang accepts."""
-
-
 TP: Final = Option(("--tp-size", "--tensor-parallel-size"), ("--tp", "--tensor-p"))
 DP: Final = Option(("--dp-size", "--data-parallel-size"), ("--dp-s", "--data-parallel-s"))
 PP: Final = Option(("--pp-size", "--pipeline-parallel-size"), ("--pp-s", "--pipeline-parallel-s"))
@@ -67,22 +56,6 @@ QUANTIZATION: Final = Option(("--quantization",), ("--quantization",))
 LORA: Final = Option(("--enable-lora",), ("--enable-lora",))
 LORA_RANK: Final = Option(("--max-lora-rank",), ("--max-lora-r",))
 LOAD_FORMAT: Final = Option(("--load-format",), ("--load-f",))
-
-
-def value_of(args: Sequence[str], option: Option) -> str | None:
-    """The option's last value, which wins; None when it is not among the arguments, or has no value."""
-    found: str | None = None
-    for index, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        pairs = zip(option.names, option.shortest, strict=True)
-        if any(full.startswith(name) and name.startswith(short) for full, short in pairs):
-            found = value if equals else next(iter(args[index + 1 : index + 2]), None)
-    return found
-
-
-def has(args: Sequence[str], option: Option) -> bool:
-    """True when the arguments contain this option, a switch without a value."""
-    return any(option.names[0].startswith(word) and word.startswith(option.shortest[0]) for word in args)
 
 
 COMMON_ARGS: Final = ("--log-level-http", "warning")

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from stillhouse.engines.sglang.config import ServerLinkConfig
-from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.engines.config import ServerLinkConfig
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.models.tokenizer_file import FileTokenizer, bare, spread
 
 COMPARED: Final = 4096
@@ -41,7 +41,7 @@ def compare_tokenizers(
     tokenizer = FileTokenizer(student)
     ids = compared_ids(sorted(tokenizer.get_vocab().values()))
     ours = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    link = ServerLink(url, config, api_key=api_key)
+    link = SGLangLink(url, config, api_key=api_key)
     try:
         if not link.run(link.has_endpoint(_PATH), timeout_s=2 * config.control_timeout_s):
             return None

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.http.link import RequestRefused
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.http import RequestRefused
 from stillhouse.engines.sglang.scorer import decode_scores
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary, CanaryWatch, Checksums, differences, parse_checksums

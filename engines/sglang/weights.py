@@ -38,8 +38,8 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
+from stillhouse.engines.http.link import RequestRefused, ServerLost, ServerUnavailable
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.http import RequestRefused, ServerLost, ServerUnavailable
 from stillhouse.engines.sglang.requests import bucket_update, disk_update, tensor_update
 from stillhouse.engines.sglang.tensor_payload import tensor_payload
 from stillhouse.engines.sglang.verify import ServerVerifier

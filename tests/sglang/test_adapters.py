@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.provider import AdapterFacts
 from stillhouse.engines.sglang.adapters import ServerAdapters
 from stillhouse.engines.sglang.config import SwapMode
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.provider import SERVERS
 from stillhouse.engines.sglang.requests import generate_body
 from stillhouse.learner.config import LoraConfig

@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from stillhouse.engines.http.link import ServerLost, ServerUnavailable
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.features import ServerMismatch
-from stillhouse.engines.sglang.http import ServerLost, ServerUnavailable
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
 from stillhouse.sglang_server.servers import SERVER_ARGS, Servers, SGLangServer
 from tests.engines.sglang.test_features import TRIED

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stillhouse.engines.base import ScoreOptions, ScoreRequest
+from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.scorer import SGLangScorer
 from stillhouse.sglang_server.servers import Servers, SGLangServer
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import stillhouse.weights.snapshot
+from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion

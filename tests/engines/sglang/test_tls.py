@@ -16,10 +16,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.config import ServerConfig, ServerLinkConfig, WorkerSettings
+from stillhouse.engines.http.link import RequestRefused, ServerUnavailable, tls_context
 from stillhouse.engines.sglang.attached import ask
-from stillhouse.engines.sglang.config import ServerLinkConfig, SGLangConfig
-from stillhouse.engines.sglang.http import RequestRefused, ServerLink, ServerUnavailable, tls_context
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.provider import SERVERS
 from stillhouse.sglang_server import servers
 from tests.patience import PATIENCE_S
@@ -76,7 +77,7 @@ def server(tmp_path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def model_of(url: str, ca_file: Path | str, key: str = KEY) -> str:
-    link = ServerLink(url, ServerLinkConfig(ca_file=str(ca_file), control_timeout_s=PATIENCE_S), api_key=key)
+    link = SGLangLink(url, ServerLinkConfig(ca_file=str(ca_file), control_timeout_s=PATIENCE_S), api_key=key)
     try:
         return link.run(link.model_info(), timeout_s=PATIENCE_S).model_path
     finally:

@@ -8,8 +8,8 @@ from typing import Any, Final, cast
 
 import pytest
 
+from stillhouse.engines.http.link import RequestRefused
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.http import RequestRefused
 from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary

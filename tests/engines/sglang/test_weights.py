@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.engines.sglang.http import ServerLost
 from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import manifest_of

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
+from stillhouse.engines.arguments import value_of
 from stillhouse.engines.config import ServerConfig
 from stillhouse.engines.sglang.features import Features, ServerMismatch, check_layout
-from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, SGLangServers, value_of
+from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, SGLangServers
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.machine.machine import InstalledPackages, Interpreters

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions
 
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.engines.sglang.http import ServerLink
+from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.stream import Labels
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.group_operations import AnyStore, connect_store, prefixed
@@ -200,7 +200,7 @@ class FakeServerEngine:
 
     def __init__(self, url: str, config: SGLangConfig, run_id: str = "run") -> None:
         self.config = config
-        self.server = ServerLink(url, config)
+        self.server = SGLangLink(url, config)
         self.labels = Labels(run_id)
         self.version = WeightVersion(0, 0)
         self.weights_known = True
