@@ -77,7 +77,7 @@ class _Reply(msgspec.Struct, frozen=True):
 class ServerWeights:
     """A WeightSink (weights.sink)."""
 
-    def __init__(self, engine: SGLangEngine, *, student: str, ours: bool = True) -> None:
+    def __init__(self, engine: SGLangEngine, *, student: str, ours: bool) -> None:
         """`student`: folder of the run's first weights, as the server sees it. `ours`: the launcher started it."""
         self._ours = ours
         self._engine = engine
@@ -119,7 +119,7 @@ class ServerWeights:
         if plan.kind != "servers":
             raise ValueError(f"weight plan {plan.group_epoch} is for {plan.kind}; this actor's engine is a server")
         if plan.backend == "ipc" and not self._ours:
-            raise ValueError(f"{self._server.url}: by ipc only servers that the launcher started get weights")
+            raise ValueError(self._not_ours)
 
     def join(self, plan: WeightPlan, index: int, timeout_s: float, interrupted: Interrupted) -> None:
         if not self._joined_before:
@@ -216,7 +216,10 @@ class ServerWeights:
         deadline_s: float,
         interrupted: Interrupted,
     ) -> None:
-        """Have the server copy the weights out of the learner's memory."""
+        """Have the server copy the weights out of the learner's memory. Raises WeightsRefused where `check` refuses the
+        plan, whatever the plan said."""
+        if not self._ours:
+            raise WeightsRefused(self._not_ours)
         self._open_session()
         self._known = False
         payloads = [tensor_payload(handle, buckets) for handle in handles]
@@ -329,6 +332,10 @@ class ServerWeights:
         self._file.close()
         self._file = file
         return path
+
+    @property
+    def _not_ours(self) -> str:
+        return f"{self._server.url}: by ipc only servers that the launcher started get weights: they read a pickle"
 
     @property
     def _flushes(self) -> bool:

@@ -129,7 +129,8 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
         mistakes.append(f"teacher.pool: got {pool!r}, whose budget the run's own teacher keeps; expected another one")
     mistakes += engines_for_payloads(config)
     if config.actors:
-        mistakes += [*_environments(config), *(_context_window(config, student) if student is not None else ())]
+        mistakes += [*_environments(config), *_transport(config)]
+        mistakes += _context_window(config, student) if student is not None else ()
     return mistakes
 
 

@@ -17,7 +17,7 @@ from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import manifest_of
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.control_messages import Agreed, Round, WeightCheck
+from stillhouse.weights.control_messages import Agreed, CpuHandle, Round, SharedRun, WeightCheck
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import write_snapshot
@@ -55,13 +55,13 @@ class Group:
 class Rig:
     """A sink in a group of its server."""
 
-    def __init__(self, group: Group, backend: Any, control_timeout_s: float = PATIENCE_S) -> None:
+    def __init__(self, group: Group, backend: Any, control_timeout_s: float = PATIENCE_S, *, ours: bool = True) -> None:
         self.server = FakeServer(dict(NAMED))
         self.engine = FakeServerEngine(self.server.url, SGLangConfig(control_timeout_s=control_timeout_s))
-        self.sink = ServerWeights(cast("Any", self.engine), student="/nowhere")
+        self.sink = ServerWeights(cast("Any", self.engine), student="/nowhere", ours=ours)
         self.hold = threading.Event()
         self.held = threading.Event()
-        if backend == "folder":  # there is no group to join
+        if backend == "folder":  # or ipc: there is no group to join
             return
         plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, kind="servers", group_name="run-1")
         self.sink.join(plan, 0, PATIENCE_S, lambda: None)
@@ -81,8 +81,9 @@ class Rig:
         timeout_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         file: WeightsRef | None = None,
+        shared: SharedRun | None = None,
     ) -> Receipt:
-        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file)
+        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file, shared=shared)
         return self.sink.take(header, AGREED, lambda: "enough" if stop is not None and stop.is_set() else None)
 
     def paths(self) -> list[str]:
@@ -303,7 +304,7 @@ def test_a_malformed_student_never_reaches_a_server(folder: tuple[Rig, WeightsRe
     rig, file = folder
     malformed(Path(file.path))
     rig.engine.weights_known = False
-    sink = ServerWeights(cast("Any", rig.engine), student=str(Path(file.path).parent))
+    sink = ServerWeights(cast("Any", rig.engine), student=str(Path(file.path).parent), ours=True)
     with pytest.raises(SnapshotRefused, match="it is not loaded"):
         sink.prepare()
     assert rig.paths() == []
@@ -323,6 +324,29 @@ def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
     assert rig.sink.version is None
     with pytest.raises(ServerLost, match="canary"):
         rig.sink.leave()
+
+
+# ---------------------------------------------------------------------- a pickle goes to our own servers only
+
+
+def test_a_server_that_the_user_started_is_sent_no_pickle_whatever_the_learner_says(group: Group) -> None:
+    rig = Rig(group, "folder", ours=False)
+    plan = WeightPlan(1, "127.0.0.1", 1, "ipc", ("a",), 2, 1.0, kind="servers", group_name="run-1")
+    with pytest.raises(ValueError, match="only servers that the launcher started"):
+        rig.sink.check(plan)
+    shared = SharedRun(((CpuHandle(b"m", b"/torch_1", 4),),))
+    with pytest.raises(WeightsRefused, match="only servers that the launcher started"):
+        rig.take(shared=shared)
+    assert "/update_weights_from_tensor" not in rig.paths()
+    rig.engine.close()
+    rig.server.close()
+    rig = Rig(group, "folder")
+    rig.sink.check(plan)
+    with pytest.raises(WeightsRefused):  # the fake server cannot open it
+        rig.take(shared=shared)
+    assert "/update_weights_from_tensor" in rig.paths()
+    rig.engine.close()
+    rig.server.close()
 
 
 # ---------------------------------------------------------------------- a server that does not come out

@@ -452,6 +452,15 @@ def test_nothing_is_known_of_the_rate_of_other_students() -> None:
     assert not [one for one in warnings(**given) if "collapsed" in one]
 
 
+def test_memory_is_shared_with_nobody_but_the_launchers_own_processes() -> None:
+    ipc: dict[str, Any] = {"weights": {"transport": "ipc"}}
+    urls = {"actor": {"engine": "sglang", "urls": ["http://127.0.0.1:1"]}, "actors": 1}
+    assert any("got ipc with actor.urls; expected actors on this machine" in told for told in mistakes(**ipc, **urls))
+    elsewhere = {"weights": {"transport": "ipc", "host": "203.0.113.9", "allow_plain_network": True}}
+    assert any("got ipc with weights.host = 203.0.113.9" in told for told in mistakes(**elsewhere))
+    assert mistakes(**ipc) == []
+
+
 def test_a_transport_that_nobody_has_is_told_before_anything_loads() -> None:
     (told,) = mistakes(weights={"transport": "carrier_pigeon"})
     assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, folder")

@@ -103,6 +103,11 @@ def test_a_store_that_this_host_cannot_use_is_named_where_it_is_needed(monkeypat
         (target(), ("--actors=1", "--actor.torch.max_context=999999"), "actor.torch.max_context: got 999999"),
         (target(models=MODELS | {"teacher": "/gone"}), ("--teachers=1",), "--models.teacher FOLDER to say where it is"),
         (target(address="tcp://203.0.113.9:5555"), ("--actors=1",), "weights.host: the learner sends"),
+        (
+            target(weights={"transport": "ipc"}, actor={"engine": "sglang"}),
+            ("--actor.urls=http://127.0.0.1:1",),
+            "weights.transport: got ipc with actor.urls",
+        ),
     ],
 )
 def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tuple[str, ...], message: str) -> None:

@@ -110,7 +110,7 @@ class Member:
         else:
             self.server = FakeServer(weights(0))
             self._server_engine = FakeServerEngine(self.server.url, SGLANG)
-            sink = ServerWeights(cast("Any", self._server_engine), student="/nowhere")
+            sink = ServerWeights(cast("Any", self._server_engine), student="/nowhere", ours=True)
         self.receiver = WeightReceiver(sink, name=name)
         self.receiver.start()
 
