@@ -118,7 +118,7 @@ class RunFolder(WorkFolder):
             os.write(lock_fd, f"{os.getpid()}\n".encode())
             (path / "logs").mkdir(exist_ok=True)
             for part in (path, *(path / SHARDS).glob("*")):
-                for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json", "replay.json"):
+                for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
                     _set_aside(part / stale, former)
             for journal in (path / SHARDS).glob(f"*/{JOURNAL}"):  # this launch may have fewer shards
                 shutil.rmtree(journal)

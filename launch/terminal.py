@@ -28,7 +28,9 @@ class StopRequests:
     """While entered, SIGINT and SIGTERM are counted but not obeyed: the first asks for an orderly end, the second for
     an immediate one. SIGHUP is only noted; where it was ignored before (nohup) it stays ignored. Main thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, second_ends: bool = False) -> None:
+        """`second_ends`: a second signal has its usual effect, for a process without a loop that looks at once."""
+        self._second_ends = second_ends
         self.count = 0
         self.first: signal.Signals | None = None
         self.hung_up = False
@@ -54,6 +56,8 @@ class StopRequests:
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self.count += 1
         self.first = self.first or signal.Signals(signum)
+        if self._second_ends:
+            self.__exit__()
 
     def _hung_up(self, _signum: int, _frame: FrameType | None) -> None:
         self.hung_up = True

@@ -22,13 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
-from stillhouse.learner.checkpoints.writer import CheckpointWriter
-from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.assembly import TrainingParts, report_evaluation
 from stillhouse.learner.evaluation.desk import EvaluationDesk
 from stillhouse.learner.evaluation.evaluation import EvaluationResult, EvaluationRun
-from stillhouse.learner.evaluation.figures import describe
 from stillhouse.learner.feed import PUMP_S, BatchFeed, LearnerStalled
 from stillhouse.learner.group_rewards import GroupRewards, GroupRewardsFailed
 from stillhouse.learner.inbox import Inbox, RunStopped, StopAsked, StopRequest
@@ -37,13 +33,11 @@ from stillhouse.learner.prompts.sample_book import TrainedSample
 from stillhouse.learner.prompts.tasks import TaskStream, in_messages
 from stillhouse.learner.reports.alarms import LENGTH, PER_ANSWER, describe_alarm
 from stillhouse.learner.reports.figures import RolloutFigures, WorkerFigures, staleness
-from stillhouse.learner.reports.metrics import MetricsWriter
 from stillhouse.learner.reports.progress import AccountWriter, weight_figures
 from stillhouse.learner.reports.sample import Decode, sample_of
 from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.learner.sources import BufferBatches
 from stillhouse.learner.step.ema import StudentEma
-from stillhouse.learner.step.train_step import Trainer
 from stillhouse.learner.steps import StepDone, StepLoop
 from stillhouse.models.logprobs import lm_head
 from stillhouse.protocol.errors import LinkError
@@ -76,22 +70,16 @@ STOP_ANSWER_S: Final = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerParts:
-    """What a learner's loop uses. learner.worker makes and closes all of it."""
+class LearnerParts(TrainingParts):
+    """What a run's loop uses. learner.worker makes and closes all of it."""
 
     client: AnyClient
-    trainer: Trainer
     stream: TaskStream
     publisher: Publisher
-    metrics: MetricsWriter
     make_evaluation: Callable[[WeightVersion, str], EvaluationRun]
     """An evaluation of this version on the set of this name."""
-    checkpoints: CheckpointWriter
-    config: LearnerConfig
-    version: WeightVersion
-    """The first one, and `parent`: as in LearnerStarted."""
     parent: WeightVersion
-    steps: int
+    """As in LearnerStarted."""
     account: AccountWriter
     stop: StopRequest
     """Ends the loop early."""
@@ -364,14 +352,8 @@ class LearnerLoop:
                     self._desk.give_up()
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
-        self._parts.metrics.evaluation(result)
-        if result.accuracy_sampled is not None and not result.name:
-            self.progress.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled or 0)
-        self.progress.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
-        name = f" on {result.name}" if result.name else ""
-        log.info("evaluation at step %d%s: %s", result.step, name, describe(result))
-        for group, figures in (*result.tags.items(), *result.environments.items()):
-            log.info("evaluation at step %d%s, %s: %s", result.step, name, group, describe(figures))
+        for line in report_evaluation(self._parts.metrics, self.progress, result):
+            log.info("%s", line)
         self._parts.account.write()
 
     def _checkpoint(self, batch_id: int, *, last: bool = False) -> OSError | None:

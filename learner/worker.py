@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.engines.registry import find_engine
+from stillhouse.learner.assembly import checkpoint_to_resume, open_reports
 from stillhouse.learner.checkpoints.checkpoint import restore_rng
-from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, go_on_from, set_aside
+from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError
 from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
 from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
@@ -32,15 +33,8 @@ from stillhouse.learner.prompts.records import DataError
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.messages import RanksBegin
-from stillhouse.learner.reports.metrics import (
-    TENSORBOARD_FOLDER,
-    MetricsWriter,
-    newest_epoch,
-    read_metrics,
-)
-from stillhouse.learner.reports.progress import RESTORED, AccountFile, AccountWriter, LearnerProgress
-from stillhouse.learner.reports.settings import all_settings, compared_settings
-from stillhouse.learner.reports.trackers.feed import Trackers
+from stillhouse.learner.reports.metrics import TENSORBOARD_FOLDER, MetricsWriter, newest_epoch
+from stillhouse.learner.reports.progress import AccountFile, AccountWriter, LearnerProgress
 from stillhouse.learner.run_config import LearnerRunConfig, models_of_other_tokenizers
 from stillhouse.learner.step.critic import CriticStateError
 from stillhouse.learner.step.ema import StudentEma
@@ -149,9 +143,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
 def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     """Load everything that can fail, before anything is requested from the buffer."""
     config, learner = ctx.config, ctx.config.learner
-    found = go_on_from(ctx.run_dir / CHECKPOINTS) if ctx.resume else None
-    for skipped in found.damaged if found else ():
-        log.error("%s; it was renamed to %s", skipped, set_aside(skipped.path))
+    found = checkpoint_to_resume(ctx.run_dir) if ctx.resume else None
     checkpoint = found.path if found else None
     if checkpoint is not None and config.store:
         _put_former(ctx, checkpoint)
@@ -234,13 +226,8 @@ def _make_parts(
     config, learner = ctx.config, ctx.config.learner
     parent = start.version or WeightVersion(0, 0)
     resume = version if version.epoch else None
-    progress = LearnerProgress(step=version.step)
-    tracked = Trackers(learner.trackers, ctx.run_dir, all_settings(config)) if learner.trackers else None
-    metrics = stack.enter_context(
-        MetricsWriter(ctx.run_dir, resume=resume, parent=parent, settings=compared_settings(config), trackers=tracked)
-    )
-    if resume is not None:
-        progress.restore(read_metrics(ctx.run_dir, RESTORED), resume.step)
+    metrics, progress = open_reports(config, ctx.run_dir, step=version.step, resume=resume, parent=parent)
+    stack.callback(metrics.close)
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
@@ -286,7 +273,7 @@ def _stage(
     progress: LearnerProgress,
     stored: OwnedCheckpoints | None,
     version: WeightVersion,
-    snapshot: Snapshot,
+    snapshot: Snapshot | None,
 ) -> Write:
     return stage_checkpoint(
         ctx.run_dir / CHECKPOINTS,
@@ -297,7 +284,7 @@ def _stage(
         stream=start.stream,
         mixer=start.mixer,
         ema=ema,
-        ledger=snapshot.ledger,
+        ledger=snapshot.ledger if snapshot is not None else None,
         metrics=progress.last,
         stored=stored,
     )

@@ -1,115 +1,77 @@
 """A replay: a recording as the source of the learner's steps, and what a replay does after each.
 
 In recorded order, from the same student and with the same settings, the updates are those of the recorded run, bit for
-bit on the same machine. One thread, which never waits for another process."""
+bit on the same machine. No step waits for another process."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-import msgspec
-
-from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.assembly import TrainingParts, report_evaluation
 from stillhouse.learner.evaluation.evaluation import EvaluationResult
-from stillhouse.learner.reports.metrics import MetricsWriter
-from stillhouse.learner.reports.step_metrics import StepMetrics
 from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.learner.sources import RecordedBatches
-from stillhouse.learner.step.train_step import Trainer
 from stillhouse.learner.steps import StepDone, StepLoop
-from stillhouse.protocol.messages import WeightVersion
+from stillhouse.models.logprobs import lm_head
 from stillhouse.recording.reader import Recording
-
-log = logging.getLogger(__name__)
-
-
-class ReplayProgress(msgspec.Struct):
-    """Figures so far, including those of the replay that this one resumes. Kept in checkpoints."""
-
-    evaluations: list[EvaluationResult] = []
-    """Without the samples, which are in a file."""
-    reverse_kl_first: float | None = None
-    reverse_kl_last: float | None = None
-    tokens_trained: int = 0
-    epoch: int = 0
-
 
 Evaluate: TypeAlias = Callable[[int, str], EvaluationResult]
 """(step, name of a set) -> figures of the present weights."""
-SaveCheckpoint: TypeAlias = Callable[[int, StepMetrics, ReplayProgress], None]
-AfterStep: TypeAlias = Callable[[int, StepMetrics | None, int], None]
-"""Called with the step, its figures and its epoch; may raise."""
+Say: TypeAlias = Callable[[str], None]
+AfterStep: TypeAlias = Callable[[StepDone, int], None]
+"""Called with each step and its epoch; may raise."""
 
 
 class Replay:
-    """Runs the steps from `trainer.steps_done` to `steps`, or until the batches end."""
+    """Runs the steps from `parts.version` to `parts.steps`, or until the batches end."""
 
     def __init__(
         self,
-        trainer: Trainer,
+        parts: TrainingParts,
         recording: Recording,
         turns: Iterator[tuple[int, int]],
-        metrics: MetricsWriter,
-        config: LearnerConfig,
         *,
-        steps: int,
         evaluate: Evaluate | None,
-        save_checkpoint: SaveCheckpoint,
+        say: Say,
         after_step: AfterStep,
-        progress: ReplayProgress,
     ) -> None:
-        """`turns` starts with that of the next step. `evaluate`: None without evaluations. `progress`: that of
-        the replay that is resumed."""
-        self._trainer = trainer
-        self._metrics = metrics
-        self._config = config
-        self._steps = steps
+        """`turns` starts with that of the next step. `evaluate`: None without evaluations."""
+        self._parts = parts
         self._evaluate = evaluate
-        self._save_checkpoint = save_checkpoint
+        self._say = say
         self._after_step = after_step
-        self.progress = progress
+        self.progress = parts.checkpoints.progress
         self._clock = WaitClock()
-        self._last: StepMetrics | None = None
-        """Figures of the last step of this process; None before it."""
         self._source = RecordedBatches(recording, turns, self._clock)
-        observers = (self._count, self._report, self._announce, self._checkpoint_if_due, self._evaluate_if_due)
-        version = WeightVersion(0, trainer.steps_done)
-        self._loop = StepLoop(trainer, self._source, observers, version=version, steps=steps)
+        observers = (self._report, self._announce, self._checkpoint_if_due, self._evaluate_if_due)
+        self._loop = StepLoop(parts.trainer, self._source, observers, version=parts.version, steps=parts.steps)
 
     def run(self) -> None:
         """Train one batch per turn, and evaluate as in a run: at both ends and every few steps. A checkpoint is written
-        before the evaluation of its step."""
-        self._evaluate_now(self._config.evaluated_at(self._trainer.steps_done))
+        before the evaluation of its step, so a resumed replay begins with that evaluation."""
+        first = self._loop.version.step
+        if first < self._parts.steps:
+            self._evaluate_now(self._parts.config.evaluated_at(first))
         self._loop.run()
-        self._evaluate_now(self._config.eval_names)
+        if self._loop.version.step > first:
+            self._evaluate_now(self._parts.config.eval_names)
         self.checkpoint()
-        self._metrics.ended(ok=True)
+        self._parts.metrics.ended(ok=True)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of the present weights, if a step was made."""
-        if self._last is None:
-            return
-        with self._clock.waiting("checkpoint"):
-            try:
-                self._save_checkpoint(self._trainer.steps_done, self._last, self.progress)
-            except OSError as error:
-                log.error("the checkpoint of step %d could not be written: %s", self._trainer.steps_done, error)
-
-    def _count(self, done: StepDone) -> None:
-        progress, figures = self.progress, done.outcome.figures
-        progress.epoch = self._source.epoch
-        if figures is not None:
-            self._last = figures
-            progress.tokens_trained += figures.tokens
-            if progress.reverse_kl_first is None:
-                progress.reverse_kl_first = figures.reverse_kl
-            progress.reverse_kl_last = figures.reverse_kl
+        if self.progress.last is not None:
+            with self._clock.waiting("checkpoint"):
+                self._parts.checkpoints.save(self._loop.version)
+                self._parts.checkpoints.wait()
 
     def _report(self, done: StepDone) -> None:
-        of_pools = done.outcome.figures.of_pools() if done.outcome.figures is not None else {}
-        self._metrics.step(
+        figures = done.outcome.figures
+        self.progress.step = done.version.step
+        if figures is not None:
+            self.progress.add(figures, vocab_rows=lm_head(self._parts.trainer.model).weight_VH.shape[0])
+        self._parts.metrics.step(
             done.version.step,
             done.train,
             staleness=done.batch.staleness,
@@ -118,27 +80,27 @@ class Replay:
             weights={},
             tasks_dropped={},
             tasks_done=done.batch.tasks_done,
-            others={**(done.batch.figures or {}), **of_pools},
+            others={**(done.batch.figures or {}), **(figures.of_pools() if figures is not None else {})},
         )
 
     def _announce(self, done: StepDone) -> None:
-        self._after_step(done.version.step, self._last, self._source.epoch)
+        self._after_step(done, self._source.epoch)
 
     def _checkpoint_if_due(self, done: StepDone) -> None:
-        every, step = self._config.checkpoint_every, done.version.step
-        if every and step % every == 0 and step < self._steps:
+        every, step = self._parts.config.checkpoint_every, done.version.step
+        if every and step % every == 0 and step < self._parts.steps:
             self.checkpoint()
 
     def _evaluate_if_due(self, done: StepDone) -> None:
-        self._evaluate_now(self._config.evaluated_at(done.version.step))
+        self._evaluate_now(self._parts.config.evaluated_at(done.version.step))
 
     def _evaluate_now(self, names: Sequence[str]) -> None:
-        step, done = self._trainer.steps_done, self.progress.evaluations
-        already = [result.name for result in done if result.step == step]
+        step = self._loop.version.step
+        already = {result.name for result in self.progress.evaluations if result.step == step}
         for name in names:
             if self._evaluate is None or name in already:
                 continue
             with self._clock.waiting("eval"):
                 result = self._evaluate(step, name)
-            self._metrics.evaluation(result)
-            done.append(msgspec.structs.replace(result, samples=()))
+            for line in report_evaluation(self._parts.metrics, self.progress, result):
+                self._say(line)

@@ -53,7 +53,6 @@ from stillhouse.learner.checkpoints.files import (
     WEIGHTS,
     CheckpointError,
     add,
-    new_draft,
     prune,
     verify,
     write_manifest,
@@ -62,7 +61,7 @@ from stillhouse.learner.checkpoints.tensor_file import layout_of, write_share
 from stillhouse.learner.config import ADAPTER_WEIGHTS
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.optimizer import AdamWState
-from stillhouse.models.loading import converted_on_saving, describe_hf, weights_to_save
+from stillhouse.models.loading import describe_hf
 from stillhouse.protocol.atomic_file import usual_permissions
 from stillhouse.protocol.messages import Ledger, WeightVersion
 
@@ -179,24 +178,6 @@ class Contents:
         )
         moments = state.optimizer.shares
         return cls(state.version, msgspec.json.encode(record), weights, moments, state.ema, state.value_head)
-
-
-def save_checkpoint(
-    root: Path,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    state: LearnerState,
-    *,
-    keep: int,
-    pinned: Collection[int] = (),
-    adapters: Adapters | None = None,
-) -> Path:
-    """Write a checkpoint of the model as it is, with `adapters` instead if given, from one process and without copies.
-    Otherwise like `write_checkpoint`."""
-    draft = new_draft(root, state.version)
-    named = weights_to_save(model, converted=converted_on_saving(model)) if adapters is None else adapters.tensors()
-    contents = Contents.of(state, Shares({name: tensor.detach() for name, tensor in named.items()}))
-    return write_checkpoint(draft, contents, model, tokenizer, keep=keep, pinned=pinned, adapters=adapters)
 
 
 def write_checkpoint(

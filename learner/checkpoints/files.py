@@ -28,7 +28,7 @@ WEIGHTS: Final = "model.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 EMA: Final = "ema.safetensors"
 VALUE_HEAD: Final = "value_head.safetensors"
-ACCOUNTS: Final = ("learner*.json", "replay*.json")
+ACCOUNTS: Final = ("learner*.json", "replay.json")
 """Accounts of the learner and of replays: of this launch and, with a number, of former ones."""
 _NAME = re.compile(r"step_\d{6,}(_epoch_\d+)?")
 TEMPORARY, _TRASH, _DAMAGED = ".tmp-", ".trash-", "damaged-"

@@ -25,15 +25,15 @@ def stage_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     *,
     keep: int,
-    stream: TaskStream,
-    mixer: OfflineMixer | None,
-    ema: StudentEma | None,
-    ledger: Ledger,
     metrics: StepMetrics | None,
-    stored: OwnedCheckpoints | None,
+    stream: TaskStream | None = None,
+    mixer: OfflineMixer | None = None,
+    ema: StudentEma | None = None,
+    ledger: Ledger | None = None,
+    stored: OwnedCheckpoints | None = None,
 ) -> Write:
-    """On rank 0; the others join. `metrics`: of the last step. `stored`: where the checkpoint also goes. Raises
-    OSError."""
+    """On rank 0; the others join. `metrics`: of the last step. `stream`, `ledger`: a replay has none. `stored`: where
+    the checkpoint also goes. Raises OSError."""
     draft = new_draft(root, version)
     staged = trainer.stage(draft)
     assert staged is not None, "rank 0 writes"
@@ -41,7 +41,7 @@ def stage_checkpoint(
         version=version,
         optimizer=staged.optimizer,
         value_head=trainer.critic.state_dict(),
-        tasks=stream.state(),
+        tasks=stream.state() if stream is not None else {},
         ledger=ledger,
         rng=capture_rng(),
         metrics=dict(metrics.as_dict()) if metrics is not None else {},

@@ -45,10 +45,10 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        stage: Callable[[WeightVersion, Snapshot], Write],
+        stage: Callable[[WeightVersion, Snapshot | None], Write],
         progress: LearnerProgress,
         *,
-        saved: Callable[[WeightVersion], None],
+        saved: Callable[[WeightVersion], None] = lambda _: None,
         failed: Callable[[], None] = lambda: None,
         keep_waiting: bool = True,
     ) -> None:
@@ -92,7 +92,7 @@ class CheckpointWriter:
             return False
         return self._due
 
-    def save(self, version: WeightVersion, snapshot: Snapshot) -> None:
+    def save(self, version: WeightVersion, snapshot: Snapshot | None = None) -> None:
         """Stage a checkpoint and begin to write it, unless this version has one. Waits for the one before. A failure is
         counted and logged."""
         self.wait()

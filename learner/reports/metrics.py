@@ -119,7 +119,7 @@ class MetricsWriter:
         """Record optimizer step `step`; returns its line.
 
         `train`: figures of the step, as `train/<name>`. `staleness`: distance -> tokens of the batch. `waits`: wall
-        time of this step. `snapshot`: the buffer's; None without a buffer (`replay.training`). `weights`: figures of
+        time of this step. `snapshot`: the buffer's; None without a buffer (a replay). `weights`: figures of
         the last publication, as `weights/<name>`. `tasks_dropped`: prompts dropped, by reason. `tasks_done`: ids of the
         tasks that this step settled, for metrics.jsonl only. `others`: more figures, by their tags."""
         scalars = {

@@ -88,6 +88,11 @@ class LearnerProgress:
             elif ACCURACY in figures:
                 self.alarms.add_accuracy(row["step"], figures[ACCURACY], int(row.get("eval/n_sampled", 0)))
 
+    def add_evaluation(self, result: EvaluationResult) -> None:
+        if result.accuracy_sampled is not None and not result.name:
+            self.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled or 0)
+        self.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
+
     def checkpoint_failed(self, why: str) -> None:
         """Count and log it; the launcher shows the reason."""
         self.checkpoints_failed += 1
@@ -167,11 +172,13 @@ class _Former(msgspec.Struct, frozen=True):
 class AccountFile:
     """learner.json, replaced atomically. A failed write is counted and leaves the previous account in place."""
 
-    def __init__(self, folder: Path, unwritten: Unwritten, *, resume: WeightVersion | None = None) -> None:
+    def __init__(
+        self, folder: Path, unwritten: Unwritten, *, resume: WeightVersion | None = None, name: str = ACCOUNT_FILE
+    ) -> None:
         """`resume`: the version that the learner resumes from. From the previous account it keeps the evaluations up to
         that step, and the reverse KL of the first step if that step is kept. The rest belongs to an abandoned branch of
         versions."""
-        self._file = folder / ACCOUNT_FILE
+        self._file = folder / name
         self._unwritten = unwritten
         former = _read(self._file) if resume is not None else None
         self._eval: dict[str, tuple[dict[str, Any], ...]] = dict.fromkeys(_EVALUATED, ())

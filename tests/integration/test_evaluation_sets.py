@@ -42,7 +42,8 @@ def test_each_set_is_evaluated_at_its_steps_with_its_limits(
 
     monkeypatch.chdir(tmp_path)
     assert replay.main([str(run.record), f"--run-dir={tmp_path / 'again'}"]) == 0
-    again = json.loads((tmp_path / "again" / "replay.json").read_text())["eval"]
+    again = json.loads((tmp_path / "again" / "replay.json").read_text())
+    again = again["eval"] + again["eval_sets"]
     assert sorted((point["name"], point["step"]) for point in again) == [
         *(("", step) for step in (0, 2, 3)),
         *(("short", step) for step in range(4)),

@@ -125,7 +125,8 @@ def learning(
             def evaluation(version: m.WeightVersion, name: str) -> EvaluationRun:
                 return EvaluationRun(tasks, evaluated, small_tokenizer, version=version, seed=1)
 
-            def stage(version: m.WeightVersion, snapshot: m.Snapshot) -> Write:
+            def stage(version: m.WeightVersion, snapshot: m.Snapshot | None) -> Write:
+                assert snapshot is not None
                 staged = Saved(version, snapshot, stream.state(), trainer.steps_done)
 
                 def write() -> Path:

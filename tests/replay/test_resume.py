@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ import pytest
 
 import stillhouse.learner.sources
 from stillhouse.learner.reports.metrics import read_metrics
+from stillhouse.learner.steps import StepDone
 from stillhouse.replay import command as replay
 from stillhouse.replay import run as replaying
+from stillhouse.replay import training
 from tests.replay.test_command import recorded
 
 STEPS = 6
@@ -36,7 +39,7 @@ def power_cut(*_: Any) -> None:
 
 
 def signal_came(*_: Any) -> None:
-    raise replaying.ReplayStopped(2)
+    signal.raise_signal(signal.SIGINT)
 
 
 def run(file: Path, folder: Path, *flags: str) -> int:
@@ -46,12 +49,15 @@ def run(file: Path, folder: Path, *flags: str) -> int:
 def run_until(monkeypatch: pytest.MonkeyPatch, step: int, end: After, file: Path, folder: Path, *flags: str) -> None:
     """A replay that ends in the middle, when this step was made."""
 
-    def after_step(at: int, *_: Any) -> None:
-        if at == step:
+    announce = training.Replay._announce
+
+    def after_step(replay: training.Replay, done: StepDone) -> None:
+        if done.version.step == step:
             end()
+        announce(replay, done)
 
     with monkeypatch.context() as patched:
-        patched.setattr(replaying, "_after_step", after_step)
+        patched.setattr(training.Replay, "_announce", after_step)
         try:
             assert run(file, folder, *flags) == 130
         except RuntimeError as error:

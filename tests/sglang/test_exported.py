@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from stillhouse.builtin import STUDENT_DIR
-from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, save_checkpoint
+from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm
@@ -19,6 +19,7 @@ from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.sglang_server.servers import Servers
 from stillhouse.tools.export.command import main
+from tests.learner.checkpoints.saving import save_checkpoint
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import READY_S
 

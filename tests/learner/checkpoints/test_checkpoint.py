@@ -34,7 +34,6 @@ from stillhouse.learner.checkpoints.checkpoint import (
     LearnerState,
     capture_rng,
     load_checkpoint,
-    save_checkpoint,
 )
 from stillhouse.learner.checkpoints.files import CheckpointError, NoneUsable, damaged, go_on_from, latest, newest, prune
 from stillhouse.learner.config import LearnerConfig
@@ -43,6 +42,7 @@ from stillhouse.models.loading import load_causal_lm
 from stillhouse.models.packed import choose_way
 from stillhouse.protocol.messages import Ledger, LedgerCounts, WeightVersion
 from tests.full_disk import small_disk
+from tests.learner.checkpoints.saving import save_checkpoint
 from tests.learner.conftest import build_hybrid, build_student, word_tokenizer
 from tests.patience import PATIENCE_S
 from tests.power_cut import PowerCut

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from stillhouse.learner.batch import TrainItem
-from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint, save_checkpoint
+from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.step.lora import Adapters, LoraError
 from stillhouse.learner.step.train_step import Trainer
@@ -24,6 +24,7 @@ from stillhouse.models.packed import IMPLEMENTATION
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.tools.export.command import main as export
 from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
+from tests.learner.checkpoints.saving import save_checkpoint
 from tests.learner.conftest import build_hybrid, build_student
 
 Make = Callable[..., TrainItem]

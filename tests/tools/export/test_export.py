@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from stillhouse.builtin import STUDENT_DIR
 from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.run import ModelsConfig, RunConfig
-from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, save_checkpoint
+from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm
@@ -25,6 +25,7 @@ from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.tools.export.card import model_card
 from stillhouse.tools.export.command import main
+from tests.learner.checkpoints.saving import save_checkpoint
 from tests.tools.export.stand_in_hub import OWNER, TOKEN, Hub, stand_in_hub
 
 HOSTILE = "apache`|<script>x</script>\n---\nlicense: mit"
