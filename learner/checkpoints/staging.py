@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, new_draft, write_checkpoint
+from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, write_checkpoint
+from stillhouse.learner.checkpoints.files import new_draft
 from stillhouse.learner.checkpoints.stored import OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import Write, written_by_others
 from stillhouse.learner.offline import OfflineMixer

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint, new_draft
+from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, load_checkpoint
 from stillhouse.learner.checkpoints.checkpoint import write_checkpoint as write_it
-from stillhouse.learner.checkpoints.files import latest
+from stillhouse.learner.checkpoints.files import latest, new_draft
 from stillhouse.learner.checkpoints.writer import ShareWriter, written_by_others
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.ranks.group import ProcessGroup
