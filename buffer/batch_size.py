@@ -48,6 +48,7 @@ def size_of(rollout: RolloutState) -> Size:
     """Size of a rollout with everything that it could release, and its whole context."""
     task, n_tokens = rollout.slot.task.task, rollout.length
     payloads = [len(payload) for segment in rollout.offered_segments() for payload in segment.top_k.values()]
+    payloads += [len(segment.experts) for segment in rollout.segments if segment.experts]
     scores_bytes = SCORE_BYTES * len(task.teachers) * n_tokens
     n_entries = (
         len(payloads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from stillhouse.buffer.rollouts import HeldSegment, RolloutState
 from stillhouse.buffer.tokens import Array
-from stillhouse.protocol.messages import BatchItem, Settled, TopKPiece, WeightVersion
+from stillhouse.protocol.messages import EXPERT_IDS, BatchItem, Settled, TopKPiece, WeightVersion
 
 
 class Piece(NamedTuple):
@@ -66,7 +66,7 @@ def make_item(rollout: RolloutState, segments: tuple[HeldSegment, ...]) -> tuple
     if last is not None and not (rollout.closed and all(s.state.settled for s in rollout.segments[last.index + 1 :])):
         n_segments = last.index + 1
     end = rollout.segments[n_segments - 1].end
-    pieces, _ = _top_k(segments)
+    pieces = tuple(piece for piece, _ in _payloads(rollout, segments, end))
     task = rollout.slot.task.task
     final = rollout.final and n_segments == len(rollout.segments)
     item = BatchItem(
@@ -94,18 +94,17 @@ def item_arrays(rollout: RolloutState, segments: Iterable[HeldSegment], end: int
     train_mask_T = np.zeros(end, np.uint8)
     for segment in segments:
         train_mask_T[segment.start : segment.end] = rollout.tokens.open_mask(segment.start, segment.end)
-    _, payloads = _top_k(segments)
+    payloads = [payload for _, payload in _payloads(rollout, segments, end)]
     tokens = rollout.tokens
     arrays = (tokens.ids(end), tokens.logprobs(end), train_mask_T, tokens.teacher_logprobs(end))
     return (*arrays, np.frombuffer(b"".join(payloads), np.uint8)) if payloads else arrays
 
 
-def _top_k(segments: Iterable[HeldSegment]) -> tuple[tuple[TopKPiece, ...], list[bytes]]:
-    """Top-k pieces of the segments, and their payloads."""
-    pieces: list[TopKPiece] = []
-    payloads: list[bytes] = []
+def _payloads(rollout: RolloutState, segments: Iterable[HeldSegment], end: int) -> Iterator[tuple[TopKPiece, bytes]]:
+    """Those of the segments, and the experts of all tokens before `end`."""
     for segment in segments:
         for pool_index, payload in sorted(segment.top_k.items()):
-            pieces.append(TopKPiece(pool_index, segment.top_start, segment.top_end, len(payload)))
-            payloads.append(payload)
-    return tuple(pieces), payloads
+            yield TopKPiece(pool_index, segment.top_start, segment.top_end, len(payload)), payload
+    for segment in rollout.segments:
+        if segment.experts and segment.end <= end:
+            yield TopKPiece(EXPERT_IDS, segment.start, segment.end, len(segment.experts)), segment.experts

@@ -19,6 +19,7 @@ from stillhouse.buffer.pacing import Pacing
 from stillhouse.buffer.rollouts import Fate, HeldSegment, RolloutState, SegmentState, Slot
 from stillhouse.buffer.task_book import TaskBook
 from stillhouse.buffer.tokens import Array
+from stillhouse.buffer.validation import frames_of
 from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import KEPT_IDS, Branch, Dropped, Ledger, TaskKind, Ticket, WeightVersion
@@ -73,7 +74,7 @@ class Lifecycle:
 
     def accept(self, rollout: RolloutState, message: SegmentMessage, arrays: tuple[Array, ...]) -> HeldSegment:
         """Store a segment that passed `buffer.validation`."""
-        ids_N, logprobs_N, loss_mask_N, *top_ids = arrays
+        (ids_N, logprobs_N, loss_mask_N), top_ids, experts = frames_of(message, arrays)
         n_sampled = int(loss_mask_N.sum())
         sampled_N = np.flatnonzero(loss_mask_N)
         top_range = (message.start, message.start)
@@ -94,6 +95,8 @@ class Lifecycle:
                 segment.top_ids = payload
             elif rollout.kind == "train":
                 segment.top_k[KEPT_IDS] = payload
+        if experts:
+            segment.experts = KeptBytes.of(experts[0].tobytes(), blob, 3 + len(top_ids))
         counts = self.book.of(rollout.kind)
         counts.segments.accept()
         counts.tokens.accept(n_sampled)

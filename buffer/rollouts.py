@@ -128,6 +128,9 @@ class HeldSegment:
     from, if the actor did; kept until the segment is settled."""
     top_ids: bytes = b""
     """Payload of the student's likeliest tokens in that range, if the actor sent one; kept while UNSCORED."""
+    experts: bytes = b""
+    """Payload of the experts for its tokens, if the actor sent it. Kept as long as the tokens: later segments have them
+    as context."""
     counted_place: int = 0
     """What `buffer.holdings` has counted of it, as in the next two fields."""
     counted_tokens: int = 0

@@ -19,6 +19,7 @@ from stillhouse.buffer.versions import VersionTable
 from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import MAX_ROW_BYTES, Task
 from stillhouse.protocol.messages import Segment as SegmentMessage
+from stillhouse.protocol.payloads import expert_ids
 from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.payloads.student_sets import HEADER_BYTES, check_top_ids, read_kept, without_sampled
 
@@ -27,6 +28,12 @@ LOGPROB_TOLERANCE = 1e-3
 
 LOGPROB_ABSURD = 1e4
 """A number further than this from 0 is broken, not a log-prob. It would make the loss infinite."""
+
+
+def frames_of(message: SegmentMessage, arrays: Sequence[Array]) -> tuple[Sequence[Array], ...]:
+    """A segment's frames: token ids, log-probs and loss mask; sets of ids, if it has them; experts, if it has them."""
+    end = len(arrays) - message.experts
+    return arrays[:3], arrays[3:end], arrays[end:]
 
 
 class SegmentChecker:
@@ -51,12 +58,14 @@ class SegmentChecker:
         if n == 0:
             if not message.final:
                 return RejectReason.EMPTY_SEGMENT
+            if message.experts:
+                return RejectReason.EXPERTS_MALFORMED
             return RejectReason.BAD_SPANS if message.spans else self._prompt_refusal(rollout, message, arrays)
         if n > self._config.max_segment_tokens:
             return RejectReason.SEGMENT_TOO_LONG
         if message.end > self._config.max_rollout_tokens:
             return RejectReason.ROLLOUT_TOO_LONG
-        ids_N, logprobs_N, loss_mask_N, *top_ids = arrays
+        (ids_N, logprobs_N, loss_mask_N), top_ids, experts = frames_of(message, arrays)
         if not ids_in_range(ids_N, self._vocab_size):
             return RejectReason.TOKEN_ID_OUT_OF_RANGE
         if loss_mask_N.max() > 1:
@@ -68,7 +77,22 @@ class SegmentChecker:
             or _logprob_refusal(logprobs_N, loss_mask_N)
             or self._span_refusal(message, loss_mask_N)
             or self._top_ids_refusal(rollout, ids_N, loss_mask_N, top_ids)
+            or self._experts_refusal(rollout, n, experts)
         )
+
+    def _experts_refusal(self, rollout: RolloutState, n: int, payloads: Sequence[Array]) -> RejectReason | None:
+        """Check all of it: the learner can use the ids or fail."""
+        shape = rollout.ticket.sampling.experts
+        for payload in payloads:
+            if shape is None:
+                return RejectReason.EXPERTS_UNASKED
+            if len(payload) > HEADER_BYTES + n * self._config.max_top_k_bytes:
+                return RejectReason.EXPERTS_SIZE
+            try:
+                expert_ids.decode_experts(payload.tobytes(), n, shape)
+            except MalformedMessage:
+                return RejectReason.EXPERTS_MALFORMED
+        return None
 
     def _top_ids_refusal(
         self, rollout: RolloutState, ids_N: Array, loss_mask_N: Array, payloads: Sequence[Array]

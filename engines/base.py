@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightsRef, WeightVersion
+from stillhouse.protocol.payloads.expert_ids import ExpertIds
 from stillhouse.protocol.payloads.kind import Float32s, Int32s, ScoreOptions, ScoreResult
 from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
 
@@ -42,6 +43,8 @@ class GenerationRequest:
     """A sampled stop token ends the request and IS part of the output (it is scored like any other token)."""
     sample_offset: int = 0
     """Tokens of the rollout sampled by earlier requests; the random stream continues from there."""
+    experts_from: int = 1
+    """With `Sampling.experts`: the prompt's tokens from here on are asked for too; those before are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,12 @@ class GenerationDelta:
     top_ids: tuple[Int32s, ...] | None = None
     """[n] With `Sampling.top_ids`: for each token the ids of the likeliest ones at its place, likeliest first. With
     `Sampling.kept` those that it was sampled from, ascending."""
+    experts: ExpertIds | None = None
+    """[n, layers, chosen] With `Sampling.experts`: for each token the choices of the forward pass that it was sampled
+    from. None: the engine does not report them, and it may leave them out of single deltas."""
+    prompt_experts: ExpertIds | None = None
+    """[m, layers, chosen] The same for the last m tokens of the prompt, at most those from `experts_from` on: of the
+    pass that would have predicted them. At most once per request."""
 
 
 @dataclass(frozen=True, slots=True)

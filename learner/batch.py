@@ -34,6 +34,7 @@ from stillhouse.models.packed_layout import balanced_packs
 from stillhouse.protocol.branches import path_to
 from stillhouse.protocol.messages import BatchItem
 from stillhouse.protocol.payloads.aligned import AlignedRows
+from stillhouse.protocol.payloads.expert_ids import ExpertRows
 from stillhouse.protocol.payloads.kind import PayloadRows
 
 FRAMES_PER_ITEM = 4
@@ -72,6 +73,8 @@ class Inputs(NamedTuple):
     """Tokens of each sequence."""
     predictor_N: npt.NDArray[np.int64]
     """For each trained token of the item, in order: the position that predicts it."""
+    next_T: npt.NDArray[np.int64]
+    """Which token of the item each position predicts."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class TrainItem:
     """Teacher -> payload rows of the trained tokens, once decoded; empty if the objective does not use them."""
     kept: KeptRows | None = None
     """What the trained tokens were sampled from, once decoded; None: the whole vocabulary."""
+    experts: ExpertRows | None = None
+    """By token, what the engine's routers chose, once decoded; None: routers choose freely."""
 
     @property
     def n_trained(self) -> int:
@@ -117,18 +122,19 @@ class TrainItem:
         trained = np.flatnonzero(self.train_mask_L)
         if not self.item.branches or not len(trained):
             n = int(trained[-1]) if len(trained) else 0
-            return Inputs(self.tokens_L[:n], (n,) if n else (), trained - 1)
+            return Inputs(self.tokens_L[:n], (n,) if n else (), trained - 1, np.arange(1, n + 1))
         predictor_N = np.full(len(trained), -1, np.int64)
-        parts: list[npt.NDArray[np.int32]] = []
+        parts: list[npt.NDArray[np.int64]] = []
         n_before = 0
         while (left := np.flatnonzero(predictor_N < 0)).size:
             # The branch of the last token that is in no input yet. Offsets rise along a branch.
             path_P = np.concatenate([np.arange(*r) for r in path_to(self.item.branches, int(trained[left[-1]]) + 1)])
             here = left[np.isin(trained[left], path_P, assume_unique=True)]
             predictor_N[here] = n_before + np.searchsorted(path_P, trained[here]) - 1
-            parts.append(self.tokens_L[path_P[:-1]])
-            n_before += len(parts[-1])
-        return Inputs(np.concatenate(parts), tuple(map(len, parts)), predictor_N)
+            parts.append(path_P)
+            n_before += len(path_P) - 1
+        read_T, next_T = (np.concatenate([path_P[which] for path_P in parts]) for which in (slice(-1), slice(1, None)))
+        return Inputs(self.tokens_L[read_T], tuple(len(path_P) - 1 for path_P in parts), predictor_N, next_T)
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ class Microbatch:
     """Per teacher, the payload rows of the tokens that `routed_MN` gives it; no rows if they were not decoded."""
     kept: KeptRows | None = None
     """What the N tokens were sampled from; None: all from the whole vocabulary."""
+    experts: ExpertRows | None = None
+    """What the engine's routers chose at the T positions; None: routers choose freely."""
     span_N: npt.NDArray[np.int64] | None = None
     """The first token of each one's span, from teachers with another tokenizer (protocol.payloads.aligned). None: all
     spans have one token, and in a rank's part of a microbatch."""
@@ -330,7 +338,13 @@ def _microbatch(
         top=tuple(_rows_of(name, [items[i] for i in members]) for name in teachers),
         span_N=None if np.array_equal(span_N, np.arange(n_trained)) else span_N,
         kept=KeptRows.joined([items[i].kept for i in members], [len(offsets) for offsets in trained]),
+        experts=_experts([items[i] for i in members]),
     )
+
+
+def _experts(members: Sequence[TrainItem]) -> ExpertRows | None:
+    rows = [one.experts.at(one.inputs.next_T) for one in members if one.experts is not None]
+    return ExpertRows.joined(rows) if rows else None
 
 
 def _rows_of(teacher: str, members: Sequence[TrainItem]) -> PayloadRows:
@@ -363,6 +377,7 @@ def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
         before_N=whole.before_N[chosen_N],
         top=tuple(one.at(own_R) if one.n_rows else one for one, own_R in zip(whole.top, rows, strict=True)),
         kept=None if whole.kept is None else whole.kept.at(chosen_N),
+        experts=None if whole.experts is None else whole.experts.at(own.tokens),
         shared=Shared(whole, own, trained, own_N),
     )
 

@@ -95,6 +95,9 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     recompute: Share = 0.0
     """Share of the student's layers whose activations are computed again in the backward pass and not kept. It saves
     most of the memory that grows with `pack_tokens`, and takes up to a third more time per step."""
+    routing_replay: bool = False
+    """For mixtures of experts: the student's routers use the experts that those of the engine chose when it sampled
+    (routing replay, R3, arXiv 2510.11370). Gate weights stay the student's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of matrix products and attention. auto: bfloat16 on a GPU, float32 on a CPU. Parameters, gradients
     and optimizer state are always float32 (16 bytes per parameter; bfloat16 adds 2 for a copy). float32 on a GPU is

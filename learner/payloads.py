@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
-from stillhouse.protocol.messages import KEPT_IDS, BatchItem, TopKPiece
+from stillhouse.protocol.messages import EXPERT_IDS, KEPT_IDS, BatchItem, ExpertShape, TopKPiece
 from stillhouse.protocol.payloads.aligned import AlignedScores
+from stillhouse.protocol.payloads.expert_ids import ExpertRows, decode_experts
 from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.payloads.student_sets import read_kept, without_sampled
@@ -61,7 +62,7 @@ def read_payloads(
     pieces: dict[str, list[PayloadPart]] = {name: [] for name in read}
     offsets: dict[str, list[npt.NDArray[np.int64]]] = {name: [] for name in read}
     for piece, body in _bodies(item, payloads):
-        if piece.teacher == KEPT_IDS:
+        if piece.teacher in (KEPT_IDS, EXPERT_IDS):
             continue
         if not 0 <= piece.teacher < len(item.teachers):
             raise PayloadError(f"a payload of teacher {piece.teacher}; it has {len(item.teachers)}")
@@ -138,6 +139,24 @@ def kept_rows(
     ids_PK = np.zeros(filled_PK.shape, np.int32)
     ids_PK[filled_PK] = np.concatenate(ids)
     return KeptRows(ids_PK, counts_P).at(np.searchsorted(sent, trained))
+
+
+def expert_rows(item: BatchItem, payloads: npt.NDArray[np.uint8], shape: ExpertShape) -> ExpertRows:
+    """By token of the item, what the engine's routers chose in the pass that predicted it. Raises PayloadError for
+    choices of another model, or malformed ones."""
+    found = ExpertRows.none(item.end, shape)
+    for piece, body in _bodies(item, payloads):
+        if piece.teacher != EXPERT_IDS:
+            continue
+        if not 0 <= piece.start < piece.end <= item.end:
+            raise PayloadError(f"experts of the tokens [{piece.start}, {piece.end}); there are {item.end}")
+        try:
+            rows = decode_experts(body, piece.end - piece.start, shape)
+        except MalformedMessage as error:
+            raise PayloadError(f"the experts of the routers: {error}") from error
+        for whole, part in zip(found, rows, strict=True):
+            whole[piece.start : piece.end] = part
+    return found
 
 
 def _rows(name: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> PayloadRows:

@@ -40,6 +40,7 @@ from stillhouse.learner.step.critic import CriticStateError
 from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.learner.written import WrittenStream
+from stillhouse.models.routing import RoutingError
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
@@ -103,7 +104,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
     except RecordError as error:
         log.error("learner.offline.file: %s", error)
         return ExitCode.USELESS
-    except (CriticStateError, CheckpointError, NamesError, DataError) as error:
+    except (CriticStateError, CheckpointError, NamesError, DataError, RoutingError) as error:
         log.error("%s", error)
         return ExitCode.USELESS
     with ExitStack() as stack:
@@ -165,10 +166,17 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
         members = replace(members, adapter_config=trainer.adapters.config_text())
     mixer = open_mixer(learner.offline, token_map_fingerprint(tokenizer), seed=config.seed)
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
+    experts = None if _teacher_writes(config) else trainer.experts  # those of another model
     readers = {pool: load_tokenizer(model) for pool, model in models_of_other_tokenizers(config).items()}
     if state is None:
         stream = stream_kind(
-            learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids, readers=readers
+            learner.tasks,
+            tokenizer,
+            prompts,
+            seed=config.seed,
+            top_ids=config.top_ids,
+            experts=experts,
+            readers=readers,
         )
         version, average = None, dict[str, Tensor]()
     else:
@@ -179,6 +187,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
             seed=config.seed,
             state=state.tasks,
             top_ids=config.top_ids,
+            experts=experts,
             readers=readers,
         )
         restore_rng(state.rng)

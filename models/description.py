@@ -7,9 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, TypeAlias, cast
 
+from stillhouse.protocol.messages import ExpertShape
+
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 LoadDtype: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 """auto: bfloat16 on a GPU, float32 elsewhere (`resolve_dtype`)."""
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS: Final = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    "top_k_experts",
+)
+"""What architectures call them in config.json."""
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -34,6 +42,21 @@ def known_hidden_size(model_path: str | Path) -> int | None:
         return _size(Path(model_path) / "config.json", "hidden_size")
     except ValueError:
         return None
+
+
+def known_expert_shape(model_path: str | Path) -> ExpertShape | None:
+    """The routers of a checkpoint, as if each of its layers had one; None where config.json names no experts."""
+    sizes: list[int] = []
+    for names in (EXPERTS, CHOSEN_EXPERTS, ("num_hidden_layers",)):
+        for name in names:
+            try:
+                sizes.append(_size(Path(model_path) / "config.json", name))
+                break
+            except ValueError:
+                continue
+    if len(sizes) < 3 or sizes[0] < 2:
+        return None
+    return ExpertShape(tuple(range(sizes[2])), sizes[0], sizes[1])
 
 
 def _size(path: Path, name: str) -> int:

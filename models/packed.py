@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
@@ -41,6 +42,7 @@ from stillhouse.models.packed_layout import Bucket, Gather, RowLayout, layout_or
 from stillhouse.models.past import CacheUse, Cells, CellSpan, Past
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from stillhouse.models.rotary import depends_on_neighbours, moving_rope, turn_each_alone
+from stillhouse.models.routing import Replay
 from stillhouse.models.transfer import upload
 
 IMPLEMENTATION = "stillhouse_packed"
@@ -61,13 +63,17 @@ class PackingError(ValueError):
 
 
 def packed_hidden(
-    model: PreTrainedModel, ids_T: Tensor, lengths: Sequence[int], uses: Sequence[CacheUse | None] = ()
+    model: PreTrainedModel,
+    ids_T: Tensor,
+    lengths: Sequence[int],
+    uses: Sequence[CacheUse | None] = (),
+    experts: Replay | None = None,
 ) -> Tensor:
     """Hidden states before the LM head, [T, H], differentiable; row t belongs to ids_T[t].
 
     `model` must be loaded with attention="packed"; ids_T is int64 on its device; `lengths`: tokens of each sequence, in
-    order, each at least 1; `uses`: what each sequence continues and what is kept of it (nothing, if left out).
-    Raises ValueError for lengths that do not add up to T or exceed the context.
+    order, each at least 1; `uses`: what each sequence continues and what is kept of it (nothing, if left out);
+    `experts`: what the routers of these T tokens choose. Raises ValueError for lengths that do not add up to T or exceed the context.
     """
     sizes = [int(length) for length in lengths]
     if ids_T.ndim != 1 or sum(sizes) != ids_T.shape[0] or not sizes or min(sizes) < 1:
@@ -86,15 +92,18 @@ def packed_hidden(
         raise PackingError(f"{type(model).__name__} runs {way}; only packed sequences continue a past")
     layout = make_layout([sizes[i] for i in order], ids_T.device, sorted_around, alone=way == "alone")
     if order == list(range(len(sizes))):
-        return _forward(model, ids_T, layout.positions_T, layout)
+        return _forward(model, ids_T, layout.positions_T, layout, experts)
     to_sorted_T, to_given_T = permutation(sizes, order, ids_T.device)
-    sorted_TH = _forward(model, ids_T[to_sorted_T], layout.positions_T, layout)
+    experts = None if experts is None else experts.permuted(to_sorted_T)
+    sorted_TH = _forward(model, ids_T[to_sorted_T], layout.positions_T, layout, experts)
     return cast(Tensor, Gather.apply(sorted_TH, to_given_T, to_sorted_T, True))
 
 
-def divided_hidden(model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout) -> Tensor:
-    """Hidden states of this process's tokens of a row that is divided among processes, [P, H]. All must call it at the
-    same time. Raises ValueError for sequences that exceed the context."""
+def divided_hidden(
+    model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout, experts: Replay | None = None
+) -> Tensor:
+    """Hidden states of this process's tokens of a row that is divided among processes, [P, H]. `experts`: what the
+    routers of these tokens choose. All processes must call it at the same time. Raises ValueError for sequences that exceed the context."""
     if layout.longest > (limit := context_window(model.config)):
         raise ValueError(f"a sequence of {layout.longest} tokens; the context window of this model is {limit}")
     if (way := way_of(model)) != "packed":
@@ -102,7 +111,7 @@ def divided_hidden(model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout)
             f"{type(model).__name__} runs {way}; sequences that are divided among ranks are packed: expected "
             "learner.context_parallel = 1"
         )
-    return _forward(model, ids_P, upload(layout.positions, ids_P.device), layout)
+    return _forward(model, ids_P, upload(layout.positions, ids_P.device), layout, experts)
 
 
 def context_window(config: PreTrainedConfig) -> int:
@@ -412,20 +421,27 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
 # ------------------------------------------------------------------------------------------------- plumbing
 
 
-def _forward(model: PreTrainedModel, ids_T: Tensor, positions_T: Tensor, layout: RowLayout | DividedLayout) -> Tensor:
+def _forward(
+    model: PreTrainedModel,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    layout: RowLayout | DividedLayout,
+    experts: Replay | None,
+) -> Tensor:
     if isinstance(layout, RowLayout) and way_of(model) != "packed":
-        return _forward_padded(model, ids_T, layout)
+        return _forward_padded(model, ids_T, layout, experts)
     turn_each_alone(model)
-    output = trunk(model)(
-        input_ids=ids_T[None],
-        position_ids=positions_T[None],
-        use_cache=False,
-        packed_layout=layout,
-    )
+    with nullcontext() if experts is None else experts.over(slice(None)):
+        output = trunk(model)(
+            input_ids=ids_T[None],
+            position_ids=positions_T[None],
+            use_cache=False,
+            packed_layout=layout,
+        )
     return cast(Tensor, output.last_hidden_state)[0]
 
 
-def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout) -> Tensor:
+def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout, experts: Replay | None) -> Tensor:
     """Each bucket as a batch. No mask is needed: what is behind a causal sequence does not change it."""
     run = trunk(model)
 
@@ -434,11 +450,14 @@ def _forward_padded(model: PreTrainedModel, ids_T: Tensor, layout: RowLayout) ->
 
     parts: list[Tensor] = []
     for bucket in layout.buckets:
-        ids_S = ids_T[bucket.start : bucket.end]
+        ids_S, rows = ids_T[bucket.start : bucket.end], slice(bucket.start, bucket.end)
+        if bucket.source_BL is not None:
+            ids_S, rows = ids_S[bucket.source_BL], bucket.source_BL + bucket.start
+        with nullcontext() if experts is None else experts.over(rows, bucket.real_S):
+            padded_H = states(ids_S.view(bucket.n_sequences, -1))
         if bucket.source_BL is None:
-            parts.append(states(ids_S.view(bucket.n_sequences, -1)))
+            parts.append(padded_H)
         else:
-            padded_H = states(ids_S[bucket.source_BL].view(bucket.n_sequences, -1))
             parts.append(cast(Tensor, Gather.apply(padded_H, bucket.real_S, bucket.source_BL, False)))
     hidden_TH = parts[0] if len(parts) == 1 else torch.cat(parts)
     most = cast("Callable[[int], int] | None", getattr(model, "_stillhouse_most", None))

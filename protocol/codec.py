@@ -80,15 +80,18 @@ def _prompt_per_task(message: m.TasksOffered) -> Iterator[FrameSpec]:
 
 
 def _segment_arrays(message: m.Segment) -> Sequence[FrameSpec]:
-    return _arrays_of(message.end - message.start, message.top_ids)
+    return _arrays_of(message.end - message.start, message.top_ids, message.experts)
 
 
 @lru_cache(maxsize=4096)
-def _arrays_of(n_tokens: int, top_ids: bool) -> Sequence[FrameSpec]:
+def _arrays_of(n_tokens: int, top_ids: bool, experts: bool) -> Sequence[FrameSpec]:
     """The arrays of a segment. The answers are kept, because segments are the most frequent messages and small."""
     own = (("token ids", _INT32), ("behaviour log-probs", _FLOAT32), ("loss mask", _UINT8))
-    likeliest = [FrameSpec("likeliest ids", _UINT8, None)] if top_ids else []
-    return [*(FrameSpec(what, dtype, (n_tokens,)) for what, dtype in own), *likeliest]
+    further = [what for what, there in (("likeliest ids", top_ids), ("expert ids", experts)) if there]
+    return [
+        *(FrameSpec(what, dtype, (n_tokens,)) for what, dtype in own),
+        *(FrameSpec(what, _UINT8, None) for what in further),
+    ]
 
 
 def _context_per_item(message: m.ScoreWork) -> Iterator[FrameSpec]:

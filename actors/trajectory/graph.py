@@ -38,6 +38,7 @@ import numpy.typing as npt
 
 from stillhouse.engines.base import Float32s, Int32s
 from stillhouse.protocol.messages import VersionSpan
+from stillhouse.protocol.payloads.expert_ids import ExpertIds
 
 
 class Origin(enum.StrEnum):
@@ -79,6 +80,9 @@ class Node:
     top_ids: list[Int32s] = field(default_factory=list[Int32s])
     """The student's likeliest tokens at the place of each token of a response, if they were asked for. They are large,
     and wanted once: whoever takes them leaves empty sets."""
+    experts: dict[int, ExpertIds] = field(default_factory=dict[int, ExpertIds])
+    """By token, what the engine's routers chose in the pass that predicts it, if it was asked for and reported: [layers,
+    chosen]. Whoever takes them leaves empty ones."""
     children: dict[int, dict[int, list[Node]]] = field(default_factory=dict[int, dict[int, list["Node"]]])
     """Nodes that follow this one: by their `at`, then by their first token."""
     followed: bool = False
@@ -189,12 +193,13 @@ class TokenGraph:
         logprobs: Float32s | None,
         spans: Sequence[VersionSpan],
         top_ids: Sequence[Int32s] = (),
+        experts: ExpertIds | None = None,
     ) -> None:
         """Add tokens [n] that the student wrote in answer to a call.
 
         `logprobs` [n]: None where the engine gave none; the whole response is context then. `spans` cover [0, n) in
-        order, relative to the first of these tokens. `top_ids`: n sets, or none. Raises ValueError for other shapes or
-        spans, RuntimeError after `end`. On an error nothing is added."""
+        order, relative to the first of these tokens. `top_ids`: n sets, or none. `experts`: [n, ...]. Raises
+        ValueError for other shapes or spans, RuntimeError after `end`. On an error nothing is added."""
         if call.ended:
             raise RuntimeError(f"call {call.index} has ended, got {token_ids.size} more tokens")
         n = int(token_ids.size)
@@ -216,6 +221,8 @@ class TokenGraph:
         else:
             _append(node.ids, token_ids, np.int32)
         start = len(node) - n
+        if experts is not None:
+            node.experts.update(enumerate(experts, start))
         node.top_ids += top_ids
         if logprobs is not None:
             _append(node.logprobs, logprobs, np.float32)
@@ -229,6 +236,21 @@ class TokenGraph:
     def end(self, call: Call, *, delivered: bool = True) -> None:
         """End a response. `delivered`: the caller was still there to read it."""
         call.ended, call.delivered = True, delivered
+
+    def with_experts(self, call: Call) -> int:
+        """Tokens at the beginning of the call's prompt whose experts are known; its first one has none."""
+        n = 1
+        for node, at, token in _tokens_before(call):
+            if at and token not in node.experts:
+                break
+            n = at + 1
+        return n
+
+    def add_experts(self, call: Call, experts: ExpertIds) -> None:
+        """`experts`: of the last tokens of the call's prompt. Those of tokens that have some stay as they are."""
+        tokens = list(_tokens_before(call))
+        for (node, _, token), one_LK in zip(tokens[len(tokens) - len(experts) :], experts, strict=True):
+            node.experts.setdefault(token, one_LK)
 
     # -------------------------------------------------------------------------------------------------- reading
 
@@ -343,6 +365,15 @@ def _path(node: Node, end: int) -> Iterator[Step]:
     while step is not None:
         yield step
         step = None if step.node.parent is None else Step(step.node.parent, step.node.at)
+
+
+def _tokens_before(call: Call) -> Iterator[tuple[Node, int, int]]:
+    """The tokens of a call's prompt: (node, place in the prompt, place in the node)."""
+    at = 0
+    for node, end in _path_to(call.node, call.at):
+        for token in range(end):
+            yield node, at, token
+            at += 1
 
 
 def _path_to(node: Node, end: int | None = None) -> list[Step]:

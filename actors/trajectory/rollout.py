@@ -16,6 +16,7 @@ from stillhouse.actors.trajectory.graph import Call, Node, TokenGraph
 from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
 from stillhouse.engines.base import Float32s, GenerationDelta, GenerationRequest, Int32s
 from stillhouse.protocol.messages import Segment, Ticket, TurnReward
+from stillhouse.protocol.payloads.expert_ids import encode_experts, why_unfit
 from stillhouse.protocol.payloads.student_sets import encode_top_ids
 
 FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
@@ -23,7 +24,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "env_done"]
 
 class CutSegment(NamedTuple):
     """A Segment message and its frames: token ids int32 [n], log-probs float32 [n], loss mask uint8 [n], and the
-    payload of the student's likeliest tokens if the ticket asks for them."""
+    payloads of the student's likeliest tokens and of experts, if the ticket asks for them."""
 
     message: Segment
     arrays: tuple[npt.NDArray[np.generic], ...]
@@ -117,7 +118,8 @@ class Rollout:
         request_id = self.request_id(number)
         offset, self._sample_offset = self._sample_offset, self._sample_offset + room
         self._running[request_id] = _Running(call, offset, room)
-        return GenerationRequest(request_id, prompt_ids, self.ticket.sampling, room, stop_token_ids, offset)
+        known = 1 if self.ticket.sampling.experts is None else self.graph.with_experts(call)
+        return GenerationRequest(request_id, prompt_ids, self.ticket.sampling, room, stop_token_ids, offset, known)
 
     def request_id(self, number: int) -> str:
         return f"{self.ticket.rollout_id}/{number}"
@@ -139,7 +141,10 @@ class Rollout:
                 f"request {delta.request_id}: the engine reported the kept or likeliest tokens for {len(top_ids)} of "
                 f"{delta.token_ids.size} tokens; expected all"
             )
-        self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids)
+        self._check_experts(delta)
+        if delta.prompt_experts is not None:
+            self.graph.add_experts(running.call, delta.prompt_experts)
+        self.graph.extend(running.call, delta.token_ids, delta.logprobs, delta.spans, top_ids, delta.experts)
         if running.call.response is not None:
             self._grown[running.call.response] = self._held[running.call.response] = None
         self.n_sampled += int(delta.token_ids.size)
@@ -152,6 +157,19 @@ class Rollout:
             np.array([] if node is None else node.ids, np.int32),
             np.array([] if node is None else node.logprobs, np.float32),
         )
+
+    def _check_experts(self, delta: GenerationDelta) -> None:
+        """Raises ValueError for choices that are not of the model's routers, or not as many as there are tokens."""
+        running, shape = self._running[delta.request_id], self.ticket.sampling.experts
+        n_prompt = sum(step.end for step in self.graph.path(running.call)) - running.n
+        for what, rows, most in (("", delta.experts, delta.token_ids.size), ("prompt ", delta.prompt_experts, n_prompt)):
+            if rows is None:
+                continue
+            wrong = "experts that were not asked for" if shape is None else why_unfit(rows, shape)
+            if not wrong and (len(rows) > most or (len(rows) < most and not what)):
+                wrong = f"experts of {len(rows)} {what}tokens; there are {most}"
+            if wrong:
+                raise ValueError(f"request {delta.request_id}: {wrong}")
 
     def end(self, request_id: str, *, delivered: bool) -> None:
         """End a call; an unknown one is ignored. `delivered`: the agent still waits for it."""
@@ -191,7 +209,7 @@ class Rollout:
     def _segment(self, cut: Cut, *, final: bool) -> CutSegment:
         index, self._segments_cut = self._segments_cut, self._segments_cut + 1
         reason, reward = self._finish or (None, None)
-        payload = self._likeliest(cut)
+        payload, experts = self._likeliest(cut), self._experts(cut)
         message = Segment(
             rollout_id=self.ticket.rollout_id,
             index=index,
@@ -207,8 +225,16 @@ class Rollout:
             dropped=self._cutter.dropped() if final else (),
             turn_rewards=self._rewards_on_the_row() if final else (),
             top_ids=bool(payload),
+            experts=bool(experts),
         )
-        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask, *payload))
+        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask, *payload, *experts))
+
+    def _experts(self, cut: Cut) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The last frame of a segment, if the engine reported any of its experts."""
+        shape = self.ticket.sampling.experts
+        if shape is None or not cut.experts:
+            return ()
+        return (np.frombuffer(encode_experts(cut.experts, len(cut.token_ids), shape), np.uint8),)
 
     def _likeliest(self, cut: Cut) -> tuple[npt.NDArray[np.uint8], ...]:
         """The fourth frame of a segment, if it has one."""

@@ -21,8 +21,10 @@ import numpy.typing as npt
 from stillhouse.actors.trajectory.graph import Node, Step, TokenGraph
 from stillhouse.engines.base import Float32s, Int32s
 from stillhouse.protocol.messages import Dropped, VersionSpan
+from stillhouse.protocol.payloads.expert_ids import ExpertIds
 
 _TAKEN: Final = np.zeros(0, np.int32)
+_NO_EXPERTS: Final = np.zeros(0, np.uint16)
 
 
 class Cut(NamedTuple):
@@ -41,6 +43,8 @@ class Cut(NamedTuple):
     """[n] 1: written by the student, with log-probs."""
     top_ids: dict[int, Int32s]
     """The student's likeliest tokens, for each of these n whose engine reported them."""
+    experts: dict[int, ExpertIds]
+    """What the engine's routers chose, likewise."""
 
 
 class Part(NamedTuple):
@@ -158,11 +162,13 @@ class SegmentCutter:
         n = sum(part.end - part.start for part in parts)
         ids, logprobs, mask = np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.uint8)
         spans: list[VersionSpan] = []
-        top_ids: dict[int, Int32s] = {}
+        top_ids, experts = dict[int, Int32s](), dict[int, ExpertIds]()
         at = 0
         for node, begin, end in parts:
             here = slice(at, at + end - begin)
             ids[here] = node.ids[begin:end]
+            for token in node.experts.keys() & range(begin, end):
+                experts[at + token - begin], node.experts[token] = node.experts[token], _NO_EXPERTS
             if node.trainable:
                 logprobs[here], mask[here] = node.logprobs[begin:end], 1
                 top_ids.update(enumerate(node.top_ids[begin:end], at))
@@ -177,7 +183,7 @@ class SegmentCutter:
             placed.n = end
             at = here.stop
         self.n_cut = start + n
-        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask, top_ids)
+        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask, top_ids, experts)
 
 
 def _n_leading_context(parts: list[Part]) -> int:

@@ -24,6 +24,7 @@ from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, c
 from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from stillhouse.engines.torch.model_caches import ModelCaches
 from stillhouse.engines.torch.products import packs
+from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.step import DecodeStep, Int64s, Prefill, plan_step
 from stillhouse.models.packed import FAILURES, PackingError, set_way, unpackable
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
@@ -37,6 +38,9 @@ class Slots(Protocol):
 
     shares_prompts: bool
     """Whether `copy_slots` can copy the beginning of a slot that goes on."""
+
+    experts: SlotExperts | None
+    """Where the routers' choices are recorded; None: they are not."""
 
     @property
     def memory_bytes(self) -> int: ...
@@ -94,7 +98,8 @@ class CachedSlots:
 
     def __init__(self, decoder: Decoder, cache: SlotCache, device: torch.device) -> None:
         self.decoder, self._cache, self._device = decoder, cache, device
-        self.copy_slots, self.clear_slot, self.refresh = cache.copy_slots, cache.clear_slot, decoder.refresh
+        self.clear_slot, self.refresh = cache.clear_slot, decoder.refresh
+        self.experts: SlotExperts | None = None
 
     @property
     def memory_bytes(self) -> int:
@@ -104,7 +109,15 @@ class CachedSlots:
         limit = self._cache.max_context
         step = plan_step(ids_R, positions_R, prefills, max_context=limit, device=self._device)
         self._cache.begin(step)
-        return self.decoder.forward(step, self._cache)
+        if self.experts is None:
+            return self.decoder.forward(step, self._cache)
+        with self.experts.recording(step.cell_slots_W, step.cell_positions_W, step.cell_sources_W):
+            return self.decoder.forward(step, self._cache)
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:
+        self._cache.copy_slots(sources, targets, n_tokens)
+        if self.experts is not None:
+            self.experts.copy(sources, targets, n_tokens)
 
 
 def build_slots(

@@ -16,7 +16,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,13 +30,14 @@ from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequ
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.decoders import build_slots, vocabulary_rows
 from stillhouse.engines.torch.sampling import NextToken, RowSampling, check_sampling, draw_uniforms
+from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
 from stillhouse.engines.torch.step import Prefill
 from stillhouse.engines.torch.weights import WeightStage
 from stillhouse.models.description import resolve_dtype
 from stillhouse.models.loading import resolve_device
 from stillhouse.models.packed import context_window
-from stillhouse.protocol.messages import TopIdsWanted, WeightVersion
+from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, WeightVersion
 from stillhouse.tracing import events
 
 EMIT_EVERY_STEPS: Final = 8
@@ -73,6 +75,7 @@ class TorchEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the fused decoder joined weights; torch would keep the room of the single ones
         self._table = SlotTable(config.max_concurrent, config.max_context)
+        self._model = model
         self._queue: deque[GenerationRequest] = deque()
         self._live: dict[str, Running | None] = {}
         """Every request in the queue (None) or in a slot."""
@@ -308,13 +311,30 @@ class TorchEngine:
 
     def _emit_all(self) -> None:
         for running in self._table.running:
-            if running is not None and (delta := self._table.take_delta(running, self.version)) is not None:
-                self._outbox.append(delta)
+            if running is not None:
+                self._report(running)
+
+    def _report(self, running: Running, reason: FinishReason | None = None, error: str | None = None) -> None:
+        start, delta = running.emitted, self._table.take_delta(running, self.version, reason, error)
+        if delta is None:
+            return
+        request, n = running.request, len(delta.token_ids)
+        if request.sampling.experts is not None and n:
+            of_tokens = partial(self._experts_of(request.sampling.experts).of_tokens, running.row)
+            n_prompt = len(request.prompt_ids)
+            before = of_tokens(request.experts_from, n_prompt) if start == n_prompt else None
+            delta = replace(delta, experts=of_tokens(start, start + n), prompt_experts=before)
+        self._outbox.append(delta)
+
+    def _experts_of(self, shape: ExpertShape) -> SlotExperts:
+        """From the first request for them on. Raises ValueError for routers that are not the model's."""
+        if self._slots.experts is None or self._slots.experts.shape != shape:
+            self._slots.experts = SlotExperts(self._model, shape, self._config.max_concurrent, self._config.max_context)
+            self._holders.clear()  # nothing was recorded of their prompts
+        return self._slots.experts
 
     def _end(self, running: Running, reason: FinishReason, error: str | None = None) -> None:
-        delta = self._table.take_delta(running, self.version, reason, error)
-        assert delta is not None
-        self._outbox.append(delta)
+        self._report(running, reason, error)
         self._table.release(running)
         del self._live[running.request.request_id]
         holders = self._holders.get(running.prompt_key, [])
@@ -348,6 +368,8 @@ class TorchEngine:
         if request.sample_offset < 0:
             raise ValueError(f"request {name!r}: sample_offset {request.sample_offset}; expected at least 0")
         check_sampling(request.sampling)
+        if request.sampling.experts is not None:
+            self._experts_of(request.sampling.experts)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.step import Int64s, Prefill
 from stillhouse.models.packed import trunk
 
@@ -49,10 +51,13 @@ class ModelCaches:
         self._held: dict[int, _Held] = {}
         self._name = ""
         self.memory_bytes = 0
+        self.experts: SlotExperts | None = None
 
     def run(self, ids_R: Int64s, positions_R: Int64s, prefills: Sequence[Prefill]) -> Tensor:
         for prefill in prefills:
-            cache = self._cache_of(trunk(self._model)(input_ids=self._ids(prefill.ids[None]), use_cache=True))
+            cells = np.tile(np.arange(len(prefill.ids)), len(prefill.slots))
+            with self._recording(np.repeat(prefill.slots, len(prefill.ids)), cells, cells):
+                cache = self._cache_of(trunk(self._model)(input_ids=self._ids(prefill.ids[None]), use_cache=True))
             self._held.update((slot, _Held(cache, 1, 0)) for slot in prefill.slots)
         n_rows = len(ids_R)
         logits: list[Tensor | None] = [None] * n_rows
@@ -60,7 +65,8 @@ class ModelCaches:
             # Nothing is before position 0, whatever the slot had.
             past = self._together(rows) if positions_R[rows[0]] else None
             more = {} if past is None else {self._name: past, **self._positions(positions_R[rows][:, None])}
-            output = self._model(input_ids=self._ids(ids_R[rows][:, None]), use_cache=True, **more)
+            with self._recording(np.array(rows), positions_R[rows], None):
+                output = self._model(input_ids=self._ids(ids_R[rows][:, None]), use_cache=True, **more)
             cache = self._cache_of(output)
             for i, row in enumerate(rows):
                 self._held[row] = _Held(cache, len(rows), i)
@@ -74,12 +80,22 @@ class ModelCaches:
         """The sources must be free from now on; `n_tokens` is all that they have."""
         moved = [self._held.pop(source, None) for source in sources]
         self._held.update((target, held) for target, held in zip(targets, moved, strict=True) if held is not None)
+        if self.experts is not None:
+            self.experts.copy(sources, targets, n_tokens)
 
     def clear_slot(self, slot: int) -> None:
         self._held.pop(slot, None)
 
     def refresh(self) -> None:
         """Does nothing: no copies of parameters are kept."""
+
+    def _recording(
+        self, slots_W: Int64s, positions_W: Int64s, sources_W: Int64s | None
+    ) -> AbstractContextManager[None]:
+        if self.experts is None:
+            return nullcontext()
+        sources = None if sources_W is None else torch.from_numpy(sources_W)
+        return self.experts.recording(torch.from_numpy(slots_W), torch.from_numpy(positions_W), sources)
 
     def _ids(self, ids: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(ids, np.int64)).to(self._model.device)

@@ -22,6 +22,7 @@ from stillhouse.engines.provider import (
 from stillhouse.models.description import BYTES, resolve_dtype
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
 from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig
@@ -35,7 +36,7 @@ class TorchProvider(EngineProvider):
     name = "torch"
     title = "embedded"
     loads_model = True
-    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, SCORES_GIVEN, HIDDEN_STATES)
+    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, SCORES_GIVEN, HIDDEN_STATES)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (

@@ -10,7 +10,8 @@ from stillhouse.engines.registry import BUILT_IN, find_engine
 from stillhouse.launch.config.pools import TeacherPool, teacher_pools, worker_groups
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.learner.objectives.options import Distributions
-from stillhouse.models.description import known_hidden_size, known_vocabulary_size
+from stillhouse.models.description import known_expert_shape, known_hidden_size, known_vocabulary_size
+from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS, most_bytes
 from stillhouse.protocol.payloads.kind import ModelSizes
 from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, most_kept_bytes
 
@@ -35,6 +36,11 @@ def engines_for_payloads(config: RunConfig) -> Iterator[str]:
             yield (
                 f"learner.tasks.top_k = {config.learner.tasks.top_k} needs an {group.key}.engine that "
                 f"{REPORTS_KEPT.does}: {why}; use torch or sglang, or top_p = 1, top_k = 0 and min_p = 0"
+            )
+        if config.learner.routing_replay and group.role == "actor" and (why := group.engine.lacks(REPORTS_EXPERTS)):
+            yield (
+                f"learner.routing_replay: got true with {group.key}.engine = {group.settings.engine!r}, expected torch "
+                f"or sglang, which {REPORTS_EXPERTS.does}: {why}; or false"
             )
         for pool in pools if group.role == "actor" else [pool for pool in pools if pool.key == group.key]:
             kind = pool.config.teacher.sends
@@ -62,6 +68,14 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
             f"buffer.max_top_k_bytes: got {config.buffer.max_top_k_bytes}, expected at least {most}, the bytes per "
             f"token of the ids that learner.tasks.top_k = {tasks.top_k} keeps; or a smaller top_k"
         )
+    if config.learner.routing_replay and student is not None:
+        if (shape := known_expert_shape(student)) is None:
+            yield "learner.routing_replay: got true, and the student is no mixture of experts; expected false"
+        elif (most := most_bytes(shape)) > config.buffer.max_top_k_bytes:
+            yield (
+                f"buffer.max_top_k_bytes: got {config.buffer.max_top_k_bytes}, expected at least {most}, the bytes per "
+                "token of the experts that learner.routing_replay sends"
+            )
     for pool in teacher_pools(config):
         kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
         key, value = kind.setting(pool.key)

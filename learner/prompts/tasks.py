@@ -34,7 +34,7 @@ from stillhouse.learner.prompts.rendering import NO_READERS, NONE, Readers, for_
 from stillhouse.learner.prompts.sample_book import Account, SampleBook, TrainedSample
 from stillhouse.models.tokenizer import TokenizerError
 from stillhouse.protocol.codec import MAX_HEADER_BYTES
-from stillhouse.protocol.messages import OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
+from stillhouse.protocol.messages import ExpertShape, OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
 
 STATE_FORMAT = 2
 _PROBED_PROMPTS = 32
@@ -104,12 +104,13 @@ class TaskStream:
         *,
         seed: int,
         top_ids: TopIdsWanted | None = None,
+        experts: ExpertShape | None = None,
         readers: Readers = NO_READERS,
     ) -> None:
-        """`top_ids`: for tasks that teachers score. `readers`: see `teacher_prompt`. Renders some prompts at once.
+        """`top_ids`: for tasks that teachers score. `experts`: see `Sampling`. `readers`: see `teacher_prompt`. Renders some prompts at once.
         Raises TokenizerError or DataError if they cannot be rendered."""
         self._config = config
-        self._top_ids = top_ids
+        self._top_ids, self._experts = top_ids, experts
         self._identity = {
             "prompts": prompts.source.fingerprint,
             "rows": len(prompts.source),
@@ -143,10 +144,11 @@ class TaskStream:
         seed: int,
         state: dict[str, Any],
         top_ids: TopIdsWanted | None = None,
+        experts: ExpertShape | None = None,
         readers: Readers = NO_READERS,
     ) -> Self:
         """Resume from a `state()`. Raises DataError if prompts, seed or order differ from it."""
-        stream = cls(config, tokenizer, prompts, seed=seed, top_ids=top_ids, readers=readers)
+        stream = cls(config, tokenizer, prompts, seed=seed, top_ids=top_ids, experts=experts, readers=readers)
         stream._restore(state)
         return stream
 
@@ -243,7 +245,8 @@ class TaskStream:
         for item in state["outstanding"]:
             task = msgspec.convert(item["task"], Task)
             # Teachers now want these sets, whatever they wanted when the task was first offered.
-            sampling = msgspec.structs.replace(task.sampling, top_ids=self._top_ids if task.teachers else None)
+            wanted = self._top_ids if task.teachers else None
+            sampling = msgspec.structs.replace(task.sampling, top_ids=wanted, experts=self._experts)
             task = msgspec.structs.replace(task, sampling=sampling)
             self._outstanding[task.task_id] = TaskOffer(
                 task,
@@ -298,6 +301,7 @@ class TaskStream:
                 max_new_tokens=config.max_new_tokens,
                 seed=derive_seed(self._seed, "train", task_id),
                 top_ids=self._top_ids if teachers else None,
+                experts=self._experts,
             ),
             env=record.env or config.env,
             tag=record.tag,

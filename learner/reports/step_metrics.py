@@ -12,10 +12,14 @@ from typing import Any, Final
 
 from stillhouse.learner.reports.figure import Figure, Reduction
 
-AUXILIARY: Final = ("loss", "scored", "scores", "ratio_squared", "value_error", "ratio_max")
+AUXILIARY: Final = (
+    *("loss", "scored", "scores", "ratio_squared", "value_error", "ratio_max"),
+    *("routers_given", "routed_inputs"),
+)
 """Sums that are no mean's. loss: already divided by the divisor of the batch. scored: tokens with at least one teacher.
 scores: pairs of a token and a teacher that scores it. value_error: `learner.step.critic.value_loss`, without its
-coefficient; 0 without a value function. ratio_max is a maximum."""
+coefficient; 0 without a value function. ratio_max is a maximum. routers_given: pairs of an input token and a layer whose
+router was given its choice; routed_inputs: input tokens, if routers are given anything."""
 
 
 def figure(
@@ -237,6 +241,24 @@ class StepMetrics:
     items: int = figure("rollouts (or pieces of them) in the batch", reduction="sum")
     items_idle: int = figure("rollouts (or pieces of them) without a token to train", reduction="sum")
     items_unrewarded: int = figure("rollouts (or pieces of them) without a reward", reduction="sum")
+    routers_differ: float | None = figure(
+        "with `learner.routing_replay`: share of the routers (a layer, at an input token) whose own choice of experts "
+        "is another than the one of the engine that they are given",
+        unit="share",
+        over="routers_given",
+        chart=("Staleness", "Routers that disagree with the engine, share"),
+    )
+    routers_free_trained: float | None = figure(
+        "with `learner.routing_replay`: share of the input tokens whose routers choose freely, because the engine did "
+        "not report their experts, and that predict a token to train",
+        unit="share",
+        over="routed_inputs",
+    )
+    routers_free_context: float | None = figure(
+        "the same for input tokens that predict none: prompts, text of environments, tokens trained before",
+        unit="share",
+        over="routed_inputs",
+    )
     grad_norm: float = figure("gradient norm before clipping", reduction="last", chart=("Learning", "Gradient norm"))
     lr: float = figure("learning rate", reduction="last")
     step_s: float = figure("seconds spent in the model", unit="seconds", reduction="sum")

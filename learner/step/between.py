@@ -24,9 +24,10 @@ from stillhouse.learner.objectives.divergences import Compared, Divergences
 from stillhouse.learner.objectives.importance import context_weights
 from stillhouse.learner.objectives.losses import TokenInputs
 from stillhouse.learner.objectives.options import Distributions, MultiSample
-from stillhouse.learner.payloads import aligned_teachers, kept_rows, read_payloads
+from stillhouse.learner.payloads import aligned_teachers, expert_rows, kept_rows, read_payloads
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.transfer import upload
+from stillhouse.protocol.messages import ExpertShape
 from stillhouse.protocol.payloads.hidden import HiddenRows
 from stillhouse.protocol.payloads.kind import PayloadError
 from stillhouse.protocol.payloads.top_k import TopRows
@@ -120,7 +121,7 @@ _ChunkRows: TypeAlias = Callable[[slice], Iterator[_TeacherRows]]
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """Reads what teachers send beside their log-probs, where their divergence needs it.
+    """Reads what teachers send beside their log-probs, where their divergence needs it, and what actors do.
 
     Of teachers whose divergence is between distributions, the loss has
 
@@ -135,6 +136,8 @@ class Between:
     """Number of token ids. Rows of the head past them are padding, and in neither distribution."""
     seed: int
     head_of: HeadOf = no_heads
+    experts: ExpertShape | None = None
+    """Of the routers that are given the engine's choices; None: routers choose freely."""
 
     @property
     def needs_logprobs(self) -> bool:
@@ -150,18 +153,19 @@ class Between:
         item, trained = train_item.item, np.flatnonzero(train_item.train_mask_L)
         teachers = {name for name in item.teachers if self.divergences.of(name).reads_payloads}
         teachers |= aligned_teachers(item, train_item.payloads)
-        if not (teachers or item.top_k) or not len(trained):
+        if not (teachers or item.top_k or self.experts) or not len(trained):
             return train_item
         try:
             kept = kept_rows(item, train_item.payloads, train_item.tokens_L, trained, self.vocab_tokens)
             top = read_payloads(item, train_item.payloads, trained, self.vocab_tokens, teachers=teachers)
+            experts = None if self.experts is None else expert_rows(item, train_item.payloads, self.experts)
         except PayloadError as error:
             raise UnreadableScores(f"rollout {item.rollout_id!r}: {error}", [item.rollout_id]) from error
         for name in teachers:
             if n := _draws(self.divergences.of(name).between):
                 drawn = uniforms(self.seed, step, item.rollout_id, name, trained, n)
                 top[name] = replace(top[name], uniform_RS=drawn)
-        return replace(train_item, top=top, kept=kept)
+        return replace(train_item, top=top, kept=kept, experts=experts)
 
     def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
         """The baselines of the costs of sampled tokens, prepared for one microbatch; None if there are none."""

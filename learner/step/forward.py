@@ -33,7 +33,9 @@ from stillhouse.models.divided import DividedLayout, RankGroup
 from stillhouse.models.logprobs import LmHead, lm_head
 from stillhouse.models.packed import divided_hidden, packed_hidden
 from stillhouse.models.precision import products
+from stillhouse.models.routing import Replay
 from stillhouse.models.transfer import read, upload
+from stillhouse.protocol.messages import ExpertShape
 
 
 class States(NamedTuple):
@@ -43,27 +45,42 @@ class States(NamedTuple):
     """Input of the product with `head`."""
     exact_NH: Tensor
     """The same states, not rounded to the dtype of products."""
+    experts: Replay | None
+    """What the routers were given; None: nothing."""
 
 
 def predictor_states(
-    model: PreTrainedModel, microbatch: Microbatch, *, bfloat16: bool, group: RankGroup | None = None
+    model: PreTrainedModel,
+    microbatch: Microbatch,
+    *,
+    bfloat16: bool,
+    group: RankGroup | None = None,
+    shape: ExpertShape | None = None,
 ) -> States:
     """Hidden states that predict the trained tokens. `bfloat16` is for matrix products; parameters are not changed.
-    `group`: has the other parts of a microbatch that is divided."""
+    `group`: has the other parts of a microbatch that is divided. `shape`: of the routers that `models.routing.prepare`
+    has prepared."""
     head = lm_head(model)
     device = head.weight_VH.device
     with products(device.type, bfloat16=bfloat16):
-        ids_T = upload(microbatch.ids_T, device)
+        ids_T, experts = upload(microbatch.ids_T, device), _given_experts(microbatch, shape, device)
         if microbatch.shared is None or group is None:
-            hidden_TH = packed_hidden(model, ids_T, microbatch.lengths)
+            hidden_TH = packed_hidden(model, ids_T, microbatch.lengths, experts=experts)
         else:
-            hidden_TH = divided_hidden(model, ids_T, DividedLayout(microbatch.shared.part, group))
+            hidden_TH = divided_hidden(model, ids_T, DividedLayout(microbatch.shared.part, group), experts)
     exact_NH = hidden_TH.index_select(0, upload(microbatch.predictor_N, device))
     if not bfloat16:
-        return States(head, exact_NH, exact_NH)
+        return States(head, exact_NH, exact_NH, experts)
     bias_V = None if head.bias_V is None else head.bias_V.bfloat16()
     head = LmHead(head.weight_VH.bfloat16(), bias_V, head.scale, head.softcap)
-    return States(head, exact_NH.bfloat16(), exact_NH)
+    return States(head, exact_NH.bfloat16(), exact_NH, experts)
+
+
+def _given_experts(microbatch: Microbatch, shape: ExpertShape | None, device: torch.device) -> Replay | None:
+    if microbatch.experts is None or shape is None:
+        return None
+    ids_TLK, given_T = microbatch.experts
+    return Replay(shape, upload(ids_TLK.astype(np.int64), device), upload(given_T, device))
 
 
 def refuse_nonfinite(
@@ -164,6 +181,8 @@ class StepPass(NamedTuple):
     value: ValueTerms
     compared: tuple[str, ...]
     """Pools whose divergence the loss has; none with the null teacher."""
+    routers_differ: Tensor | None
+    """`Replay.differing`; None: the routers were given nothing."""
 
     @property
     def loss(self) -> Tensor:
@@ -200,7 +219,7 @@ class StepPass(NamedTuple):
             "set_student_mass": payloads.sets_3[1],
             "set_overlap": payloads.sets_3[2],
             "ratio_max": ratio_N.max(),
-        }
+        } | self._routers(microbatch, ratio_N)
         finite = [torch.isfinite(terms.student_N).all(), torch.isfinite(self.loss.detach())]
         figures = torch.stack([one.double() for one in (*(sums[name] for name in SUMS), *finite)])
         n_scores = dict(zip(self.compared, microbatch.routed_MN.sum(axis=1).tolist(), strict=False))
@@ -216,6 +235,18 @@ class StepPass(NamedTuple):
             payloads.hidden_scores,
             payloads.set_scores,
         )
+
+    def _routers(self, microbatch: Microbatch, like: Tensor) -> dict[str, Tensor]:
+        """Sums over the input tokens; all 0 where routers were given nothing."""
+        names = ("routers_given", "routers_free_trained", "routers_free_context", "routed_inputs")
+        if microbatch.experts is None or self.routers_differ is None:
+            return dict.fromkeys(("routers_differ", *names), like.new_zeros(()))
+        ids_TLK, given_T = microbatch.experts
+        trained_T = np.zeros_like(given_T)
+        trained_T[microbatch.predictor_N] = True
+        counts = (given_T.sum() * ids_TLK.shape[1], *(~given_T & which for which in (trained_T, ~trained_T)), given_T.size)
+        sums = {name: like.new_tensor(float(np.sum(n))) for name, n in zip(names, counts, strict=True)}
+        return {"routers_differ": self.routers_differ, **sums}
 
     def _heads(self, microbatch: Microbatch, items: Sequence[TrainItem]) -> tuple[list[str], Tensor]:
         """X pairs of a teacher with hidden states and a tag, and for each the sums of `StepSums.heads`, [X, 3]."""

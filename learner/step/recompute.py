@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from stillhouse.models import routing
 from stillhouse.models.layers import layers
 
 
@@ -36,4 +37,6 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # There is no dropout, so no random state needs to be kept.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(
+        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=routing.again, **kwargs
+    )

@@ -40,6 +40,7 @@ from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.logprobs import LmHead
 from stillhouse.models.one_pass import one_pass_loss
 from stillhouse.models.transfer import upload
+from stillhouse.protocol.messages import ExpertShape
 
 
 class Rollouts(NamedTuple):
@@ -132,15 +133,17 @@ def make_step_loss(
     rows: int,
     seed: int,
     head_of: HeadOf = no_heads,
+    experts: ExpertShape | None = None,
 ) -> StepLoss:
-    """`rows`: of the student's head. `seed`: the run's. `head_of`: for teachers that send hidden states. Raises
+    """`rows`: of the student's head. `seed`: the run's. `head_of`: for teachers that send hidden states. `experts`: of
+    the routers that are given the engine's choices. Raises
     ValueError for names that cannot be loaded, and for a divergence between distributions if the head has fewer rows
     than there are tokens."""
     objective = make_objective(config, max_new_tokens=max_new_tokens)
     divergences = objective.divergences
     if any(one.reads_payloads for one in divergences.every) and not 1 <= vocab_tokens <= rows:
         raise ValueError(f"{vocab_tokens} tokens in the vocabulary, {rows} rows in the student's head")
-    between = Between(divergences=divergences, vocab_tokens=vocab_tokens, seed=seed, head_of=head_of)
+    between = Between(divergences=divergences, vocab_tokens=vocab_tokens, seed=seed, head_of=head_of, experts=experts)
     return StepLoss(objective, between, chunk_tokens=chunk_tokens)
 
 

@@ -67,6 +67,7 @@ from stillhouse.models.loading import converted_on_saving, weights_to_save
 from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import refuse_undividable
 from stillhouse.models.precision import halve_frozen
+from stillhouse.models.routing import expert_shape, prepare
 from stillhouse.models.transfer import read, share_of, upload, whole
 from stillhouse.weights.server_checks import prompt_logprobs
 from stillhouse.weights.staged_weights import Weight
@@ -143,6 +144,10 @@ class Trainer:
             log.info("frozen weights are kept in bfloat16: %.2f GB less", saved / 1e9)
         if self.ranks.context_group is not None:
             refuse_undividable(model.config)
+        self.experts = expert_shape(model) if config.routing_replay else None
+        """Of the routers that are given the engine's choices."""
+        if self.experts is not None:
+            prepare(model, self.experts)
         recompute(model, config.recompute)
         self.ranks.shard(model, bfloat16=self.bfloat16)
         self.model = model
@@ -163,6 +168,7 @@ class Trainer:
                 rows=rows,
                 seed=seed,
                 head_of=head_of,
+                experts=self.experts,
             )
             for objective in (config.objective, config.offline.objective)
         )
@@ -390,16 +396,19 @@ class Trainer:
         return self.ranks.forward(partial(self._pass, microbatch, part))
 
     def _pass(self, microbatch: Microbatch, part: BatchPart) -> StepPass:
-        head, hidden_NH, exact_NH = self._states(microbatch)
+        head, hidden_NH, exact_NH, experts = self._states(microbatch)
         inputs, divisor = part.inputs(microbatch, exact_NH.device), part.whole.divisor
         targets_N = upload(microbatch.target_N, exact_NH.device)
         rollouts = part.rollouts(microbatch, exact_NH.device, self.ranks.context_group)
         student = part.loss(head, hidden_NH, targets_N, inputs, microbatch, divisor, rollouts)
         value = self.critic.loss(exact_NH, part.values(microbatch), inputs.share_N, divisor)
-        return StepPass(inputs, student, value, inputs.teachers if part.loss.objective.reads_teachers else ())
+        compared = inputs.teachers if part.loss.objective.reads_teachers else ()
+        return StepPass(inputs, student, value, compared, None if experts is None else experts.differing)
 
     def _states(self, microbatch: Microbatch) -> States:
-        return predictor_states(self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.context_group)
+        return predictor_states(
+            self.model, microbatch, bfloat16=self.bfloat16, group=self.ranks.context_group, shape=self.experts
+        )
 
     def _norms(self) -> tuple[Tensor, Tensor]:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

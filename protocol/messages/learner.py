@@ -107,14 +107,17 @@ class BatchWanted(msgspec.Struct, frozen=True, tag=True):
 
 KEPT_IDS = -1
 """In place of a teacher, for the ids that `Sampling.kept` asks for."""
+EXPERT_IDS = -2
+"""In place of a teacher, for the experts that `Sampling.experts` asks for."""
 
 
 class TopKPiece(msgspec.Struct, frozen=True, array_like=True):
     """One teacher's payload (`protocol.payloads`) for the tokens [start, end) of a rollout, or the ids that they were
-    sampled from (`protocol.payloads.student_sets`)."""
+    sampled from (`protocol.payloads.student_sets`), or the experts of the passes that predicted them
+    (`protocol.payloads.expert_ids`)."""
 
     teacher: int
-    """Index into the item's `teachers`; KEPT_IDS: of no teacher."""
+    """Index into the item's `teachers`; KEPT_IDS and EXPERT_IDS: of no teacher."""
     start: int
     end: int
     n_bytes: int
@@ -143,7 +146,7 @@ class BatchItem(msgspec.Struct, frozen=True):
     branches: tuple[Branch, ...] = ()
     """Where the rollout branches, by ascending `start`."""
     top_k: tuple[TopKPiece, ...] = ()
-    """Payloads for segments with tokens to train, where teachers sent them."""
+    """Payloads for segments with tokens to train, where teachers sent them; experts also of those before them."""
     turn_rewards: tuple[TurnReward, ...] = ()
     """If it is final: the parts of `reward` by response, as in Segment."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -77,6 +77,15 @@ class TopIdsWanted(msgspec.Struct, frozen=True, array_like=True):
     mass: float
 
 
+class ExpertShape(msgspec.Struct, frozen=True, array_like=True):
+    """The routers of a mixture of experts: each keeps `chosen` of its `experts` for a token."""
+
+    layers: tuple[int, ...]
+    """The model's layers that have a router, ascending."""
+    experts: int
+    chosen: int
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """Sampling parameters of the student. Temperature 0 = greedy; behaviour log-probs are then those of the T=1
     softmax."""
@@ -98,6 +107,8 @@ class Sampling(msgspec.Struct, frozen=True):
     kept: bool = False
     """The engine also reports, at the place of each token, the ids that top-k, top-p and min-p left to sample from, in
     ascending order. They go the way of `top_ids`, which is None then; teachers do not get them, the learner does."""
+    experts: ExpertShape | None = None
+    """Not None: the engine also reports, where it can, the experts that its routers chose (`payloads.expert_ids`)."""
 
     @property
     def reports_ids(self) -> bool:

@@ -59,7 +59,8 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     n = end - start. Segment 0 starts at offset 0 and begins with the whole prompt. With `top_ids` a fourth: the sets
     that `Sampling.top_ids` or `Sampling.kept` asks for, from the first sampled token to the last, as a payload of
     `protocol.payloads.student_sets`, uint8 [m]. The set of a token between them that was not sampled is
-    the token itself.
+    the token itself. With `experts` one more: what the engine's routers chose in the forward passes that predicted
+    these n tokens, as far as it reported it, as a payload of `protocol.payloads.expert_ids`, uint8 [m].
 
     A rollout with branches (a sub-agent, a retry, a changed history) is still one row of tokens: each is sent once, and
     a segment that continues another place than the end of the row says so in `follows`."""
@@ -87,6 +88,8 @@ class Segment(msgspec.Struct, frozen=True, tag=True):
     given for responses that are not on the row is in `reward` alone."""
     top_ids: bool = False
     """There is a fourth frame. If the ticket's sampling asks for them, every segment with a sampled token has one."""
+    experts: bool = False
+    """The last frame is one of experts. Only if the ticket's sampling asks for them."""
 
 
 class SegmentAck(msgspec.Struct, frozen=True, tag=True):

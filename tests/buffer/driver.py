@@ -198,13 +198,15 @@ class Driver:
         last: bool = False,
         top_ids: m.TopIdsWanted | None = None,
         kept: bool = False,
+        experts: m.ExpertShape | None = None,
     ) -> list[Outgoing]:
+        asked = {"top_ids": top_ids, "top_k": 8 if kept else 0, "kept": kept, "experts": experts}
         tasks = tuple(
             m.Task(
                 i,
                 kind,
                 group,
-                m.Sampling(seed=i, max_new_tokens=10, top_ids=top_ids, top_k=8 if kept else 0, kept=kept),
+                m.Sampling(seed=i, max_new_tokens=10, **asked),  # pyright: ignore[reportArgumentType]
                 teachers=teachers,
                 eval_id=eval_id,
             )

@@ -30,6 +30,7 @@ SCHEMA_OF_VERSION = {
     18: "58bf99548056ce50",  # top-k payloads and sets in planes of bits; SegmentsWanted
     19: "528120db4921ffff",  # Snapshot without intake_trouble: a full disk no longer stops intake alone
     20: "f65e7312c1ebb0c4",  # Sampling has min_p and kept; WeightPlan with backend ipc
+    21: "6b03ab30ea022e10",  # Sampling and Segment have experts
 }
 
 
