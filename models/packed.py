@@ -73,7 +73,8 @@ def packed_hidden(
 
     `model` must be loaded with attention="packed"; ids_T is int64 on its device; `lengths`: tokens of each sequence, in
     order, each at least 1; `uses`: what each sequence continues and what is kept of it (nothing, if left out);
-    `experts`: what the routers of these T tokens choose. Raises ValueError for lengths that do not add up to T or exceed the context.
+    `experts`: what the routers of these T tokens choose. Raises ValueError for lengths that do not add up to T or
+    exceed the context.
     """
     sizes = [int(length) for length in lengths]
     if ids_T.ndim != 1 or sum(sizes) != ids_T.shape[0] or not sizes or min(sizes) < 1:
@@ -103,7 +104,8 @@ def divided_hidden(
     model: PreTrainedModel, ids_P: Tensor, layout: DividedLayout, experts: Replay | None = None
 ) -> Tensor:
     """Hidden states of this process's tokens of a row that is divided among processes, [P, H]. `experts`: what the
-    routers of these tokens choose. All processes must call it at the same time. Raises ValueError for sequences that exceed the context."""
+    routers of these tokens choose. All processes must call it at the same time. Raises ValueError for sequences that
+    exceed the context."""
     if layout.longest > (limit := context_window(model.config)):
         raise ValueError(f"a sequence of {layout.longest} tokens; the context window of this model is {limit}")
     if (way := way_of(model)) != "packed":

@@ -40,8 +40,8 @@ def expert_shape(model: PreTrainedModel) -> ExpertShape:
     )
     if getattr(text, "topk_method", None) == "group_limited_greedy":
         raise RoutingError(
-            f"model_type {model.config.model_type!r} has topk_method = group_limited_greedy: gate weights of experts in "
-            "groups that it left out would be 0; expected learner.routing_replay = false"
+            f"model_type {model.config.model_type!r} has topk_method = group_limited_greedy: gate weights of experts "
+            "in groups that it left out would be 0; expected learner.routing_replay = false"
         )
     routed = tuple(i for i, layer in enumerate(layers(model)) if _has_experts(layer, experts))
     if not (routed and 0 < chosen <= experts):
@@ -102,8 +102,8 @@ class Recording:
         return own_RK
 
     @property
-    def ids_RLK(self) -> Tensor:
-        """int64."""
+    def ids(self) -> Tensor:
+        """[R, L, K] int64."""
         return torch.stack([self._ids[layer] for layer in self.shape.layers], dim=1)
 
 

@@ -81,8 +81,8 @@ class Node:
     """The student's likeliest tokens at the place of each token of a response, if they were asked for. They are large,
     and wanted once: whoever takes them leaves empty sets."""
     experts: dict[int, ExpertIds] = field(default_factory=dict[int, ExpertIds])
-    """By token, what the engine's routers chose in the pass that predicts it, if it was asked for and reported: [layers,
-    chosen]. Whoever takes them leaves empty ones."""
+    """By token, what the engine's routers chose in the pass that predicts it, if it was asked for and reported:
+    [layers, chosen]. Whoever takes them leaves empty ones."""
     children: dict[int, dict[int, list[Node]]] = field(default_factory=dict[int, dict[int, list["Node"]]])
     """Nodes that follow this one: by their `at`, then by their first token."""
     followed: bool = False

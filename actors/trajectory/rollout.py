@@ -162,7 +162,10 @@ class Rollout:
         """Raises ValueError for choices that are not of the model's routers, or not as many as there are tokens."""
         running, shape = self._running[delta.request_id], self.ticket.sampling.experts
         n_prompt = sum(step.end for step in self.graph.path(running.call)) - running.n
-        for what, rows, most in (("", delta.experts, delta.token_ids.size), ("prompt ", delta.prompt_experts, n_prompt)):
+        for what, rows, most in (
+            ("", delta.experts, delta.token_ids.size),
+            ("prompt ", delta.prompt_experts, n_prompt),
+        ):
             if rows is None:
                 continue
             wrong = "experts that were not asked for" if shape is None else why_unfit(rows, shape)

@@ -34,7 +34,7 @@ class SlotExperts:
         recorded = Recording(self.shape)
         with under(recorded):
             yield
-        ids = recorded.ids_RLK if sources_W is None else recorded.ids_RLK[sources_W]
+        ids = recorded.ids if sources_W is None else recorded.ids[sources_W]
         self._ids_SCLK[slots_W.cpu().numpy(), positions_W.cpu().numpy()] = ids.cpu().numpy()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], n_tokens: int) -> None:

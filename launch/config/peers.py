@@ -88,5 +88,8 @@ PEERS: Final[Mapping[str, str]] = {
     "filter_groups": "buffer.dynamic_sampling",
     "mask_truncated_completions": "buffer.mask_truncated",
     "overlong_filtering": "buffer.mask_truncated",
+    "use_rollout_routing_replay": "learner.routing_replay",
+    "enable_rollout_routing_replay": "learner.routing_replay",
+    "enable_router_replay": "learner.routing_replay",
 }
 """Their name (its last part, where it is dotted) -> our key."""

@@ -34,7 +34,16 @@ from stillhouse.learner.prompts.rendering import NO_READERS, NONE, Readers, for_
 from stillhouse.learner.prompts.sample_book import Account, SampleBook, TrainedSample
 from stillhouse.models.tokenizer import TokenizerError
 from stillhouse.protocol.codec import MAX_HEADER_BYTES
-from stillhouse.protocol.messages import ExpertShape, OpenTask, Sampling, Settled, Task, TaskKind, TasksOffered, TopIdsWanted
+from stillhouse.protocol.messages import (
+    ExpertShape,
+    OpenTask,
+    Sampling,
+    Settled,
+    Task,
+    TaskKind,
+    TasksOffered,
+    TopIdsWanted,
+)
 
 STATE_FORMAT = 2
 _PROBED_PROMPTS = 32
@@ -107,8 +116,8 @@ class TaskStream:
         experts: ExpertShape | None = None,
         readers: Readers = NO_READERS,
     ) -> None:
-        """`top_ids`: for tasks that teachers score. `experts`: see `Sampling`. `readers`: see `teacher_prompt`. Renders some prompts at once.
-        Raises TokenizerError or DataError if they cannot be rendered."""
+        """`top_ids`: for tasks that teachers score. `experts`: see `Sampling`. `readers`: see `teacher_prompt`. Renders
+        some prompts at once. Raises TokenizerError or DataError if they cannot be rendered."""
         self._config = config
         self._top_ids, self._experts = top_ids, experts
         self._identity = {

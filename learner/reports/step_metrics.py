@@ -18,8 +18,8 @@ AUXILIARY: Final = (
 )
 """Sums that are no mean's. loss: already divided by the divisor of the batch. scored: tokens with at least one teacher.
 scores: pairs of a token and a teacher that scores it. value_error: `learner.step.critic.value_loss`, without its
-coefficient; 0 without a value function. ratio_max is a maximum. routers_given: pairs of an input token and a layer whose
-router was given its choice; routed_inputs: input tokens, if routers are given anything."""
+coefficient; 0 without a value function. ratio_max is a maximum. routers_given: pairs of an input token and a layer
+whose router was given its choice; routed_inputs: input tokens, if routers are given anything."""
 
 
 def figure(

@@ -244,7 +244,11 @@ class StepPass(NamedTuple):
         ids_TLK, given_T = microbatch.experts
         trained_T = np.zeros_like(given_T)
         trained_T[microbatch.predictor_N] = True
-        counts = (given_T.sum() * ids_TLK.shape[1], *(~given_T & which for which in (trained_T, ~trained_T)), given_T.size)
+        counts = (
+            given_T.sum() * ids_TLK.shape[1],
+            *(~given_T & which for which in (trained_T, ~trained_T)),
+            given_T.size,
+        )
         sums = {name: like.new_tensor(float(np.sum(n))) for name, n in zip(names, counts, strict=True)}
         return {"routers_differ": self.routers_differ, **sums}
 

@@ -37,6 +37,4 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # There is no dropout, so no random state needs to be kept.
-    return checkpoint(
-        forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=routing.again, **kwargs
-    )
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=routing.again, **kwargs)

@@ -74,7 +74,9 @@ def encode_experts(rows: Mapping[int, ExpertIds], n_tokens: int, shape: ExpertSh
     tokens = sorted(rows)
     ids_RLK = np.stack([rows[token] for token in tokens]) if tokens else ExpertRows.none(0, shape).ids_TLK
     if shape.experts > MOST_EXPERTS or (wrong := why_unfit(ids_RLK, shape)):
-        raise EncodeError(wrong if shape.experts <= MOST_EXPERTS else f"{shape.experts} experts; {MOST_EXPERTS} at most")
+        raise EncodeError(
+            wrong if shape.experts <= MOST_EXPERTS else f"{shape.experts} experts; {MOST_EXPERTS} at most"
+        )
     given_T = np.zeros(n_tokens, np.bool_)
     given_T[tokens] = True
     width = _width(shape)
@@ -83,8 +85,8 @@ def encode_experts(rows: Mapping[int, ExpertIds], n_tokens: int, shape: ExpertSh
 
 
 def decode_experts(payload: Packed, n_tokens: int, shape: ExpertShape) -> ExpertRows:
-    """Raises only MalformedMessage: for anything but a payload of so many tokens and of this shape, whose ids are within
-    bounds, and distinct for a token and layer."""
+    """Raises only MalformedMessage: for anything but a payload of so many tokens and of this shape, whose ids are
+    within bounds, and distinct for a token and layer."""
     if len(payload) < _HEADER.size:
         raise MalformedMessage(_WHAT, got=f"{len(payload)} bytes", expected=f"at least {_HEADER.size}")
     said, width = _HEADER.unpack_from(payload), _width(shape)

@@ -56,7 +56,7 @@ def answer_all(driver: Driver) -> None:
 
 def test_a_later_segment_comes_with_the_experts_of_its_context(make: Make) -> None:
     """Also after the first one was trained, and across a restart; a segment without any is left out."""
-    driver = make(batch=1, release="segment", max_staleness=2)
+    driver = make(batch=1, release="segment", staleness=2)
     driver.offer(0, experts=SHAPE)
     ack, first = write(driver, 3, partial(told_of, seed=1, missing=1))
     assert ack is not None and ack.status == "accepted"

@@ -3,6 +3,8 @@ whatever the turns, branches and cuts."""
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -31,7 +33,7 @@ def row_of(before: int, token: int) -> list[list[int]]:
 
 def rows_of(ids: list[int]) -> ExpertIds:
     """Of all but the first one."""
-    pairs = [row_of(before, token) for before, token in zip(ids, ids[1:], strict=False)]
+    pairs = [row_of(before, token) for before, token in itertools.pairwise(ids)]
     return np.array(pairs, np.uint16).reshape(-1, 1, 2)
 
 

@@ -130,7 +130,7 @@ def test_after_new_weights_the_tokens_before_keep_what_they_were_sampled_from() 
 
 def test_routers_that_are_not_the_models_are_refused() -> None:
     (request,) = make_requests(1, experts=ExpertShape((0, 1), 8, 2))
-    with pytest.raises(ValueError, match="experts=8.*model has.*experts=4"):
+    with pytest.raises(ValueError, match=r"experts=8.*model has.*experts=4"):
         make_engine("qwen3-moe").submit(request)
     with pytest.raises(ValueError, match="expected a mixture of experts"):
         make_engine("qwen3").submit(request)

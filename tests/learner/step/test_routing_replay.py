@@ -3,6 +3,7 @@ one rollout at a time, whose routers are replaced by hand."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,9 +44,11 @@ def with_rows(one: TrainItem, rows: Rows, *cuts: int, branches: tuple[Branch, ..
     edges = [0, *cuts, len(one.tokens_L)]
     told = [
         encode_experts({t - start: rows[t] for t in rows if start <= t < end}, end - start, SHAPE)
-        for start, end in zip(edges, edges[1:], strict=False)
+        for start, end in itertools.pairwise(edges)
     ]
-    pieces = tuple(TopKPiece(EXPERT_IDS, a, b, len(p)) for a, b, p in zip(edges, edges[1:], told, strict=False))
+    pieces = tuple(
+        TopKPiece(EXPERT_IDS, *ends, len(p)) for ends, p in zip(itertools.pairwise(edges), told, strict=True)
+    )
     item = msgspec.structs.replace(one.item, top_k=pieces, branches=branches)
     arrays = (one.tokens_L, one.behaviour_L, one.train_mask_L.astype(np.uint8), one.teacher_ML)
     return train_items([item], [*arrays, np.frombuffer(b"".join(told), np.uint8)])[0]
@@ -101,7 +104,8 @@ def batch(make_item: Make) -> tuple[list[TrainItem], dict[tuple[int, ...], Rows]
 
 
 def config(**more: Any) -> LearnerConfig:
-    return LearnerConfig(**({"pack_tokens": 16, "logprob_chunk_tokens": 5} | SGD_LIKE | {"routing_replay": True} | more))
+    common = {"pack_tokens": 16, "logprob_chunk_tokens": 5, "routing_replay": True}
+    return LearnerConfig(**(common | SGD_LIKE | more))
 
 
 def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -118,7 +122,8 @@ def test_the_gradient_is_that_of_a_replay_by_hand(more: dict[str, Any], norm_top
     wanted = slow_gradients(replayed_by_hand(rows_of, norm_topk_prob), items, config())
     same(got, wanted)
     assert wanted["model.layers.0.mlp.gate.weight"].norm() > 0
-    free = step_gradients(Trainer(student(norm_topk_prob=norm_topk_prob), config(routing_replay=False), total_steps=9), items)
+    off = Trainer(student(norm_topk_prob=norm_topk_prob), config(routing_replay=False), total_steps=9)
+    free = step_gradients(off, items)
     assert max(float((free[name] - wanted[name]).abs().max()) for name in wanted) > 1e-3
 
 
@@ -207,9 +212,7 @@ def test_off_by_default_and_then_bit_for_bit_as_without(make_item: Make) -> None
     items, _ = batch(make_item)
     plain = [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1]), make_item("c", [0] * 5 + [1] * 9)]
     off = config(routing_replay=False, recompute=1.0)
-    got, wanted = (
-        step_gradients(Trainer(student(), off, total_steps=9), each) for each in (items, [*plain, items[3]])
-    )
+    got, wanted = (step_gradients(Trainer(student(), off, total_steps=9), each) for each in (items, [*plain, items[3]]))
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
