@@ -57,24 +57,24 @@ def answer_all(driver: Driver) -> None:
 def test_a_later_segment_comes_with_the_experts_of_its_context(make: Make) -> None:
     """Also after the first one was trained, and across a restart; a segment without any is left out."""
     driver = make(batch=1, release="segment", staleness=2)
-    driver.offer(0, experts=SHAPE)
-    ack, first = write(driver, 3, partial(told_of, seed=1, missing=1))
+    driver.offer(0, experts=SHAPE, last=True)
+    ack, first = write(driver, 10, partial(told_of, seed=1, missing=1))
     assert ack is not None and ack.status == "accepted"
     assert not driver.top_ids
     answer_all(driver)
     item, payloads, found = batch(driver, 0)
     n = item.end
     assert item.top_k == (m.TopKPiece(m.EXPERT_IDS, 0, n, len(first)),) and payloads == first
-    driver.send("learner", "learner", m.BatchTrained(found.batch_id, m.WeightVersion(0, 1)))
+    driver.trained(found)
     driver.state = restored(Core(driver.state), 1.0).state
     write(driver, 2, None)
-    _, last = write(driver, 2, partial(told_of, seed=2), final=True)
+    _, last = write(driver, 10, partial(told_of, seed=2), final=True)
     answer_all(driver)
     item, payloads, _ = batch(driver, 1)
     assert payloads == first + last
     assert item.top_k == (
         m.TopKPiece(m.EXPERT_IDS, 0, n, len(first)),
-        m.TopKPiece(m.EXPERT_IDS, n + 2, n + 4, len(last)),
+        m.TopKPiece(m.EXPERT_IDS, n + 2, n + 12, len(last)),
     )
 
 
