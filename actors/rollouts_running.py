@@ -26,8 +26,10 @@ from stillhouse.actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 from stillhouse.actors.trajectory.graph import GraphCounts, Origin
 from stillhouse.actors.trajectory.rollout import CutSegment, NoRoom, Rollout
 from stillhouse.engines.base import GenerationDelta, GenerationEngine, Int32s
+from stillhouse.models.flops import ForwardFlops
 from stillhouse.protocol.messages import Message, RolloutFailed, Ticket
 from stillhouse.protocol.printable import in_one_line
+from stillhouse.protocol.shards.division import is_training
 from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
@@ -66,8 +68,10 @@ class RunningRollouts:
         stop_token_ids: tuple[int, ...],
         max_context_tokens: int,
         send: Send,
+        forward: ForwardFlops | None = None,
     ) -> None:
-        """`environments`: those that a ticket may name, which `episodes` runs."""
+        """`environments`: those that a ticket may name, which `episodes` runs. `forward`: what tokens cost the student;
+        None: not known."""
         self._engine = engine
         self._episodes = episodes
         self._config = config
@@ -75,6 +79,7 @@ class RunningRollouts:
         self._stop_token_ids = stop_token_ids
         self._max_context_tokens = max_context_tokens
         self._send = send
+        self._forward = forward
         self._waiting: deque[tuple[Ticket, Int32s]] = deque()
         self._runs: dict[str, Run] = {}
         self._by_request: dict[str, str] = {}
@@ -284,6 +289,8 @@ class RunningRollouts:
             began_ns = events.now_ns()
             self._send(segment.message, segment.arrays)
             self.counts["segments_total"] += 1
+            if self._forward is not None and is_training(segment.message.rollout_id):
+                self.counts["flops_total"] += self._forward.of(segment.message.start, segment.message.end)
             if events.tracing():
                 said = segment.message
                 place = {"rollout": said.rollout_id, "start": said.start, "end": said.end}

@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Final, Protocol
 
 from stillhouse.actors.config import ActorConfig
@@ -32,6 +33,7 @@ from stillhouse.actors.rollouts_running import RunningRollouts
 from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine
 from stillhouse.engines.provider import StudentModel, StudentSource
 from stillhouse.engines.registry import find_engine
+from stillhouse.models.flops import forward_flops
 from stillhouse.protocol.client import Client, worker_client
 from stillhouse.protocol.codec import Received
 from stillhouse.protocol.context import ExitCode, RoleContext
@@ -252,6 +254,7 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
             stop_token_ids=source.stop_token_ids,
             max_context_tokens=student.max_context,
             send=client.send,
+            forward=forward_flops(Path(ctx.config.models.student)),
         )
         ended_well = ActorWorker(client, student.engine, receiver, episodes, rollouts, config).run()
         client.flush(FLUSH_TIMEOUT_S)

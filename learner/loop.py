@@ -39,6 +39,7 @@ from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.learner.sources import BufferBatches
 from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.steps import StepDone, StepLoop
+from stillhouse.models.flops import ForwardFlops
 from stillhouse.models.logprobs import lm_head
 from stillhouse.protocol.errors import LinkError
 from stillhouse.protocol.messages import (
@@ -95,6 +96,8 @@ class LearnerParts(TrainingParts):
     """`buffer.dynamic_sampling`."""
     decode: Decode | None = None
     """For the sample of a step."""
+    forward: ForwardFlops | None = None
+    """What tokens cost the student; None: not known."""
 
     @property
     def figures(self) -> dict[str, float]:
@@ -265,6 +268,7 @@ class LearnerLoop:
             rollouts[PER_ANSWER] = figures.reverse_kl * rollouts[LENGTH]
         waits, limits, alarms = self.clock.take(), progress.limits, progress.alarms
         progress.step, progress.waits = step, progress.waits.plus(waits)
+        progress.flops += self._flops(done)
         if (first := self._inbox.snapshot) is not None and first.time_s < batch.snapshot.time_s:
             limits.update(first)
         alarms.add(step, rollouts | {f"train/{name}": value for name, value in train.items()})
@@ -292,6 +296,15 @@ class LearnerLoop:
         if time.monotonic() - self._account_s > ACCOUNT_S:
             self._account_s = time.monotonic()
             parts.account.write()
+
+    def _flops(self, done: StepDone) -> float:
+        """Operations of a step's forward and backward passes."""
+        forward, config = self._parts.forward, self._config
+        if forward is None or done.outcome.figures is None:
+            return 0.0
+        lengths = [len(one.tokens_L) for one in (*done.batch.items, *done.batch.offline)]
+        frozen = config.lora.rank > 0
+        return config.updates_per_batch * sum(forward.training(length, frozen=frozen) for length in lengths)
 
     def _stop_if_alarmed(self, done: StepDone) -> None:
         """End the run if a new alarm is to end it. Those of before a resume do not: the user has seen them."""

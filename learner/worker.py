@@ -40,6 +40,7 @@ from stillhouse.learner.step.critic import CriticStateError
 from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.learner.written import WrittenStream
+from stillhouse.models.flops import forward_flops
 from stillhouse.models.routing import RoutingError
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
 from stillhouse.protocol.context import ExitCode, RoleContext
@@ -271,6 +272,7 @@ def _make_parts(
         group_rewards=_group_rewards(ctx, start),
         fetch_ahead=config.buffer.max_staleness > 0,
         max_equal_batches=config.buffer.dynamic_sampling,
+        forward=forward_flops(Path(config.models.student)),
         decode=lambda ids, special: str(start.tokenizer.decode(ids, skip_special_tokens=not special)),
     )
 

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 LENGTH_BYTES: Final = 8
 _EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """The bits of a number, and those of its exponent: all are set in infinity and NaN."""
-_HEADS: Final = ("lm_head.weight", "embed_out.weight")
-_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+HEADS: Final = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _BLOCK_BYTES: Final = 1 << 20
 _KNOWN: Final = 1024
 """Files whose headers are kept."""
@@ -76,11 +76,11 @@ def head_beside_embedding(headers: Mapping[Path, Header]) -> str:
         found |= {
             name: _Place(file, header.start, one)
             for name, one in header.tensors.items()
-            if name in _HEADS or name.endswith(_EMBEDDINGS)
+            if name in HEADS or name.endswith(EMBEDDINGS)
         }
     for name, head in found.items():
         for other, embedding in found.items():
-            if name in _HEADS and other.endswith(_EMBEDDINGS) and head.entry.shape == embedding.entry.shape:
+            if name in HEADS and other.endswith(EMBEDDINGS) and head.entry.shape == embedding.entry.shape:
                 return "" if head.equals(embedding) else name
     return ""
 

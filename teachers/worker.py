@@ -21,6 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
@@ -39,6 +40,7 @@ from stillhouse.engines.base import (
 from stillhouse.engines.provider import ScorerSource, TeacherModel
 from stillhouse.engines.registry import find_engine
 from stillhouse.models.files import TokenizerError
+from stillhouse.models.flops import ForwardFlops, forward_flops
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.client import Client, worker_client
 from stillhouse.protocol.context import ExitCode, RoleContext
@@ -56,6 +58,7 @@ from stillhouse.protocol.messages import (
     WeightVersion,
 )
 from stillhouse.protocol.payloads.aligned import END, REASONS, SPECIAL
+from stillhouse.protocol.shards.division import is_training
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from stillhouse.teachers.held import HeldItem, Scored
@@ -87,14 +90,17 @@ class TeacherWorker:
         vocab_tokens: int | None = None,
         gauges: Mapping[str, float] | None = None,
         aligner: Aligner | None = None,
+        forward: ForwardFlops | None = None,
     ) -> None:
         """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
-        for the heartbeat. `aligner`: for a teacher with another tokenizer than the student. Raises EngineMismatch for
-        an engine that cannot give what the run's payloads need."""
+        for the heartbeat. `aligner`: for a teacher with another tokenizer than the student. `forward`: what tokens cost
+        the teacher; None: not known. Raises EngineMismatch for an engine that cannot give what the run's payloads
+        need."""
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
         self._aligner = aligner
+        self._forward = forward
         self._config = config
         try:
             self._encoder = config.sends.encoder(engine, vocab_tokens or engine.vocab_size)
@@ -120,6 +126,7 @@ class TeacherWorker:
             "failed_items_total": 0.0,
             "expired_items_total": 0.0,
             "top_k_bytes_total": 0.0,
+            **({"flops_total": 0.0} if forward else {}),
             **({f"unaligned_{reason}_tokens_total": 0.0 for reason in REASONS[:-1]} if aligner else {}),
             "weights_loaded_total": 0.0,
             "weights_refused_total": 0.0,
@@ -264,6 +271,10 @@ class TeacherWorker:
         totals["scored_items_total"] += len(good)
         totals["scored_tokens_total"] += sum(h.item.end - h.item.start for h, _ in good)
         totals["context_tokens_total"] += sum(h.item.context_tokens for h, _ in good)
+        if self._forward is not None:
+            totals["flops_total"] += sum(
+                self._forward.of(*_read(h.item)) for h, _ in good if is_training(h.item.rollout_id)
+            )
         totals["top_k_bytes_total"] += sum(len(one.payload or b"") for _, one in good)
         if events.tracing():
             items = [(held.item.rollout_id, held.item.start, held.item.end) for held, _ in good]
@@ -363,6 +374,11 @@ class TeacherWorker:
         self._client.set_heartbeat(self._version, stats)
 
 
+def _read(item: ScoreItem) -> tuple[int, int]:
+    """Where the tokens that an item adds stand in the text that the teacher reads."""
+    return (item.start + item.shift if item.start else 0), item.context_tokens
+
+
 class TeacherRunConfig(Protocol):
     """The parts of the run's configuration that a teacher reads."""
 
@@ -404,6 +420,7 @@ def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
             vocab_tokens=source.vocab_tokens,
             gauges=checked.gauges() if checked else None,
             aligner=aligner,
+            forward=forward_flops(Path(ctx.config.models.teacher)),
         )
         with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()

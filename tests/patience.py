@@ -35,7 +35,7 @@ def _known_or_measured() -> float:
 
 
 SLOWNESS: Final = _known_or_measured()
-PATIENCE_S: Final = 60.0 * SLOWNESS
+PATIENCE_S: Final = 120.0 * SLOWNESS
 """The limit of a wait for one event: a message, a process that starts or ends, a few steps of a run."""
 RUN_PATIENCE_S: Final = 300.0 * SLOWNESS
 """The limit of a wait for the end of a whole run."""

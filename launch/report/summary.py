@@ -68,6 +68,8 @@ class LearnerAccount(msgspec.Struct, frozen=True, kw_only=True):
     """What limited the speed of this launch (learner.reports.attribution)."""
     efficiency: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Figures by tag, over this launch; docs/metrics.md explains them."""
+    flops: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Role -> floating-point operations of its models, over this launch (stillhouse.models.flops)."""
     alarms: tuple[Alarm, ...] = ()
     """Alarms of the run (learner.reports.alarms)."""
     stopped_by_alarm: bool = False

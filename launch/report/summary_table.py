@@ -113,6 +113,8 @@ def _work_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "limit", summary.bound
     if efficiency := efficiency_text(summary):
         yield "efficiency", efficiency
+    if summary.flops:
+        yield "compute", flops_text(summary.flops)
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"
@@ -141,6 +143,13 @@ def efficiency_text(summary: Summary) -> str:
     restarted = sum(worker.restarts for worker in summary.workers.values() if worker.role == "learner")
     since = " (since the learner's last start)" if restarted else " (this launch)" if summary.first_step else ""
     return ", ".join(parts) + since if parts else ""
+
+
+def flops_text(flops: Mapping[str, float]) -> str:
+    """What each role's models computed."""
+    total, words = sum(flops.values()), {"learner": "training", "actor": "generation", "teacher": "teachers"}
+    parts = ", ".join(f"{words[role]} {value / total:.0%}" for role, value in flops.items())
+    return f"{total:.3g} floating-point operations: {parts}"
 
 
 def answers_text(summary: Summary) -> str:

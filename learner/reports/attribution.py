@@ -102,6 +102,8 @@ class RunLimits:
             window.update(snapshot, cpu)
         work, tokens = self._lately.work(), snapshot.ledger.tokens
         figures = work.efficiency() if work is not None else {}
+        whole = self._whole.work()
+        figures |= {f"flops/{role}": flops for role, flops in (whole.flops if whole is not None else {}).items()}
         if tokens.accepted:
             figures["efficiency/goodput"] = tokens.trained / tokens.accepted
         verdict = attribute(work)
@@ -118,13 +120,13 @@ class RunLimits:
         `waits`: the learner's time, over the same."""
         newest = self._whole.work()
         if newest is None:
-            return {"bound": "", "efficiency": {}}
+            return {"bound": "", "efficiency": {}, "flops": {}}
         work = replace(
             self._ended or newest,
             learner={"busy": waits.busy_fraction, **waits.wait_fraction},
         )
         verdict = attribute(work)
-        return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency()}
+        return {"bound": verdict.text if verdict else "", "efficiency": work.efficiency(), "flops": work.flops}
 
 
 def attribute(work: Work | None) -> BoundVerdict | None:

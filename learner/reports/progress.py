@@ -57,6 +57,8 @@ class LearnerProgress:
     """Checkpoints that came due while the one before was still being written."""
     steps_skipped: int = 0
     """Steps without a finite rollout to train."""
+    flops: float = 0.0
+    """Operations of the steps since the learner's start; 0 if not known."""
     alarms: Alarms = field(default_factory=Alarms)
     stopped_by_alarm: bool = False
     sample: Sample | None = None
@@ -107,6 +109,7 @@ class LearnerProgress:
             "checkpoints_failed_total": self.checkpoints_failed,
             "checkpoints_put_off_total": self.checkpoints_put_off,
             "steps_skipped_total": self.steps_skipped,
+            "flops_total": self.flops,
         }
         if self.last is not None:
             found |= {"loss": self.last.loss, "reverse_kl": self.last.reverse_kl}

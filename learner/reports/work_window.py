@@ -16,10 +16,11 @@ from stillhouse.protocol.processors import has_quota, usable_cores
 
 MAX_SAMPLES: Final = 64
 """Kept per window; of more, every second one is forgotten."""
-BUSY, ELAPSED, CPU = "busy_s_total", "elapsed_s_total", "cpu_s_total"
+BUSY, ELAPSED, CPU, FLOPS = "busy_s_total", "elapsed_s_total", "cpu_s_total", "flops_total"
+ROLES: Final = ("learner", "actor", "teacher")
 ADDED: Final = (
     *(BUSY, ELAPSED, CPU, "batches_total", "scored_tokens_total", "weight_pauses_total", "weight_pause_s_total"),
-    *("environment_s_total", "rollouts_finished_total"),
+    *("environment_s_total", "rollouts_finished_total", FLOPS),
     *(f"wait_{cause}_s_total" for cause in WAIT_CAUSES),
 )
 """Running totals of workers that are read."""
@@ -68,6 +69,9 @@ class Work:
     and of processes of environments."""
     processors: float
     """Number of processors of this machine that the run may use."""
+    flops: Mapping[str, float]
+    """Role -> floating-point operations of its models (stillhouse.models.flops) since its workers' start, in a window
+    of any length. A role of which they are not known is not there."""
 
     def efficiency(self) -> dict[str, float]:
         """Figures by tag, as far as there is something to compute them from."""
@@ -109,13 +113,12 @@ class WorkWindow:
         self._alive: set[str] = set()
 
     def update(self, snapshot: Snapshot, cpu: float | None = None) -> None:
-        """Add a snapshot; one of the same moment as the last is ignored. `cpu`: the share of this machine's processors
-        that was used since the one before."""
+        """Add a snapshot; one that is not newer than the last is ignored: a batch that was fetched ahead brings an
+        older one. `cpu`: the share of this machine's processors that was used since the one before."""
         if self._samples and snapshot.time_s <= self._samples[-1].time_s:
-            if snapshot.time_s < self._samples[-1].time_s:
-                self._samples.clear()  # the buffer has restarted on another clock
-            else:
+            if snapshot.time_s >= self._samples[0].time_s:
                 return
+            self._samples.clear()  # the buffer has restarted on another clock
         gauges: defaultdict[str, float] = defaultdict(float)
         self._alive = {peer.name for peer in snapshot.peers if peer.alive}
         for peer in snapshot.peers:
@@ -149,17 +152,14 @@ class WorkWindow:
             return None
         first, last, samples = self._samples[0], self._samples[-1], list(self._samples)[1:]
         added = {name: _less(totals, first.totals.get(name)) for name, totals in last.totals.items()}
-        teachers = [added[name] for name in added if self._roles[name] == "teacher"]
-        actors = [added[name] for name in added if self._roles[name] == "actor"]
         backlog = [sum(sample.queues.values()) for sample in samples]
         under_way = sum(sample.gauges.get("rollouts_in_hand", 0.0) for sample in samples)
         awaiting = sum(sample.gauges.get("waiting_for_weights", 0.0) for sample in samples)
         running = sum(sample.gauges.get("running", 0.0) for sample in samples)
         cpu = [sample.cpu for sample in samples if sample.cpu is not None]
-        cpu_s = {
-            role: sum(added[name][CPU] for name in added if self._roles[name] == role)
-            for role in ("learner", "actor", "teacher")
-        }
+        of_role = {role: [added[name] for name in added if self._roles[name] == role] for role in ROLES}
+        teachers, actors = of_role["teacher"], of_role["actor"]
+        cpu_s = {role: _sum(workers, CPU) for role, workers in of_role.items()}
         seconds, processors = last.time_s - first.time_s, usable_cores()
         mean_cpu = sum(cpu) / len(cpu) if cpu else None
         if mean_cpu is not None and has_quota():  # whose use nobody sees but those who use it
@@ -169,7 +169,7 @@ class WorkWindow:
             steps=last.step - first.step,
             trained_tokens=last.trained - first.trained,
             accepted_tokens=last.accepted - first.accepted,
-            learner=_shares([added[name] for name in added if self._roles[name] == "learner"]),
+            learner=_shares(of_role["learner"]),
             teachers=sum(self._roles[name] == "teacher" for name in self._alive),
             teachers_busy=_busy(teachers),
             busiest_teacher=max((_busy([one]) or 0.0 for one in teachers), default=0.0),
@@ -188,13 +188,17 @@ class WorkWindow:
             cpu=mean_cpu,
             cpu_s=cpu_s,
             processors=processors,
+            flops={role: flops for role in ROLES if (flops := self._flops(role, last))},
         )
+
+    def _flops(self, role: str, last: _Sample) -> float:
+        return sum(totals[FLOPS] for name, totals in last.totals.items() if self._roles[name] == role)
 
     def _add(self, name: str, stats: Mapping[str, float]) -> None:
         """Add what a worker's totals have grown by. One that has restarted counts from 0 again."""
         before = self._before.get(name)
         if before is None:  # what it did before we looked is not of this window
-            before = stats if not self._samples else {}
+            before = {**stats, FLOPS: 0.0} if not self._samples else {}
         elif any(stats.get(total, 0.0) < before.get(total, 0.0) for total in ADDED):
             before = {}
         for total in ADDED:

@@ -26,6 +26,11 @@ def task_of(rollout_id: str) -> int:
     return int(parts[1])
 
 
+def is_training(rollout_id: str) -> bool:
+    """True for a rollout that is to be trained, false for one of an evaluation."""
+    return rollout_id.startswith("train-")
+
+
 def shard_address(address: str, shard: int) -> str:
     """Endpoint of a shard. `address`: the buffer's, which is that of shard 0. A port 0 or * (any) stays."""
     head, colon, port = address.rpartition(":")

@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from stillhouse import builtin
 from stillhouse.tools.trace.command import main
 from stillhouse.tools.trace.figures import read_figures
 from tests.integration.conftest import Launched
@@ -28,6 +31,15 @@ def slices(trace: dict[str, Any], process: str, name: str) -> list[dict[str, Any
 
 def total(rows: Iterable[dict[str, Any]], prefix: str) -> float:
     return sum(value for row in rows for name, value in row.items() if name.startswith(prefix))
+
+
+def operations(folder: Path, places: Iterable[Sequence[int]]) -> float:
+    """Floating-point operations of reading tokens [start, end), by the layers of the model that transformers loads."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weights = sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    config = model.config
+    pair = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return sum(2 * weights + pair * (at + 1) for start, end in places for at in range(start, end))
 
 
 def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path: Path) -> None:
@@ -71,6 +83,13 @@ def test_the_figures_of_a_trace_agree_with_the_runs_own(launch: Launch, tmp_path
     assert sum(e["args"]["tokens"] for e in trained) == tokens["trained"] and len(trained) == 25
     train_s = sum(e["dur"] for e in trained) / 1e6
     assert train_s == pytest.approx(total(rows, "train/step_s"), rel=0.1, abs=0.02 * len(rows))
+    sends = [e["args"] for e in slices(trace, "actor", "send")]
+    sent = [(one["start"], one["end"]) for one in sends if one["rollout"].startswith("train")]
+    scores = [place for e in slices(trace, "teacher", "score") for place in e["args"]["items"]]
+    items = [place[1:] for place in scores if place[0].startswith("train")]
+    assert summary["flops"]["actor"] == pytest.approx(operations(builtin.STUDENT_DIR, sent), rel=0.1)
+    assert summary["flops"]["teacher"] == pytest.approx(operations(builtin.TEACHER_DIR, items), rel=0.1)
+    assert "floating-point operations: training" in words
     scored = sum(worker["tokens"] for worker in summary["workers"].values() if worker["role"] == "teacher")
     assert sum(e["args"]["tokens"] for e in slices(trace, "teacher", "score")) >= scored
     assert figures.teacher_wait == pytest.approx(1 - rows[-1]["teachers/busy_fraction"], abs=0.2)

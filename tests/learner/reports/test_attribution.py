@@ -3,8 +3,10 @@ again with what was advised (tests.sim.pipeline)."""
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -217,6 +219,19 @@ def test_a_worker_that_restarts_counts_on() -> None:
     assert found is not None and found.teachers_busy == pytest.approx(1.0, abs=0.01)
     verdict = attribute(found)
     assert verdict is not None and verdict.stage == "teachers"
+
+
+def test_a_snapshot_that_comes_late_takes_nothing_back() -> None:
+    """A batch that was fetched ahead brings the snapshot of the moment when it was formed."""
+    run = Pipeline(Shape(score_s=0.05, train_s=0.2, write_s=0.005)).run(SECONDS)
+    in_order, late = WorkWindow(math.inf), WorkWindow(math.inf)
+    in_order.update(run.snapshots[0])
+    late.update(run.snapshots[0])
+    for before, snapshot in pairwise(run.snapshots):
+        in_order.update(snapshot)
+        late.update(snapshot)
+        late.update(before)
+    assert late.work() == in_order.work() is not None
 
 
 def test_if_actors_and_teachers_are_both_busy_the_pile_before_the_teachers_decides() -> None:
