@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 HERE: Final = Path(__file__).parent
 # Processes that tests start find engines, environments and transports of tests/ by name.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
-SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang")
+SLOW_FOLDERS: Final = ("chaos", "hosts", "integration", "sglang", "vllm")
 SLOW_FILES: Final = (
     *("actors/test_memory.py", "buffer/test_kill.py", "buffer/test_memory.py"),
     *(
@@ -47,7 +47,7 @@ LONGEST: Final = (
     *("launch/render/test_slurm.py", "launch/ray", "chaos", "hosts", "learner/ranks"),
     *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
     *("weights/test_group_faults.py", "learner/checkpoints", "tools/doctor", "launch/test_recovery.py"),
-    *("sglang", "integration"),
+    *("sglang", "vllm", "integration"),
 )
 """Files and folders whose slow tests begin first, because they take minutes: one that begins last would run alone."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")

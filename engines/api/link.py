@@ -63,12 +63,18 @@ class Link:
         self._runner.close()
 
     async def get(self, path: str, deadline_s: float) -> bytes:
-        return (await self._once("GET", path, None, deadline_s, 16 << 20))[1]
+        """As `post`."""
+        return await self._ask("GET", path, None, deadline_s, 16 << 20)
 
     async def post(self, path: str, body: Any, *, deadline_s: float, most_bytes: int, sending: Any = None) -> bytes:
         """POST until it succeeds, is refused, or the clock (time.monotonic) passes `deadline_s`. `sending` is called
         before each try with True, and with False where the try surely cost nothing. Raises Unusable, or NotServed."""
-        payload, said = msgspec.json.encode(body), "no time was left for it"
+        return await self._ask("POST", path, msgspec.json.encode(body), deadline_s, most_bytes, sending)
+
+    async def _ask(
+        self, method: str, path: str, payload: bytes | None, deadline_s: float, most_bytes: int, sending: Any = None
+    ) -> bytes:
+        said = "no time was left for it"
         for wait_s in backoffs(_FIRST_WAIT_S, _LONGEST_WAIT_S):
             pause_s = max(0.0, self._quiet_until_s - time.monotonic())
             if time.monotonic() + pause_s >= deadline_s:
@@ -78,7 +84,7 @@ class Link:
                 sending(True)
             self.requests_total += 1
             try:
-                status, text, after_s = await self._once("POST", path, payload, deadline_s, most_bytes)
+                status, text, after_s = await self._once(method, path, payload, deadline_s, most_bytes)
             except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
                 said = self._hidden(f"{type(error).__name__}: {error}")
             else:

@@ -32,6 +32,9 @@ UNSTEADY_NATS: Final = 0.5
 """An API whose log-prob of a token changes by more from one request to the next is refused, and"""
 LOUD_NATS: Final = 0.05
 """above this there is a warning."""
+FIRST_S: Final = 300.0
+"""Longest time for a request of the probe, where api.timeout_s is shorter: a server may compile what it needs for its
+first request (vLLM 0.32, for log-probs of prompts: 52 s on a busy CPU)."""
 REFERENCE_NATS: Final = 0.15
 """Largest mean difference from the same weights in float32. 8-bit weights stay below it; another model does not."""
 
@@ -51,6 +54,8 @@ def find_model(link: Link, config: ApiConfig) -> tuple[str, int | None]:
     try:
         listed = _listed(link.run(link.get("/models", time.monotonic() + config.timeout_s)))
     except (Unusable, NotServed) as error:
+        if isinstance(error, Unusable) and error.reason == "unavailable":
+            raise EngineLost(f"{config.url}: {error}") from None
         if config.model:  # not every gateway has a list
             return config.model, None
         raise EngineMismatch(f"api.model: {config.url}/models names none ({error}); expected a name") from None
@@ -146,7 +151,7 @@ def _scores(scorer: ApiScorer, config: ApiConfig, way: Way, ids_T: Int32s, top_k
 
 def _ask(scorer: ApiScorer, config: ApiConfig, way: Way, ids_T: Int32s, top_k: int) -> Answer:
     try:
-        return scorer.link.run(scorer.ask(way, ids_T, top_k, time.monotonic() + config.timeout_s))
+        return scorer.link.run(scorer.ask(way, ids_T, top_k, time.monotonic() + max(config.timeout_s, FIRST_S)))
     except NotServed as error:
         raise EngineMismatch(str(error)) from None
     finally:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from stillhouse.builtin import TEACHER_DIR
 from tests.engines.api.completions import KEY, Api, serving
 from tests.integration.conftest import Launched
+from tests.vllm import attached
 
 SHORT = ("--actors=1", "--learner.eval_every=0", "--buffer.max_staleness=0", "--seed=5")
 
@@ -49,3 +52,23 @@ def test_a_spent_budget_ends_the_run_with_a_checkpoint_and_stays_spent(launch: C
     assert sum(len(one["prompt"]) + 1 for one in api.asked) <= 9000
     spent = json.loads((run.run_dir / "spent" / "teacher-0.json").read_text())
     assert 8000 < spent["tokens"] <= 9000
+
+
+def test_a_vllm_server_that_is_killed_and_comes_back_teaches_what_an_embedded_teacher_does(
+    launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """A real server. What it owed is asked again, so no token is masked."""
+    with attached.serving(TEACHER_DIR, tmp_path / "first.log") as server:
+        attached.wait_ready(server)
+        flags = ("--teacher.api", server.url, "--teacher.api.timeout_s=40", "--teacher.api.reference", str(TEACHER_DIR))
+        run = launch(*SHORT, "--steps=4", *flags)
+        run.until(lambda: len(run.steps()) >= 2, "a second step")
+        server.kill()
+        with attached.serving(TEACHER_DIR, tmp_path / "second.log", server.port):
+            assert run.wait() == 0, run.text()
+    embedded = launch(*SHORT, "--steps=4", folder="embedded")
+    assert embedded.wait() == 0, embedded.text()
+    assert kls(run) == pytest.approx(kls(embedded), abs=1e-4)
+    tokens = run.summary()["tokens"]
+    assert tokens["balanced"] and tokens["trained"] == tokens["accepted"] == embedded.summary()["tokens"]["accepted"]
+    run.expect_clean_audit()

@@ -188,6 +188,20 @@ def test_an_api_that_does_not_recover_in_time_is_counted(vllm: Api, tmp_path: Pa
         assert scorer.figures["api_unscored_unavailable_total"] == len(result.logprobs)
 
 
+def test_the_first_answer_may_take_longer(vllm: Api, tmp_path: Path) -> None:
+    """As where a server compiles for its first request."""
+    vllm.slow_s = [1.2]
+    with scoring(vllm, tmp_path, timeout_s=0.6) as scorer:
+        assert len(vllm.asked) == 3 and scorer.figures["api_waits_total"] == 0
+
+
+def test_an_api_that_is_away_at_the_start_is_lost(tmp_path: Path) -> None:
+    with serving(Api("vllm")) as api:
+        pass
+    with pytest.raises(EngineLost, match="ClientConnectorError"), scoring(api, tmp_path, timeout_s=0.5, model="m"):
+        pass
+
+
 def test_a_refused_text_is_masked_and_a_refused_key_ends_the_teacher(vllm: Api, tmp_path: Path) -> None:
     with scoring(vllm, tmp_path) as scorer:
         vllm.refusals = [(400, {})]
