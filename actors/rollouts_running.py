@@ -101,6 +101,12 @@ class RunningRollouts:
     def generating(self) -> int:
         return len(self._by_request)
 
+    @property
+    def wants_engine(self) -> bool:
+        """Whether the engine has something to do, or a rollout could begin."""
+        begins = self._waiting and self._waiting[0][0].min_version <= self._engine.version and not self._brake.holds_s()
+        return bool(self._by_request or begins)
+
     def add(self, ticket: Ticket, prompt_ids: Int32s) -> None:
         self._waiting.append((ticket, prompt_ids))
 

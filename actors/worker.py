@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -30,8 +30,8 @@ from stillhouse.actors.episode_pool import EpisodePool
 from stillhouse.actors.episode_wire import Setup
 from stillhouse.actors.episodes import Episodes, EpisodeThreads
 from stillhouse.actors.rollouts_running import RunningRollouts
-from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine
-from stillhouse.engines.provider import StudentModel, StudentSource
+from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine, shared_engine
+from stillhouse.engines.provider import Student, StudentModel, StudentSource
 from stillhouse.engines.registry import find_engine
 from stillhouse.models.flops import forward_flops
 from stillhouse.protocol.client import Client, worker_client
@@ -48,8 +48,10 @@ from stillhouse.protocol.messages import (
     WeightPlan,
     WeightVersion,
 )
+from stillhouse.protocol.turns import ALONE, Alone, EngineTurns, Turn
 from stillhouse.tracing import events
 from stillhouse.weights.config import WeightsConfig
+from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
@@ -111,8 +113,10 @@ class ActorWorker:
         episodes: Episodes,
         rollouts: RunningRollouts,
         config: ActorConfig,
+        turns: EngineTurns | Alone = ALONE,
     ) -> None:
         self._client = client
+        self._turns = turns
         self._engine = engine
         self._weights = weights
         self._episodes = episodes
@@ -134,17 +138,17 @@ class ActorWorker:
             self._send_credit()
             self._receive(self._wait_s())
             self._rollouts.take_news()
-            self._rollouts.take_deltas(self._engine.poll(0.0))
-            self._rollouts.start_ready()
+            if self._turns.mine(wanted=self._rollouts.wants_engine):
+                self._rollouts.take_deltas(self._engine.poll(0.0))
+                self._rollouts.start_ready()
             self._report()
         return self._shutdown.ok
 
     def _wait_s(self) -> float:
         """Longest wait for the buffer: none while the engine has work in this thread. Weights, environments and a
         remote engine wake the client; tickets delayed after a failure have their own time."""
-        if self._rollouts.generating and self._engine.works_in_poll:
-            return 0.0
-        return min(IDLE_WAIT_S, self._rollouts.ready_in_s())
+        wait_s = self._turns.wait_s(min(IDLE_WAIT_S, self._rollouts.ready_in_s()))
+        return 0.0 if self._turns.taken and self._rollouts.generating and self._engine.works_in_poll else wait_s
 
     def _receive(self, timeout_s: float) -> None:
         received = self._client.recv(timeout_s)
@@ -211,6 +215,7 @@ class ActorWorker:
             "waiting_for_weights": float(self._rollouts.waiting_for_weights),
             **self._episodes.gauges,
             **self._weights.stats,
+            **self._turns.stats,
         }
         gauges.update(self._rollouts.counts)
         self._client.set_heartbeat(version, gauges, at_once=swapped)
@@ -237,11 +242,13 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
     config = ctx.config.actor
     with ExitStack() as stack:
         client = stack.enter_context(worker_client(ctx, source.fingerprint))
+        turn = ctx.first_turn()
         student = source.start(client.wake)
         stack.callback(student.engine.close)
+        turns = _turns_of(turn, student)
         client.connect()
         keys = run_client_keys(ctx.run_dir, "actor", ctx.name, "learner")
-        receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake, keys=keys)
+        receiver = WeightReceiver(student.weights, name=ctx.name, on_staged=client.wake, keys=keys, within=turns.lent)
         receiver.start()
         stack.callback(receiver.close)
         episodes = _start_episodes(ctx.config, source, student.max_context, client.wake)
@@ -256,9 +263,18 @@ def _write(ctx: RoleContext[ActorRunConfig], source: StudentSource) -> int:
             send=client.send,
             forward=forward_flops(Path(ctx.config.models.student)),
         )
-        ended_well = ActorWorker(client, student.engine, receiver, episodes, rollouts, config).run()
+        ended_well = ActorWorker(client, student.engine, receiver, episodes, rollouts, config, turns).run()
         client.flush(FLUSH_TIMEOUT_S)
     return ExitCode.OK if ended_well else ExitCode.FAILED
+
+
+def _turns_of(turn: Turn | None, student: Student) -> EngineTurns | Alone:
+    """`turn`: that in which the engine was started."""
+    if turn is None:
+        return ALONE
+    with suppress(SnapshotRefused):  # the receiver meets it again, and says so
+        student.weights.prepare()  # in this turn: a server may have to load the student
+    return EngineTurns(turn, shared_engine(student.engine))
 
 
 def _start_episodes(

@@ -21,6 +21,7 @@ from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, We
 from stillhouse.protocol.payloads.expert_ids import ExpertIds
 from stillhouse.protocol.payloads.kind import Float32s, Int32s, ScoreOptions, ScoreResult
 from stillhouse.protocol.topk_layout import MAX_TOKENS_KEPT
+from stillhouse.protocol.turns import SharesDevice
 
 if TYPE_CHECKING:
     import torch
@@ -199,6 +200,16 @@ class ReportsFigures(Protocol):
 
     @property
     def figures(self) -> Mapping[str, float]: ...
+
+
+def shared_engine(engine: GenerationEngine | ScoringEngine) -> SharesDevice:
+    """The engine, as what takes turns with others on its device. Raises EngineMismatch."""
+    if not isinstance(engine, SharesDevice):
+        raise EngineMismatch(
+            f"{type(engine).__name__} cannot give its device back (protocol.turns.SharesDevice); expected an engine "
+            "that can, or launch.share = together"
+        )
+    return engine
 
 
 def likeliest(ids_RK: Int32s, probs_RK: npt.NDArray[np.floating[Any]], wanted: TopIdsWanted) -> list[Int32s]:

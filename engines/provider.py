@@ -330,6 +330,9 @@ class EngineProvider:
     """True when the worker itself holds the model, loaded by torch and transformers: the launcher then gives it a
     device and forks it from a process that has imported both."""
 
+    takes_turns: bool = False
+    """Its engines can give their device back (protocol.turns.SharesDevice); False also for one that has none."""
+
     meets: tuple[EngineNeed, ...] = ()
     """What teacher payloads may need (protocol.payloads.student_sets, protocol.payloads.hidden) that it can do."""
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from stillhouse.learner.assembly import TrainingParts, report_evaluation
+from stillhouse.learner.device_turns import InTurns, LearnerTurns
 from stillhouse.learner.evaluation.desk import EvaluationDesk
 from stillhouse.learner.evaluation.evaluation import EvaluationResult, EvaluationRun
 from stillhouse.learner.feed import PUMP_S, BatchFeed, LearnerStalled
@@ -98,6 +99,8 @@ class LearnerParts(TrainingParts):
     """For the sample of a step."""
     forward: ForwardFlops | None = None
     """What tokens cost the student; None: not known."""
+    turns: LearnerTurns | None = None
+    """With `launch.share = turns`."""
 
     @property
     def figures(self) -> dict[str, float]:
@@ -160,7 +163,8 @@ class LearnerLoop:
             self._checkpoint_if_due,
             self._evaluate_if_due,
         )
-        self._loop = StepLoop(parts.trainer, source, observers, version=parts.version, steps=parts.steps)
+        batches = source if parts.turns is None else InTurns(source, self._aside, self._back)
+        self._loop = StepLoop(parts.trainer, batches, observers, version=parts.version, steps=parts.steps)
 
     @property
     def version(self) -> WeightVersion:
@@ -288,6 +292,7 @@ class LearnerLoop:
                 **alarms.figures(),
                 **self._worker_figures.update(batch.snapshot),
                 **limits.update(batch.snapshot),
+                **(parts.turns.figures() if parts.turns is not None else {}),
             },
         )
         if parts.decode is not None and (sample := sample_of(step, batch.items, arrays, parts.decode)):
@@ -344,6 +349,23 @@ class LearnerLoop:
         if time.monotonic() - self._heartbeat_s > HEARTBEAT_S:
             self._heartbeat()  # a wait may be long, and says what limits the run
 
+    def _aside(self) -> None:
+        """Leave a shared device to the others."""
+        if self._parts.turns is not None:
+            with self.clock.waiting("weights"):
+                self._parts.turns.aside(self._pass_time)
+
+    def _back(self) -> None:
+        """Wait for the device, where it is shared. Raises LearnerStalled."""
+        if self._parts.turns is not None:
+            limit_s = STOP_ANSWER_S if self._stop.asked else self._config.stall_timeout_s
+            self._parts.turns.back(self.clock, self._pass_time, limit_s)
+
+    def _pass_time(self, seconds: float) -> None:
+        self._inbox.pump(seconds)
+        if not self._stop.asked:
+            self._meanwhile()
+
     def _offer_tasks(self) -> None:
         wanted, self._inbox.tasks_wanted = self._inbox.tasks_wanted, 0
         for message, frames in in_messages(self._parts.stream.next(wanted)):
@@ -352,6 +374,7 @@ class LearnerLoop:
     def _evaluate_and_wait(self) -> None:
         """Evaluate the current version on all sets and wait for the results, also those of earlier evaluations."""
         self._desk.start(self.version, self._config.eval_names)
+        self._aside()
         deadline_s = time.monotonic() + self._config.stall_timeout_s
         with self.clock.waiting("eval"):
             while self._desk.active:
@@ -373,6 +396,7 @@ class LearnerLoop:
         """Copy model, optimizer, task stream and ledger of the same step for a checkpoint, which is written in the
         background. If that fails, training goes on: the next one may find room. The last one is waited for; returns
         why it could not be written."""
+        self._back()
         with self.clock.waiting("checkpoint"):
             snapshot = self._snapshot_after(batch_id)
             if self._parts.recorder is not None:

@@ -23,6 +23,7 @@ from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
 from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
+from stillhouse.learner.device_turns import LearnerTurns
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets
 from stillhouse.learner.group_rewards import GroupRewards
@@ -58,6 +59,7 @@ from stillhouse.protocol.messages import (
 from stillhouse.protocol.object_store import Store
 from stillhouse.protocol.shards.client import AnyClient, learner_client
 from stillhouse.protocol.store_owner import StoreOwner
+from stillhouse.protocol.turns import Turn
 from stillhouse.recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from stillhouse.recording.writer import BatchRecorder
 from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
@@ -100,6 +102,7 @@ class LearnerStart:
 def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
     """The learner, or rank 0 of it (see launch.workers.ranks). `ranks`: all of them."""
     torch.manual_seed(ctx.config.seed)
+    turn = ctx.first_turn()
     try:
         start = _start(ctx, ranks or Ranks())
     except RecordError as error:
@@ -122,7 +125,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
             stored = OwnedCheckpoints(owner)
         stop = stack.enter_context(StopRequest())
         try:
-            parts = _make_parts(ctx, start, client, version, stack, stop, stored)
+            parts = _make_parts(ctx, start, client, version, stack, stop, stored, turn)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
@@ -231,6 +234,7 @@ def _make_parts(
     stack: ExitStack,
     stop: StopRequest,
     stored: OwnedCheckpoints | None,
+    turn: Turn | None,
 ) -> LearnerParts:
     """The parts of the loop, which `stack` closes. Raises RecordError for a recording of another run."""
     config, learner = ctx.config, ctx.config.learner
@@ -241,7 +245,7 @@ def _make_parts(
     recorder = _make_recorder(ctx, start, metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    publisher = stack.enter_context(_make_publisher(ctx, start, client))
+    publisher = stack.enter_context(_make_publisher(ctx, start, client, turn))
     file = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
     account = AccountWriter(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
     ema = _student_ema(ctx, start, client, account.average_failed)
@@ -274,6 +278,7 @@ def _make_parts(
         max_equal_batches=config.buffer.dynamic_sampling,
         forward=forward_flops(Path(config.models.student)),
         decode=lambda ids, special: str(start.tokenizer.decode(ids, skip_special_tokens=not special)),
+        turns=LearnerTurns(turn, start.trainer, publisher) if turn is not None else None,
     )
 
 
@@ -352,7 +357,9 @@ def _export(
             progress.checkpoint_failed(f"{out} could not be put into the store: {error}")
 
 
-def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient) -> Publisher:
+def _make_publisher(
+    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient, turn: Turn | None
+) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
     def post_plan(plan: WeightPlan) -> None:
@@ -385,6 +392,7 @@ def _make_publisher(ctx: RoleContext[LearnerRunConfig], start: LearnerStart, cli
         canary=canary,
         control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
         staging=start.trainer.ranks.staging,
+        turn=turn,
     )
 
 

@@ -14,6 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Generic, Literal, TypeAlias, TypeVar
 
+from stillhouse.protocol.turns import FILE, Turn
+
 WorkerRole: TypeAlias = Literal["buffer", "learner", "actor", "teacher"]
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 
@@ -60,6 +62,17 @@ class RoleContext(Generic[ConfigT_co]):
     config: ConfigT_co
     buffer_away_s: float = 30.0
     """How long it waits for a buffer that was there and is away: the launcher may be starting it again."""
+    in_turns: bool = False
+    """It shares its device with others in turn (`protocol.turns`)."""
     server_url: str = ""
     """URL of this worker's own inference server; empty for an embedded engine. If the server needs a bearer key, it is
     in the environment variable named by `engines.provider.API_KEY_VARIABLE`, or by the configuration."""
+
+    def first_turn(self) -> Turn | None:
+        """Waits for the turn in which the worker takes memory of the device; None: it need not wait for any. Raises
+        TurnTimeout."""
+        if not self.in_turns:
+            return None
+        turn = Turn(self.run_dir / FILE, self.name)
+        turn.take()
+        return turn

@@ -36,6 +36,7 @@ from stillhouse.engines.base import (
     ScoreResult,
     ScoringEngine,
     TakesSnapshots,
+    shared_engine,
 )
 from stillhouse.engines.provider import ScorerSource, TeacherModel
 from stillhouse.engines.registry import find_engine
@@ -59,6 +60,7 @@ from stillhouse.protocol.messages import (
 )
 from stillhouse.protocol.payloads.aligned import END, REASONS, SPECIAL
 from stillhouse.protocol.shards.division import is_training
+from stillhouse.protocol.turns import ALONE, Alone, EngineTurns
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
 from stillhouse.teachers.held import HeldItem, Scored
@@ -91,6 +93,7 @@ class TeacherWorker:
         gauges: Mapping[str, float] | None = None,
         aligner: Aligner | None = None,
         forward: ForwardFlops | None = None,
+        turns: EngineTurns | Alone = ALONE,
     ) -> None:
         """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
         for the heartbeat. `aligner`: for a teacher with another tokenizer than the student. `forward`: what tokens cost
@@ -99,6 +102,7 @@ class TeacherWorker:
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
+        self._turns = turns
         self._aligner = aligner
         self._forward = forward
         self._config = config
@@ -147,11 +151,13 @@ class TeacherWorker:
         events.mark("ready")
         self._send_credit()
         while self._shutdown is None and not self.leaving:
-            self._receive(0.0 if self._held else IDLE_WAIT_S)
+            mine = self._turns.mine(wanted=bool(self._held or self._new_weights))
+            self._receive(0.0 if self._held and mine else self._turns.wait_s(IDLE_WAIT_S))
             if self._held and self._held_tokens < self._config.max_batch_tokens:
                 self._receive(GATHER_S)
-            self._take_weights()
-            if self._held and self._shutdown is None:
+            if mine:
+                self._take_weights()
+            if self._held and mine and self._shutdown is None:
                 self._score_batch(self._next_batch())
                 self._send_credit()
             elif time.monotonic() - self._credit_sent_s > CREDIT_REPEAT_S:
@@ -170,8 +176,9 @@ class TeacherWorker:
         self._receive(0.0)
         log.info("leaving after %d more items", len(self._held))
         while self._held and self._shutdown is None and time.monotonic() < deadline_s:
-            self._score_batch(self._next_batch())
-            self._receive(0.0)
+            if self._turns.mine(wanted=True):
+                self._score_batch(self._next_batch())
+            self._receive(self._turns.wait_s(0.0))
         if self._held:
             log.warning(
                 "leaving with %d items that could not be scored in %.1f s", len(self._held), self._config.drain_s
@@ -364,7 +371,7 @@ class TeacherWorker:
 
     def _report(self) -> None:
         elapsed_s = max(time.monotonic() - self._started_s, 1e-9)
-        stats = {**self._totals, **self._gauges}
+        stats = {**self._totals, **self._gauges, **self._turns.stats}
         if isinstance(self._engine, ReportsFigures):
             stats |= self._engine.figures
         stats["busy_fraction"] = stats["busy_s_total"] / elapsed_s
@@ -410,7 +417,9 @@ def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
         student, teacher = (FileTokenizer(path) for path in (ctx.config.models.student, ctx.config.models.teacher))
         fingerprint, aligner = student.fingerprint, Aligner(student, teacher)
     client = worker_client(ctx, fingerprint, pool=config.pool)
+    turn = ctx.first_turn()
     with contextlib.closing(source.start()) as engine, client:
+        turns = ALONE if turn is None else EngineTurns(turn, shared_engine(engine))
         client.connect()
         checked = self_check(engine, source.vocab_tokens)
         worker = TeacherWorker(
@@ -421,6 +430,7 @@ def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
             gauges=checked.gauges() if checked else None,
             aligner=aligner,
             forward=forward_flops(Path(ctx.config.models.teacher)),
+            turns=turns,
         )
         with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()

@@ -33,6 +33,7 @@ import torch
 from stillhouse.protocol.keys import ServerKeys
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
 from stillhouse.protocol.object_store import Store
+from stillhouse.protocol.turns import POLL_S, Turn
 from stillhouse.tracing import events
 from stillhouse.weights.config import Place, WeightsConfig, bucket_size, sent_dtype, staged_in
 from stillhouse.weights.group_operations import choose_backend
@@ -78,19 +79,21 @@ class Publisher:
         control_keys: ServerKeys | None = None,
         streams: WeightStreams | None = None,
         staging: Staging = StagedWeights,
+        turn: Turn | None = None,
     ) -> None:
         """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
         `snapshot_dir`: for the files that a transport or a proof of servers needs; with `store` members fetch
         them from there. `expected_actors`: when this many
         are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
         the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
-        the control channel. `streams`: None = those of `device`. `staging`: makes the copies. Raises ValueError for a
-        backend that this machine does not have."""
+        the control channel. `streams`: None = those of `device`. `staging`: makes the copies. `turn`: of this
+        process on a device that others share; versions are sent in it. Raises ValueError for a backend that this
+        machine does not have."""
         device = torch.device(device)
         backend = choose_backend(config.backend, device) if config.makes_groups else "gloo"
         config = msgspec.structs.replace(config, bucket_bytes=bucket_size(config.bucket_bytes, device.type))
         self._config, self._members, self._canary = config, members, canary
-        self._post_plan, self._published, self._staging = post_plan, published, staging
+        self._post_plan, self._published, self._staging, self._turn = post_plan, published, staging, turn
         self._place: Place = staged_in(config, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
         self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
@@ -235,8 +238,15 @@ class Publisher:
                 while (job := self._next_job()) != "stop":
                     if job == "rebuild":
                         self._rebuild()
-                    else:
+                    elif self._turn is None:
                         self._deliver()
+                    elif self._turn.try_take():
+                        try:
+                            self._deliver()
+                        finally:
+                            self._turn.give_back()
+                    else:
+                        time.sleep(POLL_S)  # the training thread sees to it that this ends
         except BaseException as error:
             log.exception("the publisher failed")
             with self._changed:

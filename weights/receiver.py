@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -86,10 +87,12 @@ class WeightReceiver:
         name: str,
         on_staged: Callable[[], None] = lambda: None,
         keys: ClientKeys | None = None,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`name`: this actor's name in plans. `on_staged` is called from the receiver's thread whenever there are new
-        weights. `keys`: encrypt the control channel."""
+        weights. `keys`: encrypt the control channel. `within`: the sink takes weights inside of it."""
         self._sink = sink
+        self._within = within
         self._keys = keys
         self._on_staged = on_staged
         self._name = name
@@ -287,7 +290,7 @@ class WeightReceiver:
             if self._need_not_take(header, wire):
                 taken = Receipt(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
             else:
-                with events.span("weights", "receive", version=str(header.version)):
+                with events.span("weights", "receive", version=str(header.version)), self._within():
                     taken = self._sink.take(header, agreed, interrupted, wire)
         except (GroupBroken, GroupInterrupted) as error:
             free = self._sink.settle(header.grace_s / 2)

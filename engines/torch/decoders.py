@@ -54,6 +54,10 @@ class Slots(Protocol):
 
     def clear_slot(self, slot: int) -> None: ...
 
+    def drop(self) -> None:
+        """Free the memory of all slots, of which none is in use."""
+        ...
+
     def refresh(self) -> None:
         """Update what is derived from the model's parameters, after they were changed in place."""
         ...
@@ -98,7 +102,7 @@ class CachedSlots:
 
     def __init__(self, decoder: Decoder, cache: SlotCache, device: torch.device) -> None:
         self.decoder, self._cache, self._device = decoder, cache, device
-        self.clear_slot, self.refresh = cache.clear_slot, decoder.refresh
+        self.clear_slot, self.drop, self.refresh = cache.clear_slot, cache.drop, decoder.refresh
         self.experts: SlotExperts | None = None
 
     @property

@@ -39,6 +39,7 @@ from stillhouse.models.loading import resolve_device
 from stillhouse.models.packed import context_window
 from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, WeightVersion
 from stillhouse.tracing import events
+from stillhouse.weights.parked import Parked
 
 EMIT_EVERY_STEPS: Final = 8
 """Decode steps between two reports of a running request. Requests are also reported when they end and before a weight
@@ -68,6 +69,7 @@ class TorchEngine:
         dtype = getattr(torch, resolve_dtype(config.dtype, self._device.type))
         model.to(device=self._device, dtype=dtype).eval().requires_grad_(False)  # pyright: ignore
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
+        self._parked = Parked(model.parameters)
         self._n_ids = vocabulary_rows(model)
         self._slots = build_slots(
             model, config.max_concurrent, config.max_context, fused=config.fused, kernels=config.kernels
@@ -83,6 +85,8 @@ class TorchEngine:
         """By prompt: requests whose slot begins with the prompt's keys and values under the current weights."""
         self._outbox: list[GenerationDelta] = []
         self._closed = False
+        self._writing_ns = 0
+        """When it began to decode; 0: there is nothing to decode."""
         self._totals = _Totals()
 
     @property
@@ -140,11 +144,15 @@ class TorchEngine:
         self._refuse_closed()
         if not (self._live or self._outbox):
             self._stage.wait(timeout_s)
-        started_s = time.perf_counter()
+        started_s, began_ns = time.perf_counter(), events.now_ns()
         with torch.inference_mode():
             self._swap_if_staged()
             if self._live:
+                self._writing_ns = self._writing_ns or began_ns
                 self._run_step(self._admit())
+        if self._writing_ns and not self._live:
+            events.done("engine", "write", self._writing_ns)
+            self._writing_ns = 0
         self._totals.busy_s += time.perf_counter() - started_s
         deltas, self._outbox = self._outbox, []
         return deltas
@@ -154,6 +162,20 @@ class TorchEngine:
         (`stale_stagings_total`): weights never go back."""
         self._refuse_closed()
         self._stage.stage(version, tensors)
+
+    def give_back(self) -> None:
+        """See protocol.turns.SharesDevice. What is staged is swapped in first, so that there is one set of weights."""
+        if self._table.n_running:
+            raise RuntimeError(f"{self._table.n_running} requests are running; expected none")
+        self._parked.come_back()
+        with torch.inference_mode():
+            self._swap_if_staged()
+        self._holders.clear()
+        self._slots.drop()
+        self._parked.leave()
+
+    def take_again(self, *, weights_only: bool = False) -> None:
+        self._parked.come_back()
 
     def close(self) -> None:
         """Drop all requests without a last delta. Idempotent."""

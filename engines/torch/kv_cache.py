@@ -133,6 +133,14 @@ class SlotCache:
         for store in self._layers.values():
             store[:, slot] = 0
 
+    def drop(self) -> None:
+        """Free the memory of all slots. It is taken again when a step writes."""
+        self._layers.clear()
+        self._views.clear()
+        self._cells.clear()
+        self._bias.clear()
+        self._step = None
+
     def _grow(self, needed: int) -> None:
         cells = min(max(needed, self.cells + self.cells // 2), self.max_context)
         cells = min(-(-cells // _CELLS_MULTIPLE) * _CELLS_MULTIPLE, self.max_context)

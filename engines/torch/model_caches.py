@@ -86,6 +86,9 @@ class ModelCaches:
     def clear_slot(self, slot: int) -> None:
         self._held.pop(slot, None)
 
+    def drop(self) -> None:
+        self._held.clear()
+
     def refresh(self) -> None:
         """Does nothing: no copies of parameters are kept."""
 

@@ -36,6 +36,7 @@ class TorchProvider(EngineProvider):
     name = "torch"
     title = "embedded"
     loads_model = True
+    takes_turns = True
     meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, SCORES_GIVEN, HIDDEN_STATES)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:

@@ -40,6 +40,7 @@ from stillhouse.protocol.messages import WeightsRef
 from stillhouse.protocol.payloads.hidden import Bits
 from stillhouse.protocol.payloads.kind import ScoreOptions
 from stillhouse.weights.errors import SnapshotRefused
+from stillhouse.weights.parked import Parked
 from stillhouse.weights.snapshot import read_snapshot
 
 _FREE_SHARE: Final = {"cpu": 1 / 16, "cuda": 1 / 4}
@@ -59,6 +60,7 @@ class TorchScorer:
         self._prefixes = prefix_cache
         self._computed_tokens = 0
         self._model: PreTrainedModel | None = model
+        self._parked = Parked(model.parameters)
         self._head = lm_head(model)
         self._vocab_size = self._head.weight_VH.shape[0]
         self._max_context = context_window(model.config)
@@ -151,6 +153,14 @@ class TorchScorer:
         with torch.no_grad():
             for name, tensor in named.items():
                 parameters[name].copy_(tensor)
+
+    def give_back(self) -> None:
+        """See protocol.turns.SharesDevice."""
+        self._forget()
+        self._parked.leave()
+
+    def take_again(self, *, weights_only: bool = False) -> None:
+        self._parked.come_back()
 
     def close(self) -> None:
         """Drop the model. Scoring afterwards raises RuntimeError. Idempotent."""

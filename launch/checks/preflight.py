@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,8 @@ from stillhouse.recording.writer import record_path
 from stillhouse.teachers.alignment import Aligner
 
 replace = msgspec.structs.replace
+LEASE_IN_TURNS_S: Final = 600.0
+"""Least buffer.lease_s with launch.share = turns: a teacher holds its leases while it waits for its turn."""
 
 
 class Checked(NamedTuple):
@@ -67,6 +69,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     # even if device = cpu, one part may name a GPU
     machine = pretended or find_machine()._replace(host_gib=host_gib(), cores=usable_cores())
     config, why_engines = choose_engines(config, machine, interpreters)
+    if config.launch.share == "turns":
+        config = replace(config, buffer=replace(config.buffer, lease_s=max(config.buffer.lease_s, LEASE_IN_TURNS_S)))
     folders, not_found = find_models(config, weights=pretended is None)
     mistakes += not_found
     for key, folder in folders.items():

@@ -62,6 +62,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_transport(config),
             *_delta_of_servers(config),
             *_ranks_in_plain_text(config),
+            *_turns(config),
             *rollouts_that_no_message_holds(config, rows, window),
             *_teachers_window(config),
             *(_context_window(config, student) if student is not None else ()),
@@ -181,6 +182,25 @@ def _apis(config: RunConfig) -> Iterator[str]:
             yield f"{key}.reference: {api.reference!r} is no model folder, expected one with config.json"
     if config.pools and config.teacher.api.url:
         yield "teacher.api: got an API beside pools, expected it as pools.NAME.api of one of them"
+
+
+def _turns(config: RunConfig) -> Iterator[str]:
+    """What launch.share = turns cannot share: its turns are among the processes of one machine."""
+    if config.launch.share != "turns":
+        return
+    key = "launch.share: got turns"
+    if config.launch.backend != "local" or config.cluster.actors.each or config.cluster.teachers.each:
+        yield f"{key}, and workers on several hosts; expected launch.backend = local and no hosts in cluster"
+    if config.learner.ranks > 1:
+        yield f"{key} with learner.ranks = {config.learner.ranks}; expected 1: ranks keep their shares on their GPUs"
+    for group in worker_groups(config):
+        if group.n and group.settings.urls:
+            yield (
+                f"{key}, and {group.key}.urls; expected servers that the launcher starts, because others may be in use "
+                "when they are to give their memory back"
+            )
+        elif group.n and (group.engine.loads_model or group.engine.servers) and not group.engine.takes_turns:
+            yield f"{key}, and {group.key}.engine = {group.engine.name}, which cannot give its device back"
 
 
 def _late_apis(config: RunConfig) -> Iterator[str]:

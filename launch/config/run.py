@@ -49,6 +49,10 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     """Native threads of each worker process, whatever OMP_NUM_THREADS says. auto: the cores of each machine (fewer by
     affinity or by the quota of a container) are shared among the learner, teachers and actors that compute on its CPU,
     by what each has to do; --check shows the result."""
+    share: Literal["together", "turns"] = "together"
+    """How roles share a device. together: all compute at the same time, and each has a part of the memory. turns: the
+    learner, actors and teachers of this machine compute one after the other, and only one of them has its weights and
+    caches on the device; the others keep theirs in host memory (docs/one-gpu.md)."""
     ready_timeout_s: PositiveFloat = 600.0
     """Seconds after the start by which all workers must have connected to the buffer, and a restarted one again; and
     for which workers wait for a buffer that is being restarted. Raise it for models that load slowly. With --backend

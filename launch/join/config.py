@@ -119,6 +119,7 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
         )
     models = {MODELS[role]: str(folder) for role, folder in folders.items()}
     config = replace(config, models=replace(config.models, **models))
+    config = replace(config, launch=replace(config.launch, share="together"))  # turns are among the run's own workers
     here = _of_this_machine(config, roles, elsewhere=target.elsewhere and not ranks)
     mistakes += lacking_cuda(here, machine, interpreters.own())
     why = {role: why_engines[role] for role in roles if role in why_engines}

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from stillhouse.engines.provider import API_KEY_VARIABLE
 from stillhouse.launch.checks.placement import NOWHERE, Placement
-from stillhouse.launch.config.pools import worker_groups
+from stillhouse.launch.config.pools import group_of, worker_groups
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.processes.backend import ProcessBackend
 from stillhouse.launch.servers.plan import ServerPlan, nccl_environment
@@ -49,6 +49,12 @@ class LaunchPlan:
     """Devices of embedded workers."""
     api_key: str = field(default_factory=new_api_key, repr=False)
     """Bearer key of the servers."""
+
+    def takes_turns(self, role: WorkerRole, index: int) -> bool:
+        """Whether a worker shares its device with others in turn; a teacher at an API has none."""
+        if self.config.launch.share != "turns" or role == "buffer":
+            return False
+        return role == "learner" or group_of(self.config, role, index).engine.takes_turns
 
     @property
     def environment(self) -> dict[str, str]:

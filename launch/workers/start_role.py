@@ -52,6 +52,8 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Torch device that the launcher chose (launch.checks.placement); empty: use the configured device."""
     threads: int = 1
     """Native threads that the launcher planned for it, or for each of its ranks (launch.checks.threads)."""
+    in_turns: bool = False
+    """As in RoleContext."""
 
     def context(self, config: RunConfig, run_dir: Path) -> RoleContext[RunConfig]:
         """`run_dir`: path of the run folder on this host."""
@@ -70,6 +72,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             config=on_device(own, self.role, self.device) if self.device else own,
             buffer_away_s=config.launch.ready_timeout_s,  # as long as the launcher waits for a restarted one
             server_url=self.server_url,
+            in_turns=self.in_turns,
         )
 
 

@@ -116,8 +116,10 @@ class WorkerFigures:
             **_of_group("actors", actors, ("running", "waiting_for_weights", "rollouts_in_hand")),
             **_of_group("teachers", teachers, ("held_tokens", "prefix_tokens")),
             **_of_apis([peer.stats for peer in teachers if peer.alive]),
-            **_of_actors(self._added(actors)),
-            **_of_teachers(self._added(teachers)),
+            **_of_actors(of_actors := self._added(actors)),
+            **_of_teachers(of_teachers := self._added(teachers)),
+            **_of_turns("actors", of_actors),
+            **_of_turns("teachers", of_teachers),
         }
         self._before = {(peer.role, peer.name): peer.stats for peer in snapshot.peers}
         return figures
@@ -228,6 +230,14 @@ def _of_group(group: str, peers: Sequence[PeerView], summed: Sequence[str]) -> d
         figures[f"{group}/{name}"] = sum(peer.stats.get(name, 0.0) for peer in alive)
     figures[f"{group}/busy_fraction"] = sum(peer.stats.get("busy_fraction", 0.0) for peer in alive) / len(alive)
     return figures
+
+
+def _of_turns(group: str, added: Mapping[str, float]) -> dict[str, float]:
+    return {
+        f"turns/{group}_{key}": added[f"{key}_total"]
+        for key in ("turns", "turn_s", "turn_wait_s")
+        if f"{key}_total" in added
+    }
 
 
 def _of_actors(added: defaultdict[str, float]) -> dict[str, float]:

@@ -279,6 +279,12 @@ class Trainer:
         load_adamw(self.model, self._optimizer, state)
         self.steps_done = state.steps_done
 
+    def moments(self) -> Iterator[Tensor]:
+        """The optimizer's state that is on the model's device, as plain tensors. One rank only."""
+        device = self.model.device
+        for state in self._optimizer.state.values():
+            yield from (one for one in state.values() if type(one) is Tensor and one.device == device)
+
     def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[BatchPart]:
         """The student's own items first. Raises EmptyBatchError and BatchError."""
         self._check_ids([*items, *offline])

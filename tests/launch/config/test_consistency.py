@@ -486,3 +486,21 @@ def test_a_pool_with_another_tokenizer_has_tags_of_its_own() -> None:
     for routes in ({"one": ["a"], "far": ["b", "a"]}, {"one": [], "far": ["a"]}):
         (told,) = mistakes(pools=pools, learner={"tasks": {"routes": routes}}, teachers=2)
         assert told.startswith("pools.far.tokenizer: got other, and other pools score its tags (a), expected tags of ")
+
+
+@pytest.mark.parametrize(
+    ("plain", "told"),
+    [
+        ({"learner": {"ranks": 2}}, "learner.ranks = 2; expected 1"),
+        ({"launch": {"backend": "ray"}}, "workers on several hosts; expected launch.backend = local"),
+        ({"cluster": {"actors": {"each": 1}}}, "workers on several hosts; expected launch.backend = local"),
+        ({"teacher": {"engine": "sglang", "urls": ["http://127.0.0.1:1"]}}, "teacher.urls; expected servers that the"),
+        ({"actor": {"engine": "tests.integration.scripted_engine:PROVIDER"}}, ""),
+        ({}, ""),
+    ],
+)
+def test_turns_are_refused_where_they_cannot_be(plain: dict[str, Any], told: str) -> None:
+    found = mistakes(**{**plain, "launch": {"share": "turns", **plain.get("launch", {})}})
+    assert [one for one in found if told and told in one] or not told
+    assert bool([one for one in found if "got turns" in one]) == bool(told), found
+    assert not [one for one in mistakes(**plain) if "got turns" in one]
