@@ -49,7 +49,7 @@ class ServerAdapters(ServerWeights):
     def __init__(self, engine: SGLangEngine, *, student: str, folder: Path) -> None:
         """`folder`: for the copies, of this server alone, which sees it under the same path; the same one when the
         actor is started again."""
-        super().__init__(engine, student=student)
+        super().__init__(engine, student=student, ours=False)
         self._folder = folder.resolve()
         self._loaded: list[str] = []
         self._counts = {

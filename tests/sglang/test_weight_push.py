@@ -124,7 +124,7 @@ class Actor:
         self.name = name
         self.incarnation = f"incarnation-{next(_run_numbers)}"
         self.engine = SGLangEngine(server.url, config, vocab_size=VOCAB, run_id=run_id)
-        self.weights = ForgetfulWeights(self.engine, student=str(path))
+        self.weights = ForgetfulWeights(self.engine, student=str(path), ours=True)
         self.receiver = WeightReceiver(self.weights, name=name)
         self.receiver.start()
 
