@@ -254,6 +254,8 @@ class ServerEngine:
 
     modules: tuple[str, ...] = ()
     """Modules that the servers' interpreter must have; they are looked up, not imported."""
+    experts_args: tuple[str, ...] = ()
+    """Arguments of servers that are to report the experts of their routers."""
 
     def choose_python(self, server: ServerConfig) -> Path:
         """The interpreter in which servers run."""

@@ -24,7 +24,8 @@ from typing import Any
 
 from serve import become_server, own
 
-LORA_ARGUMENT = "--enable-lora"
+PINNING = {"--enable-lora", "--enable-return-routed-experts"}
+"""Arguments of servers that ask for pinned memory."""
 LAST_GRACE_S = 5.0
 """Seconds between SIGTERM and SIGKILL when everything ends; after SIGTERM, SGLang finishes running requests."""
 
@@ -62,7 +63,7 @@ def main() -> None:
         own("children").die_with_parent(owner_pid)
 
     def become(message: dict[str, Any]) -> None:
-        if LORA_ARGUMENT in message["args"]:
+        if PINNING & set(message["args"]):
             from sglang_torch_cpu.pinned import ignore_pinning
 
             ignore_pinning()

@@ -28,6 +28,7 @@ class PendingDelta:
     error: str | None = None
 
     def delta(self, request_id: str) -> GenerationDelta:
+        known = [row for row in self.tokens.experts if row is not None]
         return GenerationDelta(
             request_id,
             np.array(self.tokens.ids, np.int32),
@@ -36,6 +37,8 @@ class PendingDelta:
             self.finish_reason,
             self.error,
             tuple(self.tokens.top_ids) or None,
+            np.stack(known) if known and len(known) == len(self.tokens.ids) else None,
+            self.tokens.prompt_experts,
         )
 
 

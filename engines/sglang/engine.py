@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Final
 
+import msgspec
+
 from stillhouse.engines.backoff import backoffs
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
 from stillhouse.engines.http.link import ModelInfo, RequestRefused, ServerUnavailable
@@ -38,6 +40,7 @@ from stillhouse.engines.sglang.requests import (
     LiveRequest,
     check_request,
     ended_anyway,
+    experts_asked,
     generate_body,
     why_give_up,
 )
@@ -91,6 +94,7 @@ class SGLangEngine:
         self._session_id = secrets.token_hex(4)
         self._n_sent = 0
         self._closed = False
+        self._told_of_experts = False
         self._server_paused = False
         """Paused by this engine, in mode `retract`: its requests wait there."""
         self._pause_began: tuple[int, int] | None = None
@@ -139,6 +143,13 @@ class SGLangEngine:
         RuntimeError after close(). The seed is ignored: the server has its own random stream."""
         self._refuse_closed()
         check_request(request, self.features, self.vocab_size)
+        if request.sampling.experts is not None and not (self.features.routed_experts or self._told_of_experts):
+            self._told_of_experts = True
+            log.warning(
+                "learner.routing_replay: this server does not say which experts it chose, so the student's routers "
+                "choose freely; expected a server with --enable-return-routed-experts, and another update_mode than "
+                "retract"
+            )
         self._deltas.open(request.request_id)
         self.server.call_soon(self._begin, LiveRequest(request))
 
@@ -202,6 +213,9 @@ class SGLangEngine:
         features = await detect_features(self.server)
         if unfit := why_unfit(features, self.config):
             raise ServerMismatch(f"{self.server.url}: {unfit}")
+        if features.routed_experts and self.config.update_mode == "retract":
+            # What was computed again under new weights would be said of tokens that the old ones sampled.
+            features = msgspec.structs.replace(features, routed_experts=False)
         self._gate = asyncio.Event()
         self._paused_s = self._version_set_s = time.monotonic()
         self._silent_since_s = 0.0
@@ -289,6 +303,7 @@ class SGLangEngine:
                 labels=labels,
                 top_ids=live.request.sampling.top_ids,
                 kept=live.request.sampling.kept,
+                experts=experts_asked(live.request, len(live.ids), self.features),
             )
             try:
                 return await self._read(live, stream)

@@ -114,6 +114,8 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
     """At temperature 0 log-probs are those of temperature 1."""
     sampling_mask: bool = False
     """Returns the ids that a token was sampled from, and its log-prob among them."""
+    routed_experts: bool = False
+    """Returns the experts that its routers chose."""
     precision: Precision = "bfloat16"
     """Precision of its computation."""
     adapter_rank: int = 0
@@ -142,6 +144,7 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
             "weight updates": "in sessions" if self.update_sessions else "without sessions",
             "pause and continue": "yes" if self.pausing else "no",
             "checksums": "yes" if self.checksums else "no",
+            **({"experts": "says which its routers choose"} if self.routed_experts else {}),
             **({"adapters": f"up to rank {self.adapter_rank}"} if self.adapter_rank else {}),
             "versions of tokens": "spans" if self.version_spans else "no spans: requests are cut at every swap",
             "stream": ("incremental" if self.incremental_stream else "cumulative")
@@ -230,6 +233,7 @@ async def detect_features(link: SGLangLink) -> Features:
         logprob_temperature=_logprob_temperature(at_one, at_probe),
         greedy_logprobs_at_one=abs(greedy - at_one[0]) < _SAME_NATS,
         sampling_mask=await _returns_masks(link),
+        routed_experts=await _returns_experts(link),
         precision=info.precision,
         adapter_rank=(info.max_lora_rank or 0) if info.enable_lora else 0,
     )
@@ -267,6 +271,17 @@ async def _returns_masks(link: SGLangLink) -> bool:
     return [len(ids) for ids in meta.output_token_sampling_mask] == [2] and len(
         meta.output_token_sampling_logprobs
     ) == 1
+
+
+async def _returns_experts(link: SGLangLink) -> bool:
+    """Only servers that were started with --enable-return-routed-experts do."""
+    try:
+        text = await link.post(
+            "/generate", _body(1.0, 1, return_routed_experts=True), timeout_s=link.config.stall_timeout_s
+        )
+        return bool(msgspec.json.decode(text, type=StreamChunk).meta_info.routed_experts)
+    except (RequestRefused, msgspec.DecodeError):
+        return False
 
 
 def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, float]) -> LogprobTemperature:

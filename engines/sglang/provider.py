@@ -26,6 +26,7 @@ from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
+from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
 from stillhouse.protocol.payloads.kind import EngineNeed
 from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, REPORTS_LIKELIEST, SCORES_GIVEN
@@ -42,7 +43,7 @@ class SGLangProvider(EngineProvider):
     name = "sglang"
     title = "SGLang servers"
     servers = SERVERS
-    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, SCORES_GIVEN)
+    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, SCORES_GIVEN)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (

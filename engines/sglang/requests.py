@@ -14,7 +14,7 @@ from stillhouse.engines.base import EngineStats, GenerationRequest, check_prompt
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.features import Features
 from stillhouse.engines.sglang.http import SGLangLink
-from stillhouse.engines.sglang.stream import FinishReason
+from stillhouse.engines.sglang.stream import ExpertsAsked, FinishReason
 from stillhouse.protocol.messages import Sampling, WeightVersion
 from stillhouse.weights.manifest import WeightBucket
 
@@ -70,6 +70,14 @@ def tokens_left(request: GenerationRequest, n_answered: int, features: Features)
     return max(0, min(request.max_new_tokens - n_answered, features.max_context - n_prompt))
 
 
+def experts_asked(request: GenerationRequest, n_answered: int, features: Features) -> ExpertsAsked | None:
+    """What a request that continues after `n_answered` tokens asks for; None: nothing, or the server cannot."""
+    shape, n_prompt = request.sampling.experts, len(request.prompt_ids) + n_answered
+    if shape is None or not features.routed_experts:
+        return None
+    return ExpertsAsked(shape, n_prompt if n_answered else request.experts_from, n_prompt)
+
+
 def generate_body(
     request: GenerationRequest, answered: list[int], rid: str, features: Features, stream_tokens: int
 ) -> dict[str, Any]:
@@ -94,6 +102,8 @@ def generate_body(
     if request.sampling.kept:
         sampling |= {"top_k": request.sampling.top_k, "top_p": request.sampling.top_p, "min_p": request.sampling.min_p}
         body["return_sampling_mask"] = True
+    if (experts := experts_asked(request, len(answered), features)) is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": experts.start - 1}
     return body
 
 

@@ -91,6 +91,7 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 
 class SGLangServers(ServerEngine):
     modules = (*NEEDED, FLASHINFER, FA3)
+    experts_args = ("--enable-return-routed-experts",)
 
     def choose_python(self, server: ServerConfig) -> Path:
         """`server.python`, or the environment of `make sglang-cpu`, or the interpreter that runs this."""

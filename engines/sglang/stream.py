@@ -13,17 +13,19 @@ sample only after the stamp has changed (requests run on only when the update wa
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from stillhouse.engines.base import Int32s, likeliest
-from stillhouse.protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.protocol.payloads.expert_ids import ExpertIds, why_unfit
 
 START_LABEL: Final = "default"
 """A server's default label for the weights that it was started with."""
@@ -102,6 +104,8 @@ class MetaInfo(msgspec.Struct, frozen=True):
     """With return_sampling_mask: the ids that each token was sampled from..."""
     output_token_sampling_logprobs: list[float | None] = msgspec.field(default_factory=list[float | None])
     """...and its log-prob among these."""
+    routed_experts: str | None = None
+    """With return_routed_experts, in the last chunk: what `experts_said` reads."""
     weight_versions: list[SpanSaid] | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -134,6 +138,9 @@ class NewTokens:
     spans: list[VersionSpan] = field(default_factory=list[VersionSpan])
     top_ids: list[Int32s] = field(default_factory=list[Int32s])
     """One set per token if the request asks for them (`Sampling.top_ids`), else none."""
+    experts: list[ExpertIds | None] = field(default_factory=list[ExpertIds | None])
+    """By token: [layers, chosen]; None where the server did not say."""
+    prompt_experts: ExpertIds | None = None
 
     def extend(self, other: NewTokens) -> None:
         """Append, merging adjacent spans of one version."""
@@ -141,6 +148,8 @@ class NewTokens:
         self.ids += other.ids
         self.logprobs += other.logprobs
         self.top_ids += other.top_ids
+        self.experts += other.experts
+        self.prompt_experts = other.prompt_experts if self.prompt_experts is None else self.prompt_experts
         for span in other.spans:
             start = offset + span.start
             if self.spans and self.spans[-1].version == span.version:
@@ -149,6 +158,14 @@ class NewTokens:
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "aborted", "error"]
+
+
+class ExpertsAsked(NamedTuple):
+    """A request for experts: of the tokens from `start` on, of which those before `n_prompt` are in its prompt."""
+
+    shape: ExpertShape
+    start: int
+    n_prompt: int
 
 
 class TokenStream:
@@ -162,7 +179,9 @@ class TokenStream:
         labels: Labels,
         top_ids: TopIdsWanted | None = None,
         kept: bool = False,
+        experts: ExpertsAsked | None = None,
     ) -> None:
+        """`experts`: they come with the last chunk, so that all tokens are held back until then."""
         self._incremental = incremental
         self._floor = floor
         self._labels = labels
@@ -170,6 +189,7 @@ class TokenStream:
         self._logprobs: list[float] = []
         self._wanted = top_ids
         self._kept = kept
+        self._experts = experts
         self._top_ids: list[Int32s] = []
         self._n_given = 0
         self._holding = False
@@ -185,11 +205,23 @@ class TokenStream:
         meta = chunk.meta_info
         self._append(chunk)
         self.finish = meta.finish_reason
+        new = self._known(meta)
+        if self._experts is None or not new.ids:
+            return new
+        if meta.routed_experts is None:
+            return replace(new, experts=[None] * len(new.ids))
+        rows_RLK = experts_said(meta.routed_experts, self._experts, len(self._ids))
+        n_before = len(rows_RLK) - len(self._ids)
+        return replace(new, experts=list(rows_RLK[n_before:]), prompt_experts=rows_RLK[:n_before])
+
+    def _known(self, meta: MetaInfo) -> NewTokens:
         if meta.finish_reason is not None and meta.weight_versions is not None:
             return self._settle(meta.weight_versions)
         if len(self._ids) == self._n_given:
             return NewTokens()
         self._holding |= self._labels.parse(meta.weight_version) != self._floor
+        if self._experts is not None and meta.finish_reason is None:
+            return NewTokens()
         if not self._holding:
             return self._give([VersionSpan(self._floor, self._n_given, len(self._ids))])
         if meta.finish_reason is not None:
@@ -254,6 +286,27 @@ class TokenStream:
         first, self._n_given = self._n_given, len(self._ids)
         relative = [VersionSpan(span.version, span.start - first, span.end - first) for span in spans]
         return NewTokens(self._ids[first:], self._logprobs[first:], relative, self._top_ids[first:])
+
+
+def experts_said(said: str, asked: ExpertsAsked, n_tokens: int) -> ExpertIds:
+    """[asked prompt tokens + n_tokens, layers, chosen]: by token, the choices at the place before it. The server sends
+    int32 [places, all layers of the model, chosen] in base64 (SGLang's state_capturer.routed_experts). Raises
+    StreamError."""
+    shape, n_rows = asked.shape, asked.n_prompt + n_tokens - asked.start
+    try:
+        flat = np.frombuffer(base64.b64decode(said, validate=True), "<i4")
+    except ValueError as error:
+        raise StreamError(f"the experts of the routers are not base64 of int32: {error}") from error
+    n_layers, rest = divmod(flat.size, n_rows * shape.chosen) if n_rows else (0, flat.size)
+    if rest or n_layers <= max(shape.layers):
+        raise StreamError(
+            f"{flat.size} experts for {n_rows} tokens; expected {shape.chosen} for each of more than "
+            f"{max(shape.layers)} layers"
+        )
+    rows_RLK = flat.reshape(n_rows, n_layers, shape.chosen)[:, list(shape.layers)]
+    if wrong := why_unfit(rows_RLK, shape):
+        raise StreamError(f"the server sent {wrong}")
+    return rows_RLK.astype(np.uint16)
 
 
 def kept_sets(ids: Sequence[int], masks: Sequence[Sequence[int]]) -> list[Int32s]:

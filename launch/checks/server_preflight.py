@@ -130,6 +130,8 @@ def _added(
     for group in launched_groups(config):
         server, servers = group.settings.server, group.servers
         suited = servers.suited(server, interpreters.look(servers.choose_python(server), servers.modules))
+        if group.role == "actor" and config.learner.routing_replay:
+            suited = (*suited, *servers.experts_args)
         added |= {worker: (*suited, *limits.get(worker, ())) for worker in group.workers}
     return added
 

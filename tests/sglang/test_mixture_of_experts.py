@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.sglang.config import SGLangConfig
+from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.models.loading import load_causal_lm
+from stillhouse.models.routing import expert_shape
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.protocol.payloads.expert_ids import ExpertIds
 from stillhouse.sglang_server.servers import Servers, SGLangServer
-from tests.sglang.conftest import READY_S, STUDENT
+from tests.patience import Limit
+from tests.sglang.conftest import READY_S, STUDENT, VOCAB, request
 from tests.sglang.test_weight_push import (
     V1,
     V2,
@@ -64,6 +73,14 @@ def two(servers: Servers, mixture: Path) -> list[SGLangServer]:
     return started
 
 
+@pytest.fixture(scope="package")
+def telling(servers: Servers, mixture: Path) -> SGLangServer:
+    """A server that says which experts it chose."""
+    server = servers.start("mixture-telling", mixture, SGLangServers.experts_args)
+    servers.wait_ready([server], READY_S)
+    return server
+
+
 @pytest.fixture
 def run(tmp_path: Path, mixture: Path, mixture_weights: Named) -> Iterator[Run]:
     run = Run(tmp_path, mixture_weights, mixture)
@@ -101,3 +118,83 @@ def test_one_expert_that_a_server_passes_over_is_found_by_the_checksums_of_the_f
     run.actors["actor-0"].weights.forgets = forgets
     run.publish(V1)
     wait_until(lambda: publisher.stats.dropped_total == {"wrong_weights": 1})
+
+
+@dataclass
+class Told:
+    """What came back of one request."""
+
+    ids: list[int]
+    """Prompt and answer."""
+    rows: dict[int, ExpertIds] = field(default_factory=dict[int, ExpertIds])
+    finish_reason: str | None = None
+
+
+def ask(
+    engine: SGLangEngine, requests: Sequence[GenerationRequest], on_token: Callable[[], None] | None = None
+) -> dict[str, Told]:
+    told = {one.request_id: Told(one.prompt_ids.tolist()) for one in requests}
+    for one in requests:
+        engine.submit(one)
+    limit = Limit(WAIT_S)
+    while any(one.finish_reason is None for one in told.values()):
+        assert not limit.passed, told
+        if on_token is not None and engine.stats.running:
+            on_token()
+            on_token = None
+        for delta in engine.poll(0.1):
+            assert delta.error is None, delta.error
+            one = told[delta.request_id]
+            for rows, end in (
+                (delta.prompt_experts, len(one.ids)),
+                (delta.experts, len(one.ids) + len(delta.token_ids)),
+            ):
+                if rows is not None:
+                    one.rows.update(enumerate(rows, end - len(rows)))
+            one.ids += delta.token_ids.tolist()
+            one.finish_reason = delta.finish_reason
+    return told
+
+
+@torch.no_grad()
+def n_others(model: Any, one: Told) -> int:
+    """Choices that are not those of transformers' own router at the place before the token."""
+    of_layers = model(input_ids=torch.tensor([one.ids]), use_cache=False, output_router_logits=True).router_logits
+    return sum(
+        set(of_layer[token - 1].topk(2).indices.tolist()) != set(row_LK[layer].tolist())
+        for token, row_LK in one.rows.items()
+        for layer, of_layer in enumerate(of_layers)
+    )
+
+
+def test_a_server_says_which_experts_it_chose(telling: SGLangServer, mixture: Path, two: list[SGLangServer]) -> None:
+    """Of all tokens of prompts and answers, also where the prefix cache has them, of a later turn only what is new, and
+    of an answer that was cut for new weights and went on."""
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    shape = expert_shape(model)
+    engine = SGLangEngine(telling.url, SGLangConfig(), vocab_size=VOCAB)
+    assert engine.features.routed_experts
+    asked = [request(f"r{i}", [7 + i, *range(9, 30)], 20 + i, experts=shape) for i in range(4)]
+    asked += [request(f"again{i}", [7, *range(9, 30)], 20, experts=shape) for i in range(2)]
+    told = ask(engine, asked)
+    for one in told.values():
+        assert set(one.rows) == set(range(1, len(one.ids))) and n_others(model, one) == 0
+    first = told["r0"].ids
+    turn = request("turn", [*first, 40, 41, 42], 12, experts=shape)
+    later = ask(engine, [replace(turn, experts_from=len(first))])["turn"]
+    assert set(later.rows) == set(range(len(first), len(later.ids))) and n_others(model, later) == 0
+
+    def swap() -> None:
+        engine.pause(WAIT_S)
+        engine.resume(WeightVersion(0, 0), WAIT_S, name=True)
+
+    cut = ask(engine, [request("cut", [5, *range(9, 30)], 200, experts=shape)], swap)["cut"]
+    assert engine.stats.extra["restarted_requests_total"] == 1
+    assert set(cut.rows) == set(range(1, len(cut.ids))) and n_others(model, cut) == 0
+    engine.close()
+    retracting = SGLangEngine(telling.url, SGLangConfig(update_mode="retract"), vocab_size=VOCAB)
+    assert not retracting.features.routed_experts
+    retracting.close()
+    plain = SGLangEngine(two[0].url, SGLangConfig(), vocab_size=VOCAB)
+    assert not plain.features.routed_experts
+    plain.close()

@@ -1,5 +1,6 @@
-"""Servers with `--enable-lora` allocate pinned memory (sglang.srt.lora), and torch refuses that without an accelerator.
-Here a request for pinned memory gets ordinary memory, which is the same to a CPU."""
+"""Servers with `--enable-lora` or `--enable-return-routed-experts` allocate pinned memory (sglang.srt.lora,
+sglang.srt.state_capturer), and torch refuses that without an accelerator. Here a request for pinned memory gets
+ordinary memory, which is the same to a CPU."""
 
 import functools
 
@@ -11,6 +12,11 @@ def ignore_pinning():
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+    try:
+        from sglang.srt.mem_cache.pool_host import common
+    except ImportError:  # 0.5.17
+        return
+    common.ALLOC_MEMORY_FUNCS["cpu"] = common.alloc_with_pin_memory  # not by cudaHostRegister
 
 
 def _without_pinning(make):

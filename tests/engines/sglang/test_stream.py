@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from stillhouse.engines.sglang.deltas import PendingDelta
 from stillhouse.engines.sglang.features import chunks_are_increments
-from stillhouse.engines.sglang.stream import Labels, NewTokens, StreamChunk, StreamError, TokenStream
-from stillhouse.protocol.messages import TopIdsWanted, VersionSpan, WeightVersion
+from stillhouse.engines.sglang.stream import ExpertsAsked, Labels, NewTokens, StreamChunk, StreamError, TokenStream
+from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
 
@@ -187,3 +190,56 @@ def test_a_token_sampled_from_a_part_has_its_logprob_among_it(incremental: bool)
         other = TokenStream(incremental=True, floor=START, labels=Labels(""), kept=True)
         with pytest.raises(StreamError):
             other.take(chunk([5], **wrong))
+
+
+SHAPE = ExpertShape((0, 2), 8, 2)
+
+
+def said(rows: list[list[list[int]]]) -> dict[str, Any]:
+    """As SGLang encodes it: int32 [places, layers, chosen]."""
+    return {"routed_experts": base64.b64encode(np.array(rows, "<i4").tobytes()).decode()}
+
+
+def asking(start: int = 2, n_prompt: int = 3) -> TokenStream:
+    asked = ExpertsAsked(SHAPE, start, n_prompt)
+    return TokenStream(incremental=True, floor=START, labels=Labels(""), experts=asked)
+
+
+def test_tokens_wait_for_the_experts_that_come_with_the_last_chunk() -> None:
+    """Of three layers the second has no router; of the prompt's three tokens the last is asked for too."""
+    stream, rows = asking(), [[[0, 1], [0, 0], [2, 3]], [[4, 5], [0, 0], [6, 7]], [[1, 0], [0, 0], [3, 2]]]
+    assert stream.take(chunk([5])).ids == [] and stream.n_seen == 1
+    new = stream.take(chunk([6], **LENGTH, **said(rows)))
+    assert new.ids == [5, 6] and new.spans == [VersionSpan(START, 0, 2)]
+    assert new.prompt_experts is not None and new.prompt_experts.tolist() == [[[0, 1], [2, 3]]]
+    assert [row.tolist() for row in new.experts if row is not None] == [[[4, 5], [6, 7]], [[1, 0], [3, 2]]]
+    pending = PendingDelta(new)
+    pending.tokens.extend(NewTokens([7], [-7.0], [VersionSpan(START, 0, 1)], [], [None]))
+    assert pending.delta("r").experts is None, "a delta has the experts of all its tokens, or of none"
+
+
+def test_tokens_without_experts_leave_all_the_same() -> None:
+    stream = asking()
+    stream.take(chunk([5]))
+    new = stream.take(chunk([6], **LENGTH))
+    assert new.ids == [5, 6] and new.experts == [None, None] and new.prompt_experts is None
+    assert PendingDelta(new).delta("r").experts is None
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (said([[[0, 1], [0, 0], [2, 3]]] * 2), "12 experts for 3 tokens"),
+        (said([[[0, 1], [2, 3]]] * 3), "more than 2 layers"),
+        (said([[[0, 1], [0, 0], [2, 8]]] * 3), r"expected ids in \[0, 8\)"),
+        (said([[[0, -1], [0, 0], [2, 3]]] * 3), r"expected ids in \[0, 8\)"),
+        (said([[[0, 1], [0, 0], [2, 2]]] * 3), "twice"),
+        ({"routed_experts": "!"}, "base64"),
+        ({"routed_experts": "AAA="}, "base64 of int32"),
+    ],
+)
+def test_experts_that_cannot_be_are_an_error(told: dict[str, Any], says: str) -> None:
+    stream = asking()
+    stream.take(chunk([5]))
+    with pytest.raises(StreamError, match=says):
+        stream.take(chunk([6], **LENGTH, **told))
