@@ -59,7 +59,7 @@ def _has_experts(layer: torch.nn.Module, experts: int) -> bool:
 class _Pass(Protocol):
     shape: ExpertShape
 
-    def chosen(self, layer: int, scores_RE: Tensor, own_RK: Tensor) -> Tensor:
+    def chosen(self, layer: int, own_RK: Tensor) -> Tensor:
         """The experts that the layer uses, [R, K], instead of its own."""
         ...
 
@@ -97,7 +97,7 @@ class Recording:
         self.shape = shape
         self._ids: dict[int, Tensor] = {}
 
-    def chosen(self, layer: int, scores_RE: Tensor, own_RK: Tensor) -> Tensor:
+    def chosen(self, layer: int, own_RK: Tensor) -> Tensor:
         self._ids[layer] = own_RK
         return own_RK
 
@@ -115,7 +115,6 @@ class Replay:
         self.shape = shape
         self._ids_TLK, self._given_T = ids_TLK, given_T
         self._places = {layer: place for place, layer in enumerate(shape.layers)}
-        self._rows: tuple[Tensor, Tensor | None] = (torch.empty(0), None)
         self._differ: dict[tuple[int, int], Tensor] = {}
         self._n_parts = 0
 
@@ -150,7 +149,7 @@ class _Part:
         self._replay, self._part, self._real_R = replay, part, real_R
         self._ids_RLK, self._given_R = ids_RLK, given_R
 
-    def chosen(self, layer: int, scores_RE: Tensor, own_RK: Tensor) -> Tensor:
+    def chosen(self, layer: int, own_RK: Tensor) -> Tensor:
         self.missed.discard(layer)
         ids_RK = self._ids_RLK[:, self.shape.layers.index(layer)]
         if ids_RK.shape != own_RK.shape:
@@ -181,7 +180,7 @@ class _Choice(TorchFunctionMode):
         self.n_choices += 1
         own_RK = found[1].reshape(-1, shape.chosen)
         with torch._C.DisableTorchFunction():
-            ids_RK = self._of.chosen(self._layer, scores.reshape(-1, shape.experts), own_RK)
+            ids_RK = self._of.chosen(self._layer, own_RK)
             if ids_RK is own_RK:
                 return found
             ids = ids_RK.view(found[1].shape)

@@ -41,7 +41,7 @@ class FoundRollout:
     @property
     def page_bytes(self) -> int:
         """Estimate of what it takes in the page."""
-        n_sent = len({piece.teacher for piece in self.item.top_k})
+        n_sent = len({piece.teacher for piece in self.item.top_k if piece.teacher >= 0})
         token = TOKEN_BYTES + 3 * max(0, len(self.item.teachers) - 1)
         return ROLLOUT_BYTES + TOP_K_BYTES * n_sent + self.item.end * token
 

@@ -37,7 +37,9 @@ from tests.learner.conftest import build_hybrid, build_item, build_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, with_states
+from tests.learner.step.test_mixture_of_experts import student
 from tests.learner.step.test_peak_memory import expected_and_measured
+from tests.learner.step.test_routing_replay import rows_for, with_rows
 from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
 from tests.learner.step.test_top_k_step import with_sets
 
@@ -74,6 +76,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "moments on the host": {"moments": "host", "updates_per_batch": 2, "max_grad_norm": 1e-2},
     "adapters, moments on the host": {"moments": "host", "lora": LoraConfig(rank=2, alpha=4.0)},
     "recurrent layers": {"pack_tokens": 4096, "updates_per_batch": 2},
+    "experts": {"routing_replay": True, "recompute": 1.0},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 
@@ -109,11 +112,16 @@ def branched(one: TrainItem) -> TrainItem:
 
 
 def trainer_of(
-    config: LearnerConfig, ranks: Ranks, dtype: torch.dtype = torch.float64, *, recurrent: bool = False
+    config: LearnerConfig,
+    ranks: Ranks,
+    dtype: torch.dtype = torch.float64,
+    *,
+    recurrent: bool = False,
+    mixture: bool = False,
 ) -> Trainer:
     """Only rank 0 has values; the others get theirs from it."""
     with torch.device("meta" if ranks.rank else "cpu"):
-        model = build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype)
+        model = student() if mixture else build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype)
     if recurrent and not ranks.rank:
         set_way(model, "padded")
     torch.manual_seed(0)
@@ -160,17 +168,20 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
     """Largest differences over three steps, with teacher's text in the second, and after them. Alone, the moments are
     beside the weights."""
     config = learner_config(**(PLAIN | settings))
-    dtype = torch.float32 if config.dtype == "bfloat16" else torch.float64
+    mixture = name == "experts"
+    dtype = torch.float32 if config.dtype == "bfloat16" or mixture else torch.float64
     by_one = msgspec.structs.replace(config, moments="device")
     hidden, recurrent = name == "hidden states", name == "recurrent layers"
-    alone = trainer_of(by_one, Ranks(), dtype, recurrent=recurrent)
-    together = trainer_of(config, ranks, dtype, recurrent=recurrent)
+    alone = trainer_of(by_one, Ranks(), dtype, recurrent=recurrent, mixture=mixture)
+    together = trainer_of(config, ranks, dtype, recurrent=recurrent, mixture=mixture)
     figures = gradients = 0.0
     for step in range(3):
         divided = ranks.context_group is not None
         top_k = any(map(config.objective.needs_top_k_for, config.tasks.routes))
         pools = bool(config.objective.teacher_divergences)
         items = items_of(seed=10 * step, top_k=top_k, hidden=hidden, divided=divided, pools=pools)
+        if mixture:
+            items = [with_rows(one, rows_for(len(one.tokens_L), step), branches=one.item.branches) for one in items]
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
             items = [
                 items[6 if divided else 0],

@@ -22,6 +22,7 @@ ALLOWED = {
     "bfloat16 products": 0.12,  # 0.08 where the processor has AVX2 and no more
     "adapters, bfloat16 products": 0.12,
     "recurrent layers": 1e-5,  # its gates are float32 in any dtype
+    "experts": 1e-4,  # transformers multiplies them in float32
     "half precision": 0.3,  # a sum of rounding errors
     "gathered": 0.02,  # shares are padded to one size
     "peak memory": 0.15,
