@@ -137,7 +137,7 @@ class Between:
     seed: int
     head_of: HeadOf = no_heads
     experts: ExpertShape | None = None
-    """Of the routers that are given the engine's choices; None: routers choose freely."""
+    """The routers that are given the engine's choices; None: all choose freely."""
 
     @property
     def needs_logprobs(self) -> bool:

@@ -145,7 +145,7 @@ class Trainer:
         if self.ranks.context_group is not None:
             refuse_undividable(model.config)
         self.experts = expert_shape(model) if config.routing_replay else None
-        """Of the routers that are given the engine's choices."""
+        """The routers that are given the engine's choices; None: all choose freely."""
         if self.experts is not None:
             prepare(model, self.experts)
         recompute(model, config.recompute)
