@@ -247,7 +247,7 @@ class TokenGraph:
         return n
 
     def add_experts(self, call: Call, experts: ExpertIds) -> None:
-        """Note the `experts` of the last tokens of the call's prompt. Those of tokens that have some stay as they are."""
+        """Note the `experts` of the last tokens of the call's prompt. Tokens that have some keep theirs."""
         tokens = list(_tokens_before(call))
         for (node, _, token), one_LK in zip(tokens[len(tokens) - len(experts) :], experts, strict=True):
             node.experts.setdefault(token, one_LK)
