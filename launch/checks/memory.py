@@ -31,6 +31,8 @@ teacher         max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of
                 64 MiB, or max_batch_tokens); on a GPU the prefix cache, 4 GiB or teacher.prefix_cache_mb
 server          launch.checks.server_memory and the engine's own formula (`SGLangServers.memory`): weights P * b / tp,
                 b of --dtype, else 2; KV cache; a prefill's activations; logits; CUDA graphs
+in turns        (launch.share) the largest of these on a GPU, and what stays of the others: their processes, copies that
+                are sent, teachers' heads. Weights, and AdamW unless it is there anyway, are on the host between turns
 each process    1 GiB on a GPU: the CUDA context, libraries and fragments; FORKED_GIB on the host, and IMPORTED_GIB once
                 for what all processes share, being forked from one that has imported torch
 
@@ -73,6 +75,8 @@ MARGIN: Final = 0.15
 """How far the whole estimate may be off on a GPU."""
 TIGHT: Final = "more than it has, by this estimate"
 """What a line ends with that is a warning."""
+STAYS: Final = ("process", "staging", "teachers' heads")
+"""What of a role stays on a device that it shares in turns, when the turn is another's (docs/one-gpu.md)."""
 QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
 """Beginnings of the model types whose queries and keys have norms."""
 ADVICE: Final[Mapping[tuple[str, str], str]] = {
@@ -302,16 +306,28 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
         if not gib:
             continue
         name = "host" if place == HOST else f"GPU {machine.gpus[place]}"
-        total, sure = sum(need.total for need in here), sum(sum(n.sure.values()) for n in here)
-        line = f"{name}: about {total:.1f} of {gib:.4g} GiB: {_table(here)}"
-        lines.append(line if total <= gib else f"{line}. {_advice(here, place)} - {TIGHT}")
+        total, sure, how = sum(need.total for need in here), sum(sum(n.sure.values()) for n in here), ""
+        listed = here
+        if config.launch.share == "turns" and place != HOST:
+            largest, stays = _largest_turn(here)
+            total, sure, listed = largest.total + stays, sum(largest.sure.values()), [largest]
+            how = f", in turns, of which {stays:.1f} is what stays of the others"
+        line = f"{name}: about {total:.1f} of {gib:.4g} GiB{how}: {_table(here)}"
+        lines.append(line if total <= gib else f"{line}. {_advice(listed, place)} - {TIGHT}")
         if sure > gib or (place != HOST and total > gib * (1.0 + MARGIN)):
             least = f"at least {sure:.1f}" if sure > gib else f"about {total:.1f}"
             mistakes.append(
-                f"{name}: got {least} GiB, expected at most its {gib:.4g} GiB, in GiB: {_table(here)}. "
-                f"{_advice(here, place)}"
+                f"{name}: got {least} GiB, expected at most its {gib:.4g} GiB, in GiB{how}: {_table(listed)}. "
+                f"{_advice(listed, place)}"
             )
     return Memory(lines, mistakes or sized.mistakes, sized.arguments)
+
+
+def _largest_turn(needs: Sequence[Need]) -> tuple[Need, float]:
+    """The role whose turn takes most of a device that they share in turns, and GiB of the others that stay there."""
+    stay = {need.who: sum(gib for part, gib in need.likely.items() if part in STAYS) for need in needs}
+    largest = max(needs, key=lambda need: need.total - stay[need.who])
+    return largest, sum(stay.values()) - stay[largest.who]
 
 
 def _table(needs: Sequence[Need]) -> str:
@@ -354,7 +370,18 @@ def _needs(
                 on_host = learner_host_need(config, student, placement.weights.backend, rank)
                 if on_host.total > FORKED_GIB:
                     yield HOST, on_host
+                yield from _parked(config, learner_need(config, student, placement.weights.backend, rank, device))
     for group in worker_groups(config):
         here = [who for who in group.workers if who in seats]
         if here and (shape := shape_at(Path(group.model))) is not None:
-            yield from ((seats[who], worker_need(group, shape, who, seats[who])) for who in here)
+            for need in (worker_need(group, shape, who, seats[who]) for who in here):
+                yield seats[need.who], need
+                if seats[need.who] != HOST:
+                    yield from _parked(config, need)
+
+
+def _parked(config: RunConfig, need: Need) -> Iterator[tuple[int, Need]]:
+    """What a role on a GPU has in host memory while the turn is another's."""
+    if config.launch.share == "turns":
+        leaves = {part: need.sure[part] for part in ("weights", "AdamW") if need.sure.get(part)}
+        yield HOST, Need(need.who, {}, {f"{part} between turns": gib for part, gib in leaves.items()})

@@ -158,7 +158,7 @@ def place_run(
     models are folders. `why`: reasons of the chosen engines. `learner_here`: the learner, or ranks of it, are on this
     machine. Raises ValueError if something does not fit."""
     own = interpreters.own()
-    n = len(machine.gpus)
+    n = min(1, len(machine.gpus)) if config.launch.share == "turns" else len(machine.gpus)
     places = place(n, list(_seats(config, usable=n > 0 and (own.has_gpu_code or machine.pretended))), _wanted(config))
     members = list(_actors(config, places, interpreters))
     gpu = places.seats[LEARNER]
@@ -180,6 +180,7 @@ def shares_memory(config: RunConfig, places: Places) -> bool:
     """Whether weights can go by memory of the one GPU of the learner and all actors, and nothing else is asked for."""
     weights = config.weights
     asked = weights.transport != "auto" or weights.backend != "auto" or weights.delta == "on"
+    asked |= config.launch.share == "turns"  # the copies would stay on the device, whoever's turn it is
     if asked or weights.staging == "host" or weights.adapters == "on" or not is_local(weights.host):
         return False
     one_gpu = places.seats.get(LEARNER) is not None and config.learner.ranks == 1

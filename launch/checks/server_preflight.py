@@ -64,6 +64,8 @@ class Found(NamedTuple):
             others = [who for who, seat in seats.items() if seat == gpu]
             if len(here) > 1 or others:
                 yield f"GPU {name}: starts {', then '.join([*here, *([', '.join(others)] if others else [])])}"
+        if self.config.launch.share == "turns":
+            yield f"in turns: {', '.join(seats)}; each loads its model in its first turn, and then leaves the device"
 
 
 def check_servers(

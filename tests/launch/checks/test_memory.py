@@ -10,6 +10,7 @@ import pytest
 
 from stillhouse import builtin
 from stillhouse.engines.provider import ModelShape
+from stillhouse.launch.checks import memory
 from stillhouse.launch.checks.memory import (
     HOST,
     TIGHT,
@@ -235,3 +236,31 @@ def test_rows_of_logits_are_what_the_batch_can_hold() -> None:
     for tokens, place, gib in ((4096, 0, 1.30), (64, 0, 0.094), (4096, HOST, 0.162), (64, HOST, 0.094)):
         _, teachers = worker_groups(config(teacher={"max_batch_tokens": tokens}))
         assert worker_need(teachers, QWEN3_8B, "teacher-0", place).likely["logits"] == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("gib", "shape", "fits"), [(80.0, QWEN3_8B, True), (24.0, QWEN3_8B, False)])
+def test_in_turns_a_gpu_must_hold_the_largest_role(
+    monkeypatch: pytest.MonkeyPatch, gib: float, shape: ModelShape, fits: bool
+) -> None:
+    """The sum that is compared with is made here, from each role's own need."""
+    monkeypatch.setattr(memory, "read_shape", lambda _: shape)
+    plain: dict[str, Any] = {"actors": 1, "teachers": 1, "learner": {"lora": {"rank": 32}, "recompute": 1.0}}
+    places = Placement(Places({"learner": 0, "actor-0": 0, "teacher-0": 0}, {}), Choice("gloo", ""))
+    machine = Machine(("0",), (gib,), host_gib=512.0)
+
+    def of(share: str) -> Any:
+        return estimate(config(**plain, launch={"share": share}), machine, places)
+
+    run = config(**plain)
+    actors, teachers = worker_groups(run)
+    needs = [learner_need(run, shape, "gloo"), *(worker_need(g, shape, g.workers[0]) for g in (actors, teachers))]
+    largest = max(need.total for need in needs)
+    host, gpu = of("turns").lines
+    assert f"about {largest + 2.0:.1f} of" in gpu and "in turns, of which 2.0 is what stays" in gpu
+    assert host.count("weights between turns") == 3
+    assert (not of("turns").mistakes) == fits
+    together = sum(need.total for need in needs)
+    assert f"about {together:.1f} of" in (of("together").lines[-1]) and together > largest + 2.0
+    if not fits:
+        (mistake,) = of("turns").mistakes
+        assert "its 24 GiB, in GiB, in turns" in mistake
