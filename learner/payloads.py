@@ -32,7 +32,7 @@ def aligned_teachers(item: BatchItem, payloads: npt.NDArray[np.uint8]) -> set[st
     return {
         item.teachers[piece.teacher]
         for piece, body in _bodies(item, payloads)
-        if body[:2] == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers)
+        if bytes(body[:2]) == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers)
     }
 
 
@@ -129,7 +129,9 @@ def kept_rows(
             raise PayloadError(f"kept ids of {len(counts_T)} tokens, expected [{piece.start}, {piece.end})")
         if n := without_sampled(ids_S, counts_T, tokens_L[piece.start : piece.end]):
             raise PayloadError(f"{n} sets of kept ids do not have the token that was sampled from them")
-        ids.append(ids_S), counts.append(counts_T), offsets.append(range(piece.start, piece.end))
+        ids.append(ids_S)
+        counts.append(counts_T)
+        offsets.append(range(piece.start, piece.end))
     if not offsets:
         return None
     sent, counts_P = np.concatenate([np.asarray(one) for one in offsets]), np.concatenate(counts)

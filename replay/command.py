@@ -2,14 +2,12 @@
 
     stillhouse replay FILE [--epochs N] [--order recorded|shuffled] [--KEY VALUE ...]
     stillhouse replay FILE --resume [--run-dir DIR]
-    stillhouse replay FILE --compare k1,k2,k3
 
 The configuration is that of the recorded run, with the keys given here laid over it. Exit codes are those of
 launch.run. Ctrl-C ends after the step under way and its checkpoint; a second one ends at once."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ from stillhouse.launch.config.tree import Plain, build, get, merge
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from stillhouse.launch.runfolder import choose_path
 from stillhouse.launch.terminal import lasting_output
-from stillhouse.learner.objectives.config import ObjectiveConfig, check_given
+from stillhouse.learner.objectives.config import check_given
 from stillhouse.learner.run_config import pools_with_heads
 from stillhouse.protocol.settings import members_of
 from stillhouse.recording.format import RecordError, RecordHeader
@@ -42,15 +40,12 @@ from stillhouse.replay.plan import (
     check_config,
     check_file,
     read_plan,
-    with_divergence,
 )
 
-COMPARED_BATCHES: Final = 8
-USAGE: Final = f"""\
+USAGE: Final = """\
 usage: stillhouse replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
                                     [--KEY VALUE ...]
        stillhouse replay FILE --resume [--run-dir DIR]
-       stillhouse replay FILE --compare NAME,NAME[,...] [--batches N]
 
 Trains a student on the batches that a run recorded (learner.record), or that a teacher wrote (stillhouse write).
 Keys are those of a run. Their defaults are the values of the recorded run; for a file that the teacher
@@ -61,12 +56,10 @@ wrote, learner.objective.divergence is seq_kd and .importance is none. Evaluatio
   --order ORDER     order of the batches: recorded, or shuffled by --seed [recorded]
   --resume          continue from the last checkpoint in DIR [runs/latest]; the outcome is that of an undisturbed replay
   --objective NAME  short for --learner.objective.divergence NAME
-  --compare NAMES   print the gradient of each of these divergences on the first batches, and train nothing
-  --batches N       number of batches for --compare [{COMPARED_BATCHES}]
 """
 _PROCESSES: Final = ("actor", "buffer", "cluster", "launch", "teacher", "weights")
 """Sections about processes that a replay does not have. Keys in them that only another release knows are left out."""
-_OWN: Final = ("epochs", "order", "objective", "compare", "batches")
+_OWN: Final = ("epochs", "order", "objective")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +70,6 @@ class ReplayArguments:
     epochs: int | None
     order: Order | None
     """None: not given, as for `epochs`."""
-    compare: tuple[str, ...]
-    batches: int
     line: CommandLine
 
 
@@ -99,8 +90,6 @@ def main(arguments: Sequence[str]) -> int:
                 run as replaying,  # imports torch: errors above are reported without that delay
             )
 
-            if asked.compare:
-                return replaying.compare_estimators(recording, config, asked.compare, asked.batches)
             return replaying.train(
                 recording,
                 config,
@@ -135,27 +124,23 @@ def parse(arguments: Sequence[str]) -> ReplayArguments:
         others.append(f"--learner.objective.divergence={own['objective']}")
     try:
         line = parse_arguments(others)
-        if line.resume and "compare" in own:
-            mistakes.append("--resume: --compare trains nothing, so there is nothing to resume")
     except ConfigError as error:
         line = CommandLine()
         mistakes += error.mistakes
-    epochs = _positive(own, "epochs", 1, mistakes) if "epochs" in own else None
-    batches = _positive(own, "batches", COMPARED_BATCHES, mistakes)
-    order, compare = own.get("order"), own.get("compare")
+    epochs = None
+    if (text := own.get("epochs")) is not None:
+        epochs = int(text) if text.isdecimal() else 0
+        if not epochs:
+            mistakes.append(f"--epochs: got {text!r}, expected a number of at least 1")
+    order = own.get("order")
     if order not in (None, *ORDERS):
         mistakes.append(f"--order: got {order!r}, expected one of {', '.join(ORDERS)}")
-    names = tuple(name for name in (compare or "").split(",") if name)
-    if compare is not None and not names:
-        mistakes.append("--compare: expected names of divergences, e.g. k1,k2,k3")
     if mistakes:
         raise ConfigError(*mistakes)
     return ReplayArguments(
         file=Path(cast(str, file)).expanduser(),
         epochs=epochs,
         order=cast(Order | None, order),
-        compare=names,
-        batches=batches,
         line=line,
     )
 
@@ -170,8 +155,6 @@ def prepare(asked: ReplayArguments, recording: Recording) -> tuple[RunConfig, Re
         where = f"{recording.path} was recorded by another release; replay it with that release, or record again"
         raise ConfigError(*error.mistakes, where) from None
     config = resolve_config(asked.line, base)
-    if asked.compare:
-        config = replace(config, learner=replace(config.learner, eval_every=0))
     plan = ReplayPlan.of(recording, epochs=asked.epochs or 1, order=asked.order or "recorded")
     as_recorded = plan.epochs == 1 and plan.order == "recorded" and recording.header.writer == "student"
     steps_given = any(key.name == "steps" for key, _ in asked.line.overrides)
@@ -180,22 +163,13 @@ def prepare(asked: ReplayArguments, recording: Recording) -> tuple[RunConfig, Re
     if not config.learner.eval_every:  # then neither prompts nor teacher need to be on this machine, but for its head
         tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
         config = replace(config, learner=replace(config.learner, tasks=tasks, eval_sets={}))
-        if not any(pools_with_heads(config, objective) for objective in _objectives(config, asked.compare)):
+        if not pools_with_heads(config, config.learner.objective):
             config = replace(config, models=replace(config.models, teacher=config.models.student))
     try:
         check_given(recording.header.writer, str(recording.path), config.learner.objective)
     except ValueError as error:
         raise ConfigError(f"learner.objective: {error}") from error
     return checked(config), plan
-
-
-def _objectives(config: RunConfig, compare: Sequence[str]) -> Iterator[ObjectiveConfig]:
-    """What will be trained or compared. An unknown name is told later, with the known ones."""
-    if not compare:
-        yield config.learner.objective
-    for name in compare:
-        with contextlib.suppress(ValueError):
-            yield with_divergence(config.learner.objective, name)
 
 
 def prepare_resumed(asked: ReplayArguments, recording: Recording, folder: Path) -> tuple[RunConfig, ReplayPlan]:
@@ -296,11 +270,3 @@ def _base(header: RecordHeader) -> Plain:
 
 def _average(header: RecordHeader) -> dict[str, Any]:
     return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})
-
-
-def _positive(own: dict[str, str], name: str, default: int, mistakes: list[str]) -> int:
-    text = own.get(name, str(default))
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    mistakes.append(f"--{name}: got {text!r}, expected a number of at least 1")
-    return default

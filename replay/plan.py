@@ -18,8 +18,6 @@ from stillhouse.launch.config.keys import keys_of
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import get
 from stillhouse.launch.errors import ConfigError
-from stillhouse.learner.objectives.config import ObjectiveConfig
-from stillhouse.learner.objectives.registry import DIVERGENCE
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.recording.reader import Recording
 
@@ -118,9 +116,3 @@ def turns(n_batches: int, *, epochs: int, order: Order, seed: int) -> Iterator[t
         if order == "shuffled":
             np.random.default_rng([seed, epoch]).shuffle(places)
         yield from ((epoch, int(place)) for place in places)
-
-
-def with_divergence(objective: ObjectiveConfig, name: str) -> ObjectiveConfig:
-    """The objective with another divergence for all pools; the configured one keeps its options. Raises ValueError."""
-    divergence = objective.divergence if name == objective.divergence.name else DIVERGENCE.make(name)
-    return msgspec.structs.replace(objective, divergence=divergence, teacher_divergences={})

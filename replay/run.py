@@ -1,10 +1,9 @@
-"""Runs a replay, with a run folder, a trainer and evaluations in this process, or compares gradients."""
+"""Runs a replay, with a run folder, a trainer and evaluations in this process."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
 
-import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from stillhouse.launch.checks.threads import threads_alone
@@ -32,23 +27,18 @@ from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, n
 from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
-from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvaluationResult, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets
 from stillhouse.learner.prompts.tasks import load_prompts
 from stillhouse.learner.reports.metrics import newest_epoch
 from stillhouse.learner.reports.progress import AccountFile, LearnerProgress
-from stillhouse.learner.sources import recorded_batch
-from stillhouse.learner.step.make_trainer import make_trainer
-from stillhouse.learner.step.teacher_heads import teacher_heads
 from stillhouse.learner.step.train_step import Trainer
-from stillhouse.learner.steps import SourceBatch, StepDone
+from stillhouse.learner.steps import StepDone
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.messages import Snapshot, WeightVersion
 from stillhouse.recording.reader import Recording
-from stillhouse.replay.compare import compare
-from stillhouse.replay.plan import ReplayPlan, turns, with_divergence
+from stillhouse.replay.plan import ReplayPlan, turns
 from stillhouse.replay.training import Evaluate, Replay
 
 SILENT_S: Final = 5.0
@@ -176,56 +166,6 @@ def _stage(
 ) -> Write:
     root, keep = folder.path / CHECKPOINTS, config.learner.keep_checkpoints
     return stage_checkpoint(root, version, trainer, tokenizer, keep=keep, metrics=progress.last)
-
-
-def compare_estimators(recording: Recording, config: RunConfig, names: Sequence[str], n_batches: int) -> int:
-    """Print the gradient of each divergence on the first batches, for the given student."""
-    mistakes: list[str] = []
-    compared: dict[str, LearnerConfig] = {}
-    for name in names:
-        try:
-            objective = with_divergence(config.learner.objective, name)
-            recording.expect_top_k(objective.needs_top_k_for)
-            compared[name] = msgspec.structs.replace(config.learner, objective=objective)
-        except ValueError as error:
-            mistakes.append(f"--compare: {error}")
-    if mistakes:
-        raise ConfigError(*mistakes)
-    torch.set_num_threads(threads_alone(config))
-    tokenizer = load_tokenizer(config.models.student)
-    recording.expect_vocabulary(token_map_fingerprint(tokenizer))
-    torch.manual_seed(config.seed)
-    n_vocab = _vocab(tokenizer)
-    head_of = teacher_heads(config)
-    first = make_trainer(
-        config.models.student, config.learner, steps=config.steps, vocab_tokens=n_vocab, seed=config.seed
-    )
-    trainers = {
-        name: Trainer(
-            first.model,
-            learner,
-            total_steps=config.steps,
-            adapters=first.adapters,
-            vocab_tokens=n_vocab,
-            seed=config.seed,
-            head_of=head_of,
-        )
-        for name, learner in compared.items()
-    }
-
-    def gradient_of(name: str, batch: SourceBatch) -> list[Tensor]:
-        return trainers[name].gradient(batch.items, batch.offline)
-
-    batches = [recorded_batch(recording, kept) for kept in recording.batches[:n_batches]]
-    table = Table("divergence", "|mean gradient|", "noise of a batch", f"cosine with {names[0]}")
-    for row in compare(names, batches, gradient_of):
-        table.add_row(row.name, f"{row.norm:.4g}", f"{row.noise:.4g}", f"{row.cosine:.4f}")
-    _say(
-        f"{len(batches)} batches of {recording.path}, student {config.models.student}, importance "
-        f"{config.learner.objective.importance.name}; gradients before clipping"
-    )
-    Console().print(table)
-    return 0
 
 
 def _evaluations(

@@ -44,7 +44,7 @@ class Replay:
         self.progress = parts.checkpoints.progress
         self._clock = WaitClock()
         self._source = RecordedBatches(recording, turns, self._clock)
-        observers = (self._report, self._announce, self._checkpoint_if_due, self._evaluate_if_due)
+        observers = (self._report, self.announce, self._checkpoint_if_due, self._evaluate_if_due)
         self._loop = StepLoop(parts.trainer, self._source, observers, version=parts.version, steps=parts.steps)
 
     def run(self) -> None:
@@ -83,7 +83,7 @@ class Replay:
             others={**(done.batch.figures or {}), **(figures.of_pools() if figures is not None else {})},
         )
 
-    def _announce(self, done: StepDone) -> None:
+    def announce(self, done: StepDone) -> None:
         self._after_step(done, self._source.epoch)
 
     def _checkpoint_if_due(self, done: StepDone) -> None:

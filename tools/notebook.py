@@ -230,9 +230,13 @@ class Run:
     def rollouts(self) -> Dataset:
         """The recorded rollouts as a table of `datasets`, also while the run goes on (docs/notebook.md lists the
         columns). Raises LaunchError if the run is not recorded (`record=True`), RecordError if nothing is yet."""
-        from stillhouse.tools.rollout_table import rollout_table
+        from stillhouse.tools.rollout_rows import rollout_rows
 
-        return rollout_table(self.path)
+        try:
+            from datasets import Dataset
+        except ImportError as error:
+            raise LaunchError(f"a table of rollouts needs the package {error.name}: pip install -e '.[data]'") from None
+        return Dataset.from_list(list(rollout_rows(self.path)))
 
     # ------------------------------------------------------------------------------------------------- inside
 

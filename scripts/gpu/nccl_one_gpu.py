@@ -48,26 +48,30 @@ RECIPES = {  # name -> (variables, "own" NCCL_HOSTID per rank?)
 }
 
 
-def rank_main(rank: int, port: int, backend: str, mib: int) -> None:
-    import torch
-    import torch.distributed as dist
+class Rank:
+    """One of the two, with its store and its device."""
 
-    def say(**facts: object) -> None:
-        print(json.dumps({"rank": rank, **facts}), flush=True)
+    def __init__(self, rank: int, port: int, backend: str) -> None:
+        import torch
+        import torch.distributed as dist
 
-    cuda = backend == "nccl"
-    device = torch.device("cuda:0" if cuda else "cpu")
-    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=40))
-    sync = torch.cuda.synchronize if cuda else (lambda: None)
+        self.rank, self.cuda, self._dist = rank, backend == "nccl", dist
+        self.device = torch.device("cuda:0" if self.cuda else "cpu")
+        limit = timedelta(seconds=40)
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
+        self.sync = torch.cuda.synchronize if self.cuda else (lambda: None)
 
-    def group(prefix):
-        part = dist.PrefixStore(prefix, store)
-        if not cuda:
-            o = dist.ProcessGroupGloo._Options()
+    def say(self, **facts: object) -> None:
+        print(json.dumps({"rank": self.rank, **facts}), flush=True)
+
+    def group(self, prefix):
+        part = self._dist.PrefixStore(prefix, self.store)
+        if not self.cuda:
+            o = self._dist.ProcessGroupGloo._Options()
             o._timeout = timedelta(seconds=20)
-            o._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            return dist.ProcessGroupGloo(part, rank, 2, o)
-        o = dist.ProcessGroupNCCL.Options()
+            o._devices = [self._dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            return self._dist.ProcessGroupGloo(part, self.rank, 2, o)
+        o = self._dist.ProcessGroupNCCL.Options()
         o._timeout = timedelta(seconds=60)
         os.environ.update(
             TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
@@ -75,88 +79,108 @@ def rank_main(rank: int, port: int, backend: str, mib: int) -> None:
             TORCH_NCCL_DUMP_ON_TIMEOUT="0",
             TORCH_FR_BUFFER_SIZE="0",
         )
-        return dist.ProcessGroupNCCL(part, rank, 2, o)
+        return self._dist.ProcessGroupNCCL(part, self.rank, 2, o)
 
-    def send(g, t):
-        o = dist.BroadcastOptions()
+    def send(self, g, t):
+        o = self._dist.BroadcastOptions()
         o.rootRank, o.rootTensor = 0, 0
         return g.broadcast([t], o)
 
-    if cuda:
-        torch.ones(1, device=device)
-        say(
+    def meet(self, key: str) -> None:
+        self.store.add(key, 1)
+        while self.store.add(key, 0) < 2:
+            time.sleep(0.001)
+
+
+def rank_main(number: int, port: int, backend: str, mib: int) -> None:
+    import torch
+
+    rank = Rank(number, port, backend)
+    if rank.cuda:
+        torch.ones(1, device=rank.device)
+        rank.say(
             torch=torch.__version__,
             nccl=".".join(map(str, torch.cuda.nccl.version())),
             gpu=torch.cuda.get_device_name(0),
         )
-    g, t0 = group("a"), time.monotonic()
-    send(g, torch.full((4,), float(rank == 0), device=device)).wait()
-    sync()
-    say(
+    g, t0 = rank.group("a"), time.monotonic()
+    rank.send(g, torch.full((4,), float(number == 0), device=rank.device)).wait()
+    rank.sync()
+    rank.say(
         connect_s=round(time.monotonic() - t0, 3),
-        used_mib=(torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) >> 20 if cuda else 0,
+        used_mib=(torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]) >> 20 if rank.cuda else 0,
     )
     for n in [1 << 10, 1 << 20, 32 << 20, mib << 20]:
-        gen = torch.Generator(device).manual_seed(n)
-        right = torch.randint(0, 256, (n,), dtype=torch.uint8, device=device, generator=gen)
-        t, times = right.clone() if rank == 0 else torch.zeros_like(right), []
-        for _ in range(3):
-            if rank:
-                t.zero_()
-            sync()
-            store.add(f"go{n}.{_}", 1)
-            while store.add(f"go{n}.{_}", 0) < 2:
-                time.sleep(0.001)
-            t1 = time.monotonic()
-            send(g, t).wait()
-            sync()
-            times.append(time.monotonic() - t1)
-        say(
-            bytes=n,
-            equal=bool(torch.equal(t, right)),
-            best_s=round(min(times), 5),
-            worst_s=round(max(times), 5),
-            gb_s=round(n / min(times) / 1e9, 3),
-        )
-    big = 1 << 30 if cuda else 64 << 20
-    for case in ("absent", "killed"):  # rank 0 must get its GPU back by abort(), as the learner does
-        g = group(case)
-        send(g, torch.zeros(4, device=device)).wait()
-        sync()
-        store.add(f"{case}.ready", 1)
-        while store.add(f"{case}.ready", 0) < 2:
-            time.sleep(0.001)
-        if rank == 1:
-            if case == "killed":
-                send(g, torch.zeros(big, dtype=torch.uint8, device=device))
-                time.sleep(0.05)
-                os.kill(os.getpid(), signal.SIGKILL)
-            while store.add("absent.done", 0) < 1:
-                time.sleep(0.01)
-            continue
-        try:
-            work, raised = send(g, torch.ones(big, dtype=torch.uint8, device=device)), ""
-        except RuntimeError as error:
-            work, raised = None, str(error)[:120]
-        time.sleep(2.0)
-        stuck, t2 = work is not None and not work.is_completed(), time.monotonic()
-        aborting = threading.Thread(target=g.abort, daemon=True)
-        aborting.start()
-        aborting.join(20)
-        ok = None
-        if cuda and not aborting.is_alive():
-            m = torch.randn(1024, 1024, device=device)
-            ok = bool(torch.isfinite(m @ m).all())
-        say(
-            case=case,
-            was_stuck=stuck,
-            raised=raised,
-            aborted=not aborting.is_alive(),
-            abort_s=round(time.monotonic() - t2, 3),
-            gpu_works_after=ok,
-        )
-        store.add("absent.done", 1)
+        measure(rank, g, n)
+    for case in ("absent", "killed"):
+        abort(rank, case)
     os._exit(0)
+
+
+def measure(rank: Rank, g, n: int) -> None:
+    """Broadcast n bytes three times."""
+    import torch
+
+    gen = torch.Generator(rank.device).manual_seed(n)
+    right = torch.randint(0, 256, (n,), dtype=torch.uint8, device=rank.device, generator=gen)
+    t, times = right.clone() if rank.rank == 0 else torch.zeros_like(right), []
+    for turn in range(3):
+        if rank.rank:
+            t.zero_()
+        rank.sync()
+        rank.meet(f"go{n}.{turn}")
+        t1 = time.monotonic()
+        rank.send(g, t).wait()
+        rank.sync()
+        times.append(time.monotonic() - t1)
+    rank.say(
+        bytes=n,
+        equal=bool(torch.equal(t, right)),
+        best_s=round(min(times), 5),
+        worst_s=round(max(times), 5),
+        gb_s=round(n / min(times) / 1e9, 3),
+    )
+
+
+def abort(rank: Rank, case: str) -> None:
+    """Rank 0 must get its GPU back by abort(), as the learner does, when the other one is absent or was killed."""
+    import torch
+
+    big = 1 << 30 if rank.cuda else 64 << 20
+    g = rank.group(case)
+    rank.send(g, torch.zeros(4, device=rank.device)).wait()
+    rank.sync()
+    rank.meet(f"{case}.ready")
+    if rank.rank == 1:
+        if case == "killed":
+            rank.send(g, torch.zeros(big, dtype=torch.uint8, device=rank.device))
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while rank.store.add("absent.done", 0) < 1:
+            time.sleep(0.01)
+        return
+    try:
+        work, raised = rank.send(g, torch.ones(big, dtype=torch.uint8, device=rank.device)), ""
+    except RuntimeError as error:
+        work, raised = None, str(error)[:120]
+    time.sleep(2.0)
+    stuck, t2 = work is not None and not work.is_completed(), time.monotonic()
+    aborting = threading.Thread(target=g.abort, daemon=True)
+    aborting.start()
+    aborting.join(20)
+    ok = None
+    if rank.cuda and not aborting.is_alive():
+        m = torch.randn(1024, 1024, device=rank.device)
+        ok = bool(torch.isfinite(m @ m).all())
+    rank.say(
+        case=case,
+        was_stuck=stuck,
+        raised=raised,
+        aborted=not aborting.is_alive(),
+        abort_s=round(time.monotonic() - t2, 3),
+        gpu_works_after=ok,
+    )
+    rank.store.add("absent.done", 1)
 
 
 def run_recipe(name: str, backend: str, mib: int, limit_s: float) -> str:

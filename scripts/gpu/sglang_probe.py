@@ -173,6 +173,50 @@ def _():
     return {"keys": str(r)[:200]}
 
 
+def take_weights(backend, layout, port, group_name, replies):
+    """What the server is asked for while the weights are sent."""
+    joins = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": group_name,
+        "backend": backend,
+    }
+    replies.append(post("/init_weights_update_group", joins, 60.0))
+    post("/pause_generation", {"mode": "abort"})
+    sessions = features and features.update_sessions
+    if sessions:
+        replies.append(post("/begin_weight_update", {}))
+    for i, bucket in enumerate(layout.buckets):
+        update = bucket_update(bucket, group_name, flush=i == len(layout.buckets) - 1)
+        replies.append(post("/update_weights_from_distributed", update, 120.0))
+    everything = {"action": "checksum", "skip_tensor_list": [""]}
+    if backend == "nccl":
+        replies.append(post("/weights_checker", everything, 60.0))
+        update = bucket_update(smallest_tensor_bucket(layout.buckets), group_name, flush=False)
+        replies.append(post("/update_weights_from_distributed", update, 60.0))
+    if sessions:
+        replies.append(post("/end_weight_update", {}))
+    if backend == "nccl":
+        replies.append(post("/weights_checker", everything, 60.0))
+    post("/continue_generation", {})
+
+
+def beside(errors, act, *words):
+    """`act` in a thread, whose error goes into `errors`."""
+
+    def run():
+        try:
+            act(*words)
+        except Exception as error:
+            errors.append(f"{error} {error.read().decode()[:300] if hasattr(error, 'read') else ''}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
 def push(backend, named):
     layout = PackedLayout(manifest_of(named), a.bucket_mib << 20)
     store = host_store("127.0.0.1")
@@ -189,54 +233,8 @@ def push(backend, named):
     )
     del store
     replies, errors = [], []
-
-    def ask():
-        try:
-            replies.append(
-                post(
-                    "/init_weights_update_group",
-                    {
-                        "master_address": "127.0.0.1",
-                        "master_port": port,
-                        "rank_offset": 1,
-                        "world_size": 2,
-                        "group_name": group_name,
-                        "backend": backend,
-                    },
-                    60.0,
-                )
-            )
-            post("/pause_generation", {"mode": "abort"})
-            if features and features.update_sessions:
-                replies.append(post("/begin_weight_update", {}))
-            for i, bucket in enumerate(layout.buckets):
-                replies.append(
-                    post(
-                        "/update_weights_from_distributed",
-                        bucket_update(bucket, group_name, flush=i == len(layout.buckets) - 1),
-                        120.0,
-                    )
-                )
-            if backend == "nccl":
-                replies.append(post("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]}, 60.0))
-                replies.append(
-                    post(
-                        "/update_weights_from_distributed",
-                        bucket_update(smallest_tensor_bucket(layout.buckets), group_name, flush=False),
-                        60.0,
-                    )
-                )
-            if features and features.update_sessions:
-                replies.append(post("/end_weight_update", {}))
-            if backend == "nccl":
-                replies.append(post("/weights_checker", {"action": "checksum", "skip_tensor_list": [""]}, 60.0))
-            post("/continue_generation", {})
-        except Exception as error:
-            errors.append(f"{error} {error.read().decode()[:300] if hasattr(error, 'read') else ''}")
-
-    asking = threading.Thread(target=ask)
     t0 = time.monotonic()
-    asking.start()
+    asking = beside(errors, take_weights, backend, layout, port, group_name, replies)
     try:
         group.join(40.0)
         t1 = time.monotonic()
@@ -247,16 +245,7 @@ def push(backend, named):
     except Exception as error:
         raise RuntimeError(f"{error}; the server said {errors or replies}") from error
     finally:
-
-        def leave():
-            try:
-                replies.append(post("/destroy_weights_update_group", {"group_name": group_name}, 30.0))
-            except Exception as error:
-                errors.append(f"destroy: {type(error).__name__}: {error}"[:200])
-
-        leaving = threading.Thread(target=leave)
-        leaving.start()
-        leaving.join(31)
+        beside(errors, post, "/destroy_weights_update_group", {"group_name": group_name}, 30.0).join(31)
         group.close()
     n = layout.total_bytes
     return {

@@ -221,6 +221,12 @@ class Driver:
         self.send("learner", "learner", m.BatchWanted(v(step, epoch)))
         return self.batch()
 
+    def batch_for(self, step: int, epoch: int = 0) -> m.Batch:
+        """As `want`, for a batch that must come at once."""
+        batch = self.want(step, epoch)
+        assert batch is not None, "no batch came"
+        return batch
+
     def batch(self) -> m.Batch | None:
         """The batch that came since it was asked for."""
         return next(iter(self.take(m.Batch)), None)

@@ -48,8 +48,8 @@ def test_a_repeated_request_gets_nothing_more_until_the_learner_was_lost_and_the
     assert (first.batch_id, first.items, first.staleness) == (again.batch_id, again.items, again.staleness)
     driver.trained(first)
     assert driver.want(0) is None
-    second = driver.want(1)
-    assert second is not None and second.batch_id != first.batch_id
+    second = driver.batch_for(1)
+    assert second.batch_id != first.batch_id
 
 
 def test_the_next_batch_may_be_asked_for_while_one_is_held(make: Make) -> None:
@@ -73,8 +73,8 @@ def test_a_request_ahead_moves_no_clock(make: Make) -> None:
     driver = make(batch=1, staleness=1)
     driver.offer(0, 1, 2)
     driver.roll(0)
-    first = driver.want(0)
-    assert first is not None and driver.want(1) is None
+    first = driver.batch_for(0)
+    assert driver.want(1) is None
     assert driver.snapshot.version == v(0)
     ack = driver.write("train-1-0-0", 2, step=2)
     assert ack is not None and ack.reason == "future_version"
@@ -101,8 +101,7 @@ def test_tokens_too_old_for_the_step_after_this_one_are_not_in_its_batch(make: M
     driver.roll(0)
     driver.roll(1)
     for step in (0, 1):
-        batch = driver.want(step)
-        assert batch is not None
+        batch = driver.batch_for(step)
         if step == 0:
             driver.trained(batch)
     driver.roll(2, n=3)
@@ -148,8 +147,7 @@ def test_batch_trained_is_acknowledged_again_and_counted_once(make: Make) -> Non
     driver = make(batch=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     for _ in range(3):
         driver.trained(batch)
     assert driver.take(m.BatchTrainedAck) == [m.BatchTrainedAck(batch.batch_id, v(1))] * 3
@@ -161,8 +159,7 @@ def test_a_batch_trained_into_another_step_is_refused(make: Make) -> None:
     driver = make(batch=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(3)))
     (refused,) = driver.take(m.Refused)
     assert (refused.got, refused.expected) == ("0.3", "0.1")
@@ -174,22 +171,22 @@ def test_each_sample_is_told_once_when_it_is_settled(make: Make) -> None:
     driver.offer(0, group=2)
     driver.offer(1, 2)
     driver.roll(0, 0)
-    batch = driver.want(0)
-    assert batch is not None and batch.settled == (m.Settled(0, 0, "trained"),)
+    batch = driver.batch_for(0)
+    assert batch.settled == (m.Settled(0, 0, "trained"),)
     driver.trained(batch)
     driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine_error"))
     driver.roll(1, step=1)
-    batch = driver.want(1)
-    assert batch is not None and tasks_of(batch) == (0, 1)
+    batch = driver.batch_for(1)
+    assert tasks_of(batch) == (0, 1)
     assert batch.settled[0] == m.Settled(0, 1, "dropped", "engine_error")
     driver.lose("learner", "learner")
     driver.join("learner", "learner")
-    repeat = driver.want(1)
-    assert repeat is not None and tasks_of(repeat) == (0, 1)
+    repeat = driver.batch_for(1)
+    assert tasks_of(repeat) == (0, 1)
     driver.trained(batch)
     driver.roll(2, step=2)
-    batch = driver.want(2)
-    assert batch is not None and tasks_of(batch) == (2,)
+    batch = driver.batch_for(2)
+    assert tasks_of(batch) == (2,)
 
 
 def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make) -> None:
@@ -205,8 +202,8 @@ def test_the_last_batch_may_be_smaller_and_then_there_is_an_empty_one(make: Make
     assert rollout_ids(batch) == ["train-0-0-0", "train-1-0-0"]
     assert batch is not None and set(tasks_of(batch)) == {0, 1, 2}
     driver.trained(batch)
-    nothing = driver.want(1)
-    assert nothing is not None and (nothing.batch_id, nothing.items, tasks_of(nothing)) == (0, (), ())
+    nothing = driver.batch_for(1)
+    assert (nothing.batch_id, nothing.items, tasks_of(nothing)) == (0, (), ())
 
 
 def test_a_small_batch_does_not_leave_while_the_stream_goes_on(make: Make) -> None:
@@ -223,8 +220,8 @@ def test_what_the_learner_left_out_is_masked_with_its_reason_and_not_trained(mak
     driver.offer(0, 1)
     driver.roll(0)
     driver.roll(1)
-    batch = driver.want(0)
-    assert batch is not None and len(batch.items) == 2
+    batch = driver.batch_for(0)
+    assert len(batch.items) == 2
     message = m.BatchTrained(batch.batch_id, v(1), (batch.items[0].rollout_id,))
     for _ in range(2):
         driver.send("learner", "learner", message)
@@ -239,8 +236,8 @@ def test_a_whole_batch_may_be_left_out_and_its_tasks_are_done_all_the_same(make:
     driver = make(batch=1)
     driver.offer(0, 1)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None and tasks_of(batch) == (0,)
+    batch = driver.batch_for(0)
+    assert tasks_of(batch) == (0,)
     driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(1), (batch.items[0].rollout_id,)))
     assert (driver.ledger.tokens.trained, driver.snapshot.staleness_hist) == (0, {})
     driver.roll(1, step=1)
@@ -251,8 +248,7 @@ def test_leaving_out_what_was_not_in_the_batch_is_refused(make: Make) -> None:
     driver = make(batch=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.send("learner", "learner", m.BatchTrained(batch.batch_id, v(1), ("train-7-0-0",)))
     (refused,) = driver.take(m.Refused)
     assert "train-7-0-0" in refused.got
@@ -304,5 +300,5 @@ def test_word_of_the_first_of_two_batches_may_come_after_that_of_the_second(make
     assert driver.snapshot.staleness_hist == {0: 2, 1: 2}
     assert driver.tickets["train-3-0-0"].min_version == v(2), "of the batches for steps 2 and 3, with a bound of 1"
     driver.roll(2, step=2)
-    third = driver.want(2)
-    assert third is not None and rollout_ids(third) == ["train-2-0-0"] and third.staleness == {0: 2}
+    third = driver.batch_for(2)
+    assert rollout_ids(third) == ["train-2-0-0"] and third.staleness == {0: 2}

@@ -31,8 +31,8 @@ def in_second_step(*, actors: int = 4, scoring_s: float = 0.0) -> Driver:
     driver.offer(*range(40))
     for _ in range(4):
         in_four_segments(driver, next_of_writer(driver), scoring_s)
-    first = driver.want(0)
-    assert first is not None and driver.want(1) is None
+    first = driver.batch_for(0)
+    assert driver.want(1) is None
     driver.wait(STEP_S)
     driver.trained(first)
     driver.send("learner", "learner", m.VersionPublished(v(1)))
@@ -57,8 +57,7 @@ def with_a_prefix_that_is_a_batch(driver: Driver) -> m.Batch:
     driver.offer(*range(5))
     driver.roll(0)
     driver.roll(1)
-    first = driver.want(0)
-    assert first is not None
+    first = driver.batch_for(0)
     driver.write("train-2-0-0", 9)
     driver.score()
     return first

@@ -140,8 +140,7 @@ def test_a_rollout_that_was_trained_in_part_ends_where_it_stands(make: Make, tra
     driver.offer(0, 1)
     driver.write("train-0-0-0", 10)
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     if trained:
         driver.trained(batch)
     driver.write("train-0-0-0", 2)
@@ -186,12 +185,11 @@ def test_a_learner_that_was_only_cut_off_keeps_its_batch(make: Make) -> None:
     driver = make(batch=1, staleness=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.lose("learner", "learner")
     driver.join("learner", "learner")
-    again = driver.want(0)
-    assert again is not None and again.batch_id == batch.batch_id
+    again = driver.batch_for(0)
+    assert again.batch_id == batch.batch_id
     driver.trained(batch)
     assert driver.ledger.tokens.trained == 2
 
@@ -200,8 +198,7 @@ def test_a_learner_that_says_goodbye_gives_its_batch_back_and_cannot_train_it_la
     driver = make(batch=1, staleness=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.send("learner", "learner", m.Goodbye("done"))
     assert driver.ledger.tokens.waiting == 2
     driver.join("learner", "learner")
@@ -216,17 +213,16 @@ def test_tokens_of_an_abandoned_branch_are_as_far_as_the_way_back_and_up(make: M
     driver.offer(0, 1, 2, 3, 4)
     for step in range(2):
         driver.roll(step, step=step)
-        batch = driver.want(step)
-        assert batch is not None
+        batch = driver.batch_for(step)
         driver.trained(batch)
     driver.roll(2, step=2)
     driver.restart_learner(1, epoch=1)
-    batch = driver.want(1, epoch=1)
-    assert batch is not None and batch.staleness == {1: 2}, "one step back to the fork at 1"
+    batch = driver.batch_for(1, epoch=1)
+    assert batch.staleness == {1: 2}, "one step back to the fork at 1"
     driver.trained(batch)
     driver.roll(3, step=2)
-    batch = driver.want(2, epoch=1)
-    assert batch is not None and batch.staleness == {2: 2}, "one step back, one step up"
+    batch = driver.batch_for(2, epoch=1)
+    assert batch.staleness == {2: 2}, "one step back, one step up"
 
 
 def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> None:
@@ -234,8 +230,7 @@ def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> 
     driver.offer(0, 1, 2)
     for step in range(2):
         driver.roll(step, step=step)
-        batch = driver.want(step)
-        assert batch is not None
+        batch = driver.batch_for(step)
         driver.trained(batch)
     assert driver.tickets["train-2-0-0"].min_version == v(2)
     driver.restart_learner(1, epoch=1, next_task_id=1)
@@ -266,8 +261,7 @@ def test_a_learner_that_goes_back_without_a_new_epoch_is_refused(make: Make) -> 
     driver = make(batch=1, staleness=2)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     driver.restart_learner(0, epoch=0, parent_epoch=0)
     (refused,) = driver.take(m.Refused)
@@ -289,8 +283,8 @@ def test_tasks_offered_again_are_duplicates_unless_their_training_was_lost(make:
     driver.offer(0)
     assert len(driver.tickets) == 3
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None and tasks_of(batch) == (0,)
+    batch = driver.batch_for(0)
+    assert tasks_of(batch) == (0,)
     driver.trained(batch)
     driver.offer(0)
     assert len(driver.tickets) == 3, "it is done"
@@ -307,13 +301,13 @@ def test_what_is_settled_before_the_stream_has_come_to_it_again_is_told_at_once(
     driver.offer(0, 1, 2)
     driver.restart_learner(0, epoch=1)
     driver.roll(1)
-    batch = driver.want(0, epoch=1)
-    assert batch is not None and batch.settled == (m.Settled(1, 0, "trained"),)
+    batch = driver.batch_for(0, epoch=1)
+    assert batch.settled == (m.Settled(1, 0, "trained"),)
     driver.trained(batch)
     driver.offer(0, 1, 2)
     driver.roll(2)
-    batch = driver.want(1, epoch=1)
-    assert batch is not None and batch.settled == (m.Settled(2, 0, "trained"),)
+    batch = driver.batch_for(1, epoch=1)
+    assert batch.settled == (m.Settled(2, 0, "trained"),)
     assert len(driver.tickets) == 3
 
 

@@ -184,8 +184,8 @@ def test_a_learner_that_goes_back_runs_again_what_was_dropped_after_its_checkpoi
     for sample in range(2):
         end(driver, 3, sample, float(sample), step=1, epoch=1, attempt=1000)
     driver.score()
-    batch = driver.want(1, epoch=1)
-    assert batch is not None and [(one.task_id, one.fate) for one in batch.settled] == [
+    batch = driver.batch_for(1, epoch=1)
+    assert [(one.task_id, one.fate) for one in batch.settled] == [
         *[(2, "dropped")] * 2,
         *[(3, "trained")] * 2,
     ]
@@ -205,8 +205,8 @@ def test_a_rollout_that_ended_at_the_limit_is_masked_and_its_reward_goes_along(m
     ledger = driver.ledger
     assert ledger.tokens.masked == {"truncated": 7} and ledger.rollouts.masked == {"truncated": 1}
     assert ledger.segments.masked == {"truncated": 2}, "the one that was scored, and the one that was not"
-    batch = driver.want(0)
-    assert batch is not None and [(i.rollout_id, i.reward) for i in batch.items] == [
+    batch = driver.batch_for(0)
+    assert [(i.rollout_id, i.reward) for i in batch.items] == [
         ("train-0-1-0", 1.0),
         ("train-0-0-0", 0.0),
     ]

@@ -94,8 +94,7 @@ def test_the_learner_is_never_forgotten(make: Make) -> None:
     driver = make(staleness=0, batch=1)
     driver.offer(0)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.lose("learner", "learner")
     for n in range(10):
         driver.join("teacher", f"t{n}")

@@ -21,8 +21,7 @@ def advance(driver: Driver, steps: int, first_task: int = 100) -> None:
         driver.offer(*tasks)
         for task_id in tasks:
             driver.roll(task_id, step=now.step)
-        batch = driver.want(now.step)
-        assert batch is not None
+        batch = driver.batch_for(now.step)
         driver.trained(batch)
         first_task += size
 
@@ -51,8 +50,7 @@ def test_only_policy_segment_lets_a_fresh_prefix_go(make: Make, release: Release
     driver = make(batch=1, staleness=2, release=release)
     driver.offer(0, 1, 2)
     driver.roll(0, n=4)  # finished rollouts have 4 sampled tokens on the average
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     driver.write("train-1-0-0", 4, step=1)
     driver.score()
@@ -64,8 +62,7 @@ def test_pieces_of_a_rollout_weigh_what_they_are_of_the_mean(make: Make) -> None
     driver = make(batch=1, staleness=3, release="segment")
     driver.offer(0, 1, 2)
     driver.roll(0, n=4)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     driver.want(1)
     driver.write("train-1-0-0", 2, step=1)
@@ -95,8 +92,7 @@ def test_what_left_early_is_context_of_the_rest(make: Make) -> None:
     driver = make(batch=1, staleness=3, release="segment")
     driver.offer(0, 1, 2)
     driver.roll(0, n=2)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     driver.want(1)
     driver.write("train-1-0-0", 2, step=1)
@@ -130,8 +126,7 @@ def test_a_prefix_has_neither_reward_nor_finish_even_where_the_rollout_is_finish
         driver.answer(lease)
         driver.write(f"train-{step + 1}-0-0", 10, final=True)  # fills the batch
         driver.answer(next(lease for lease in driver.work if lease not in (first, second)))
-        batch = driver.want(step)
-        assert batch is not None
+        batch = driver.batch_for(step)
         told += [(i.end, i.final, i.reward, i.finish_reason) for i in batch.items if i.rollout_id == "train-0-0-0"]
         driver.trained(batch)
     assert told == [(12, False, None, None), (22, True, 1.0, "stop")]
@@ -173,8 +168,8 @@ def test_a_learner_that_asked_ahead_is_idle_from_when_it_asks_with_nothing_left_
     driver = make(batch=1, staleness=2, release="deadline", idle_release_s=5.0)
     driver.offer(0, 1)
     driver.roll(0, n=10)
-    first = driver.want(0)
-    assert first is not None and driver.want(1) is None
+    first = driver.batch_for(0)
+    assert driver.want(1) is None
     driver.write("train-1-0-0", 10)
     driver.score()
     driver.wait(60.0)
@@ -389,8 +384,8 @@ def test_a_group_larger_than_what_pacing_allows_is_begun_and_completed(make: Mak
             driver.write(rollout_id, 4, final=True, step=step)
         driver.score()
         driver.wait(1.0)
-        batch = driver.want(step)
-        assert batch is not None and len(batch.items) == 5, driver.state
+        batch = driver.batch_for(step)
+        assert len(batch.items) == 5, driver.state
         driver.trained(batch)
     assert driver.snapshot.queues["rollouts_allowed"] <= 6
     assert driver.ledger.tokens.masked["stale"] > 100

@@ -47,8 +47,7 @@ def test_a_batch_that_the_former_learner_held_goes_to_the_next_and_is_not_traine
     driver = Driver(batch=1, staleness=2)
     driver.offer(0, 1)
     driver.roll(0)
-    held = driver.want(0)
-    assert held is not None
+    held = driver.batch_for(0)
     interlude(driver)
     driver.restart_learner(0, epoch=1)
     driver.offer(0, 1)

@@ -196,8 +196,8 @@ def test_tokens_that_no_teacher_can_score_are_masked(make: Make) -> None:
     assert driver.ledger.tokens.masked == driver.ledger.tokens.masked == {"unscorable": 3}
     driver.write("train-0-0-0", 2, final=True)
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None and batch.staleness == {0: 2}, "the rest of the rollout is trained"
+    batch = driver.batch_for(0)
+    assert batch.staleness == {0: 2}, "the rest of the rollout is trained"
     driver.trained(batch)
     assert driver.ledger.rollouts.trained == 1
     assert driver.ledger.segments.masked == {"unscorable": 1}

@@ -46,8 +46,7 @@ def test_a_segment_repeated_after_its_rollout_was_trained_is_still_a_duplicate(m
     segment = driver.make("train-0-0-0", 2, final=True)
     driver.submit(*segment)
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     ack = driver.submit(*segment)
     assert ack is not None and ack.status == "duplicate"
@@ -260,8 +259,8 @@ def test_teachers_read_a_branch_behind_the_token_that_it_follows(make: Make) -> 
     assert (first.start, first.end, first_ids.tolist()) == (0, 4, [1, 2, 10, 11])
     assert (item.start, item.end, item.shift, ids.tolist()) == (4, 6, -1, [1, 2, 10, 7, 8])
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None and batch.items[0].branches == (m.Branch(4, 3),)
+    batch = driver.batch_for(0)
+    assert batch.items[0].branches == (m.Branch(4, 3),)
 
 
 @pytest.mark.parametrize("release", ["rollout", "segment"])
@@ -270,8 +269,7 @@ def test_rewards_of_turns_leave_with_the_rollout_s_own(make: Make, release: Any)
     driver.offer(0)
     branched(driver, turn_rewards=(m.TurnReward(4, -0.5), m.TurnReward(6, 1.5)))
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     assert [(one.end, one.reward) for one in batch.items[0].turn_rewards] == [(4, -0.5), (6, 1.5)]
 
 
@@ -287,8 +285,7 @@ def test_a_reward_out_of_range_leaves_the_rollout_unscored_and_counted(
     ack = branched(driver, **changes)
     assert ack is not None and ack.status == "accepted"
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     assert (batch.items[0].reward, batch.items[0].turn_rewards) == (None, ())
     assert driver.snapshot.queues["reward_out_of_range_total"] == 1
     assert "rollout train-0-0-0: the reward" in caplog.text
@@ -307,8 +304,7 @@ def test_a_response_that_nobody_went_on_from_is_masked_and_not_scored(make: Make
     driver.offer(0)
     branched(driver, dropped=(m.Dropped(2, 4, "retried"),))
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     ledger = driver.ledger
     assert (ledger.tokens.trained, ledger.tokens.masked) == (1, {"retried": 2})
@@ -388,8 +384,8 @@ def test_a_prompt_that_the_environment_made_stands_in_place_of_the_tickets(make:
     ((_, item, ids),) = driver.work.values()
     assert (item.start, item.end, item.first, ids.tolist()) == (0, 5, 1, [7, 8, 9, 10, 11])
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None and batch.items[0].end == 5
+    batch = driver.batch_for(0)
+    assert batch.items[0].end == 5
     driver.trained(batch)
     assert (driver.ledger.tokens.trained, driver.ledger.rejected) == (2, {})
 
@@ -433,8 +429,7 @@ def test_a_rollout_that_begins_with_context_alone_is_counted_while_it_runs(make:
         assert driver.state.counts_are_right, "an image of the journal can be written"
     driver.write("train-0-0-0", 0, context=1, final=True)
     driver.score()
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     ledger = driver.ledger
     assert (ledger.rollouts.trained, ledger.segments.trained, ledger.segments.masked) == (1, 1, {"context": 4})
@@ -444,8 +439,7 @@ def test_an_actor_may_use_new_weights_before_the_buffer_hears_of_them(make: Make
     driver = make(staleness=0, batch=1)
     driver.offer(0, 1)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.trained(batch)
     ack = driver.write("train-1-0-0", 2, step=2, final=True)
     assert ack is not None and ack.status == "accepted", "step 2 is one past the newest known"

@@ -84,8 +84,7 @@ def test_a_payload_goes_once_and_context_trained_before_brings_none(make: Make) 
         driver.write("train-0-0-0", 10, final=final)
         ((lease, (start, end)),) = ranges(driver).items()
         driver.answer_top_k(lease, payload(end - start))
-        batch = driver.want(step)
-        assert batch is not None
+        batch = driver.batch_for(step)
         driver.trained(batch)
         batches.append(batch)
     assert [[(p.start, p.end) for p in batch.items[0].top_k] for batch in batches] == [[(2, 12)], [(12, 22)]]

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -445,6 +446,17 @@ def acknowledge_tasks(message: m.Message) -> m.Message | None:
     return acknowledgement(message)
 
 
+@contextmanager
+def scripted(learning: Learning, **settings: Any) -> Generator[tuple[ScriptedBuffer, Learner, Future[Any]]]:
+    """A learner that runs against a buffer that the test plays."""
+    with (
+        ScriptedBuffer(acknowledge_tasks) as peer,
+        learning(peer.address, **settings) as made,
+        running(made.loop.run) as ran,
+    ):
+        yield peer, made, ran
+
+
 def acknowledge_tasks_and_show(message: m.Message) -> m.Message | None:
     """A waiting learner asks for snapshots, too: which of the questions is the last one's is not to be seen."""
     return snapshot(1.0) if isinstance(message, m.SnapshotWanted) else acknowledge_tasks(message)
@@ -525,11 +537,7 @@ def test_the_next_batch_is_asked_for_and_packed_while_one_trains(
 
 
 def test_without_staleness_no_batch_is_asked_for_ahead(learning: Learning) -> None:
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=2, fetch_ahead=False) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=2, fetch_ahead=False) as (peer, _, ran):
         peer.expect(m.BatchWanted)
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
@@ -544,11 +552,7 @@ def test_without_staleness_no_batch_is_asked_for_ahead(learning: Learning) -> No
 def test_absurd_batches_are_left_out_and_told_and_so_many_in_a_row_end_the_run(
     learning: Learning, tmp_path: Path
 ) -> None:
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=9) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=9) as (peer, made, ran):
         for step, absurd in enumerate((True, False, True, True, True)):
             peer.expect(m.BatchWanted, step + 1)
             message, frames = batch(step + 1, m.WeightVersion(0, step))
@@ -607,12 +611,8 @@ def test_a_teacher_that_finds_all_tokens_alike_is_doubted(
     grade: float, doubted: bool, learning: Learning, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one does that was started on random weights."""
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=9) as made,
-        running(made.loop.run) as ran,
-    ):
-        assert -math.log(made.trainer.model.get_input_embeddings().num_embeddings) * 0.9 > -5.5
+    with scripted(learning, steps=9) as (peer, made, ran):
+        assert -math.log(made.trainer.model.config.vocab_size) * 0.9 > -5.5
         peer.expect(m.BatchWanted)
         message, frames = batch(1, m.WeightVersion(0, 0))
         frames[3][:] = grade
@@ -628,11 +628,7 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
     learning: Learning, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 3600.0)
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=1) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=1) as (peer, made, ran):
         peer.expect(m.BatchWanted)
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
@@ -652,11 +648,7 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
 @pytest.mark.parametrize("acknowledged", [False, True])
 def test_without_an_answer_there_is_no_checkpoint_but_an_error(learning: Learning, acknowledged: bool) -> None:
     expected = "did not answer with its snapshot" if acknowledged else "did not acknowledge batch 1"
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=1, stall_timeout_s=1.0) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=1, stall_timeout_s=1.0) as (peer, made, ran):
         peer.expect(m.BatchWanted)
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
@@ -672,11 +664,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
 ) -> None:
     """The launcher has heard of the end, and the buffer was killed."""
     monkeypatch.setattr(stillhouse.learner.loop, "GOODBYE_S", 3600.0)
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=1) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=1) as (peer, made, ran):
         peer.expect(m.BatchWanted)
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
@@ -690,11 +678,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
 
 
 def test_shutdown_stops_the_loop_wherever_it_waits(learning: Learning) -> None:
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=2) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=2) as (peer, made, ran):
         peer.expect(m.BatchWanted)
         peer.send(*batch(1, V0), to=LEARNER)
         peer.expect(m.BatchTrained)
@@ -705,11 +689,7 @@ def test_shutdown_stops_the_loop_wherever_it_waits(learning: Learning) -> None:
 
 
 def test_a_stream_that_ended_is_an_error_and_not_a_step(learning: Learning) -> None:
-    with (
-        ScriptedBuffer(acknowledge_tasks) as peer,
-        learning(peer.address, steps=1) as made,
-        running(made.loop.run) as ran,
-    ):
+    with scripted(learning, steps=1) as (peer, made, ran):
         peer.expect(m.BatchWanted)
         peer.send(m.Batch(0, V0, (), {}, (), snapshot(0.0)), to=LEARNER)
         with pytest.raises(LearnerStalled, match="nothing is left to train"):

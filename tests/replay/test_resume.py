@@ -49,7 +49,7 @@ def run(file: Path, folder: Path, *flags: str) -> int:
 def run_until(monkeypatch: pytest.MonkeyPatch, step: int, end: After, file: Path, folder: Path, *flags: str) -> None:
     """A replay that ends in the middle, when this step was made."""
 
-    announce = training.Replay._announce
+    announce = training.Replay.announce
 
     def after_step(replay: training.Replay, done: StepDone) -> None:
         if done.version.step == step:
@@ -57,7 +57,7 @@ def run_until(monkeypatch: pytest.MonkeyPatch, step: int, end: After, file: Path
         announce(replay, done)
 
     with monkeypatch.context() as patched:
-        patched.setattr(training.Replay, "_announce", after_step)
+        patched.setattr(training.Replay, "announce", after_step)
         try:
             assert run(file, folder, *flags) == 130
         except RuntimeError as error:

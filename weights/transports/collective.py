@@ -212,17 +212,8 @@ class WeightGroup(GroupOperations):
 
         came: tuple[Tensor, Tensor, int] | None = None
         for index, bucket_b in enumerate(_buckets(layout, run_B)):
-            header = torch.zeros(2, dtype=torch.int64, device=self._device)
-            self._start(header, deadline_s)
-            self._finish_all(deadline_s)  # the former bucket's difference, too
-            wait_for_device(self._device, deadline_s, self._interrupted)
-            k, number = (int(value) for value in header.tolist())
             most = delta.most_changes(bucket_b.numel(), unit)
-            if number != round_number or not (k == delta.WHOLE or 0 <= k <= most):
-                raise GroupBroken(
-                    f"{self!r}: bucket {index} is announced with {k} changes in round {number}; expected at most {most}"
-                    f", or {delta.WHOLE}, in round {round_number}"
-                )
+            k = self._announced(index, round_number, most, deadline_s)
             delta_b = bucket_b
             if k != delta.WHOLE:
                 delta_b = self._buffer(index, layout.largest_bytes // 2)
@@ -247,6 +238,20 @@ class WeightGroup(GroupOperations):
             raise DeltaRefused(str(error)) from None
         self._held = version
         return layout.views(run_B)
+
+    def _announced(self, index: int, round_number: int, most: int, deadline_s: float) -> int:
+        """Number of changes in the next bucket, or delta.WHOLE. Completes what came before it."""
+        header = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._start(header, deadline_s)
+        self._finish_all(deadline_s)
+        wait_for_device(self._device, deadline_s, self._interrupted)
+        k, number = (int(value) for value in header.tolist())
+        if number != round_number or not (k == delta.WHOLE or 0 <= k <= most):
+            raise GroupBroken(
+                f"{self!r}: bucket {index} is announced with {k} changes in round {number}; expected at most {most}, "
+                f"or {delta.WHOLE}, in round {round_number}"
+            )
+        return k
 
     def _trailer(self, sums: Sequence[Tensor], round_number: int) -> Tensor:
         number = torch.tensor(round_number, dtype=torch.int64, device=self._device)

@@ -70,8 +70,7 @@ def test_what_was_lent_and_what_waits_is_still_so_after_restoring() -> None:
     driver = Driver(batch=1, staleness=3)
     driver.offer(0, 1, 2, 3)
     driver.roll(0)
-    batch = driver.want(0)
-    assert batch is not None
+    batch = driver.batch_for(0)
     driver.write("train-1-0-0", 3)
     driver.state = restored(Core(driver.state), 1.0).state
     driver.trained(batch)
