@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
+# make demo | gpu-demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -32,7 +32,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
+.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo gpu-demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -111,6 +111,9 @@ $(DOCS_INSTALLED): pyproject.toml
 
 demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, about a minute on two cores
 	$(VENV)/bin/python launch/cluster.py --config examples/demo.toml $(ARGS)
+
+gpu-demo: $(INSTALLED)  ## the same with real SGLang servers on one GPU, by what `auto` chooses; needs pip install sglang (docs/gpu.md)
+	@$(VENV)/bin/python scripts/gpu/gpu_demo.py $(ARGS)
 
 # Tests mostly wait, hence more processes than cores; a file stays together. Slow ones begin in the order of tests/conftest.py.
 PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile

@@ -146,10 +146,11 @@ class TakesWeights(Protocol):
     def version(self) -> WeightVersion: ...
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Stage a full set of named parameters (HF names), to be swapped in between two decode steps. The tensors may
-        be views of memory that is reused after this call, so an implementation copies what it keeps. A newer staging
-        replaces one that is not swapped in yet. Raises ValueError for missing or unknown names or shapes, naming them;
-        then nothing is swapped."""
+        """Stage a full set of named parameters (HF names), to be swapped in between two decode steps. Each tensor may
+        be a view of memory that is reused for a later one, so an implementation copies it before it takes the next; and
+        the iteration may raise, at its end too: then nothing of the set is used. A newer staging replaces one that is
+        not swapped in yet. Raises ValueError for missing or unknown names or shapes, naming them; then nothing is
+        swapped."""
         ...
 
 

@@ -55,8 +55,9 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
         (("b", "tiny", "gloo"), ["weights by gloo, turn 1", "weights from a folder", "stage b: rc 0"]),
         (("c", "gloo", "3"), ["finished", "ledger balanced", "stage c: rc 0"]),
         (("d", "gloo", "2", "tiny", "0"), ["finished", "ledger balanced", "stage d: rc 0"]),
+        (("e", "8", "2"), ["| ipc | ", "| gloo | ", "gloo / ipc: ", "finished", "clean", "stage e: rc 0"]),
     ],
-    ids="abcd",
+    ids="abcde",
 )
 def test_a_stage_runs_as_it_stands(stage: tuple[str, ...], says: list[str], stage_environment: dict[str, str]) -> None:
     ran = subprocess.run(

@@ -32,6 +32,10 @@ _CHECKED_WORDS = 1 << 17
 """Words that `place_checksum` takes at a time, so that they stay in the cache."""
 
 
+def aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """Raises ValueError for a dtype that this torch does not have."""
     dtype = getattr(torch, spec.dtype, None)
@@ -124,7 +128,7 @@ class EqualBuckets(BucketLayout):
         if bucket_bytes < ALIGN_BYTES or bucket_bytes % ALIGN_BYTES:
             raise ValueError(f"bucket_bytes = {bucket_bytes}; expected a positive multiple of {ALIGN_BYTES}")
         self.bucket_bytes = bucket_bytes
-        padded = [-(-spec.n_bytes // ALIGN_BYTES) * ALIGN_BYTES for spec in manifest.tensors]
+        padded = [aligned(spec.n_bytes) for spec in manifest.tensors]
         *offsets, end = accumulate(padded, initial=0)
         super().__init__(manifest, offsets, max(end, ALIGN_BYTES))
 
@@ -168,6 +172,18 @@ class PackedLayout(BucketLayout):
 
     def bounds(self, index: int) -> tuple[int, int]:
         return self.buckets[index].start, self.buckets[index].end
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory that holds any of the buckets, and can be summed on every device."""
+        return aligned(self.largest_bytes)
+
+    def views_in(self, index: int, bucket_b: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of bucket `index`, as views of its bytes. Empty ones are in no bucket."""
+        at = 0
+        for spec in self.buckets[index].tensors:
+            yield spec.name, bucket_b[at : at + spec.n_bytes].view(torch_dtype(spec)).view(spec.shape)
+            at += spec.n_bytes
 
 
 class Content(Protocol):

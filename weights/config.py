@@ -18,9 +18,8 @@ SentDtype: TypeAlias = Literal["keep", "float32", "bfloat16", "float16"]
 Adapters: TypeAlias = Literal["auto", "on", "off"]
 PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
-Place: TypeAlias = Literal["device", "host", "shared"]
-"""Where the copies to be sent are: next to the originals, in pinned host memory, or next to the originals in memory
-that other processes can open (weights.shared_memory)."""
+Place: TypeAlias = Literal["device", "host"]
+"""Where the copies to be sent are: next to the originals, or in pinned host memory."""
 DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
@@ -61,8 +60,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     wire: each actor fetches it from weights.control_port, encrypted and with the run's keys; the learner's link
     carries it once per actor. folder: a file in the run folder, or in the run's `store` if it has one, for actors that
     can read there. ipc: actors, or their servers, copy out of the learner's own copies, on the GPU that they share with
-    it or in this machine's memory. auto: ipc where all actors are on the learner's GPU and two copies of the weights
-    fit there too, which the launcher decides before the start; else collective on one machine or with
+    it or in this machine's memory, two buckets (bucket_bytes) at a time. auto: ipc where all actors are on the
+    learner's GPU, which the launcher decides before the start; else collective on one machine or with
     allow_plain_network, else wire. A transport from another package is given by its entry-point name (group
     stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
@@ -88,7 +87,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
     16 bytes per parameter of training. host: pinned memory of this machine; training waits for the copy, at about 25
-    GB/s. auto: host with gloo, which sends from there, else device."""
+    GB/s. auto: host with gloo, which sends from there, and with ipc unless both copies take at most a tenth of the GPU;
+    else device."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
     this address only."""
@@ -149,8 +149,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"delta = on with transport = {self.way}, which gives each member all weights; use delta = auto"
             )
-        if self.staging == "host" and self.transport == "ipc":
-            raise ValueError("staging = host with transport = ipc, which shares the copies; use staging = auto")
         if self.verify == "reload" and self.loads_files:
             raise ValueError(
                 f"verify = reload with transport = {self.way}: servers would compare a file with itself, because they "
@@ -241,9 +239,8 @@ def bucket_size(asked: int, device_type: str) -> int:
 
 
 def staged_in(config: WeightsConfig, device_type: str, backend: Literal["gloo", "nccl"]) -> Place:
-    """Gloo sends from host memory, so copies there need no further copy. On a CPU the device is the host."""
-    if config.way == "ipc":
-        return "shared"
+    """Gloo sends from host memory, so copies there need no further copy; by ipc only buckets need be on the GPU, and
+    the launcher says where there is room for more. On a CPU the device is the host."""
     if device_type != "cuda":
         return "device"
     if config.staging == "auto":

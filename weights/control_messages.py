@@ -103,17 +103,13 @@ class CudaHandle(msgspec.Struct, frozen=True, tag="cuda"):
 MemoryHandle: TypeAlias = CpuHandle | CudaHandle
 
 
-class SharedRun(msgspec.Struct, frozen=True):
-    """The version in memory that the members open."""
+class SharedBucket(msgspec.Struct, frozen=True):
+    """The bytes of a WirePiece where `Round.shared`: a bucket in memory that the member opens."""
 
-    handles: tuple[tuple[MemoryHandle, ...], ...]
-    """For each member, for each of its ranks, one that only this rank may open, once."""
-    sums: tuple[int, ...] = ()
-    """For embedded engines: the checksum of every bucket (weights.buckets.checksum)."""
-
-    def of(self, index: int) -> SharedRun:
-        """What member `index` of the plan needs of it."""
-        return SharedRun(self.handles[index : index + 1], self.sums)
+    handles: tuple[MemoryHandle, ...]
+    """For each rank of the member, one that only this rank may open, once."""
+    sum: int
+    """Its checksum (weights.buckets.checksum), up to a multiple of 64 bytes."""
 
 
 class Round(msgspec.Struct, frozen=True, tag=True):
@@ -129,11 +125,11 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     """After a failure every member answers within this time."""
     check: WeightCheck | None = None
     weights: WeightsRef | None = None
-    """The version as a file to load; None: it comes as a broadcast, which starts at once, or as `shared`."""
+    """The version as a file to load; None: it comes as a broadcast, which starts at once, or piece by piece."""
     base: WeightVersion | None = None
     """With a broadcast: buckets come as differences from this version (weights.delta). None: whole."""
-    shared: SharedRun | None = None
-    """The version as memory of the learner; None: it comes in another way."""
+    shared: bool = False
+    """Pieces are not the bytes of the version but its buckets in memory of the learner (SharedBucket)."""
 
 
 class MemberAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -399,6 +399,13 @@ class GroupHost(ABC):
         gone = self._gone(seats)
         return f"{', '.join(seat.name for seat in sorted(gone))} left" if gone else None
 
+    def _finished(self, seats: tuple[GroupSeat, ...]) -> set[int]:
+        """Ranks that have answered in this round, or are gone."""
+        self._heard += self._control.poll(0.0)
+        answered = {m.rank for m in self._heard if isinstance(m, MemberAnswer) and self._is_of_now(m)}
+        gone = self._gone(seats)
+        return answered | {rank for rank, seat in enumerate(seats, start=1) if seat in gone}
+
     def _unless_all(
         self, seats: tuple[GroupSeat, ...], messages: Mapping[int, FromMember], reason: DropReason
     ) -> RoundResult | None:

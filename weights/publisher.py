@@ -101,7 +101,7 @@ class Publisher:
             TransportSetup(
                 config,
                 backend=backend,
-                device=device if backend == "nccl" else "cpu",
+                device=device if backend == "nccl" or config.way == "ipc" else "cpu",
                 gone=self._gone,
                 closing=lambda: self._closing,
                 snapshots=self._snapshots,

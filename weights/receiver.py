@@ -22,8 +22,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
 from stillhouse.protocol.keys import ClientKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.tracing import events
@@ -214,7 +212,7 @@ class WeightReceiver:
         wire: WireMember | None = None
         try:
             try:
-                if plan.backend == "wire":
+                if plan.backend in ("wire", "ipc"):
                     keys = member_keys(plan, self._keys)
                     wire = WireMember(
                         plan.control,
@@ -264,7 +262,7 @@ class WeightReceiver:
     def _need_not_take(self, header: Round, wire: WireMember | None) -> bool:
         """Whether this member has the version already, as all do but the newcomer for whom a group was made, and no
         other member waits for it in a broadcast. A check by loading the file again needs the file."""
-        alone = wire is not None or header.weights is not None or header.shared is not None
+        alone = wire is not None or header.weights is not None
         by_loading = header.check is not None and header.check.weights is not None
         return alone and not by_loading and self._sink.version == header.version
 
@@ -285,8 +283,6 @@ class WeightReceiver:
         try:
             if agreed is None or agreed.manifest.digest != header.manifest_digest:
                 raise WeightsRefused(f"round {header.number} follows a manifest that was never agreed")
-            if header.shared is not None:
-                header = replace(header, shared=header.shared.of(index))
             if self._need_not_take(header, wire):
                 taken = Receipt(n_bytes=0, receive_s=0.0, stage_s=0.0, staged=False)
             else:

@@ -42,32 +42,48 @@ def shareable(n_bytes: int, device: torch.device) -> Tensor:
         _reserve(SEGMENTS / name.decode().lstrip("/"), n_bytes)
     except (OSError, RuntimeError) as error:
         raise NoSharedMemory(
-            f"{SEGMENTS}: no {n_bytes / 1e9:.2f} GB for a copy of the weights: {error}; expected two copies to fit "
-            "(docker: --shm-size or --ipc=host), or weights.transport = collective"
+            f"{SEGMENTS}: no {n_bytes / 1e9:.2f} GB for a bucket of the weights: {error}; expected two to fit (docker: "
+            "--shm-size or --ipc=host), a smaller weights.bucket_bytes, or weights.transport = collective"
         ) from error
     return _bytes_of(storage).zero_()
 
 
-def is_shareable(run_B: Tensor) -> bool:
-    """Whether `export` can name this memory. On a GPU only the attempt tells."""
-    return run_B.is_shared()
+class Loans:
+    """Handles of memory, and what torch must keep as long as their receivers may open it."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def export(self, run_B: Tensor) -> MemoryHandle:
+        """A handle of the memory of this tensor, which is the whole of its storage, for one receiver. On a GPU what
+        this thread has queued comes before what the receiver does. Raises NoSharedMemory."""
+        if run_B.device.type != "cuda":
+            return export(run_B)
+        # Every handle puts a counter and an event around the storage that it is made of (torch/csrc/StorageSharing.cpp,
+        # CudaIPCTypes.cpp), and they last as long as that storage: so each has a storage of its own.
+        alias: Any = vars(torch)["_C"]._construct_storage_from_data_pointer(
+            run_B.data_ptr(), run_B.device, run_B.untyped_storage().nbytes()
+        )
+        self._kept.append(alias)
+        return _export_cuda(alias, run_B.device)
 
 
-def export(run_B: Tensor) -> MemoryHandle:
-    """A handle of the memory of this tensor, which is the whole of its storage, for one receiver. On a GPU what this
-    thread has queued comes before what the receiver does. Raises NoSharedMemory."""
+def export(run_B: Tensor) -> CpuHandle:
+    """A handle of a segment in host memory, for one receiver."""
     storage: Any = run_B.untyped_storage()  # torch has no public names for what follows
-    if run_B.device.type != "cuda":
-        manager, name, n_bytes = storage._share_filename_cpu_()
-        storage._shared_incref()  # whoever opens it takes this away again
-        return CpuHandle(manager, name, n_bytes)
+    manager, name, n_bytes = storage._share_filename_cpu_()
+    storage._shared_incref()  # whoever opens it takes this away again
+    return CpuHandle(manager, name, n_bytes)
+
+
+def _export_cuda(storage: Any, device: torch.device) -> CudaHandle:
     _, handle, n_bytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
     if handle[1:2] == _EXPANDABLE:
         raise NoSharedMemory(
-            "the copies of the weights are in an expandable segment of torch's allocator, which SGLang's torch may be "
+            "the memory for the weights is in an expandable segment of torch's allocator, which SGLang's torch may be "
             "unable to open; set weights.transport = collective"
         )
-    uuid = str(torch.cuda.get_device_properties(run_B.device).uuid)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
     return CudaHandle(uuid, handle, n_bytes, offset, counter, counter_offset, event, sync)
 
 
@@ -116,7 +132,9 @@ def _on_gpu(n_bytes: int, device: torch.device) -> Tensor:
     pool = torch.cuda.MemPool()
     _kept.append(pool)
     with _plain_segments(), torch.cuda.use_mem_pool(pool, device):
-        return torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+        run_B = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
+    Loans().export(run_B)  # fails now, if it ever does
+    return run_B
 
 
 @contextmanager

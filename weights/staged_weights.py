@@ -27,7 +27,6 @@ from stillhouse.weights.buckets import BucketLayout, Content, WholeTensors, mani
 from stillhouse.weights.config import CPU_BUCKET_BYTES, Place, SentDtype
 from stillhouse.weights.manifest import TensorSpec, WeightManifest, in_pieces
 from stillhouse.weights.roster import EMBEDDED, GroupMembers
-from stillhouse.weights.shared_memory import shareable
 
 log = logging.getLogger(__name__)
 
@@ -230,8 +229,7 @@ class StagedWeights(StagedVersion):
         streams: WeightStreams | None = None,
     ) -> None:
         """`members`: the receivers, which decide the layout. `dtype`: of all floating-point copies. `place`: next to
-        the originals, in pinned host memory, or next to them in memory that can be shared. `streams`: those of the
-        originals' device; None: a CPU's."""
+        the originals or in pinned host memory. `streams`: those of the originals' device; None: a CPU's."""
         super().__init__()
         self.named: list[tuple[str, Tensor]] = []
         """The copies by the names by which they are sent."""
@@ -288,6 +286,4 @@ class StagedWeights(StagedVersion):
             n_bytes / 1e9,
             "in pinned memory of the host" if in_host else f"on {device}",
         )
-        if self._place == "shared":
-            return shareable(n_bytes, device)
         return self._streams.host_bytes(n_bytes) if in_host else torch.zeros(n_bytes, dtype=torch.uint8, device=device)

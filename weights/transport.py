@@ -151,7 +151,7 @@ class TransportSetup:
     backend: BackendName
     """Backend of the process groups that it may make."""
     device: torch.device | str
-    """Device from which process groups send."""
+    """Device from which process groups send, or whose memory is shared."""
     gone: Callable[[Iterable[GroupSeat]], frozenset[GroupSeat]]
     """Which of these seats the buffer has lost. Called during every wait."""
     closing: Callable[[], bool]

@@ -1,4 +1,5 @@
-"""A member's own connection for the bytes of versions that no broadcast carries (weights.transports.wire). No torch.
+"""A member's own connection for the bytes of versions that no broadcast carries (weights.transports.wire), or for the
+handles of those in shared memory (weights.transports.ipc). No torch.
 
     member                              rank 0, at its control port
     Want pieces 0 to 7    ---------->   reads a piece when the first member wants it
@@ -13,7 +14,7 @@ When it breaks, ZeroMQ makes another one, and the member asks again for what has
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -23,13 +24,15 @@ from stillhouse.protocol.errors import DamagedMessage
 from stillhouse.protocol.keys import ClientKeys, encrypt_client
 from stillhouse.protocol.monitor import Reconnects
 from stillhouse.protocol.sockets import new_socket, receive_frames, send_frames
-from stillhouse.weights.control_messages import Want, WirePiece
+from stillhouse.weights.control_messages import SharedBucket, Want, WirePiece
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 PIECE_BYTES: Final = 1 << 20
 """Every piece of a version but the last."""
 WINDOW: Final = 8
 """Pieces that a member has asked for and not received."""
+SLOTS: Final = 2
+"""Buckets that are in shared memory at a time: one that members copy, and the next."""
 WAIT_SLICE_S: Final = 0.1
 """Time within which an interruption is noticed."""
 
@@ -99,6 +102,33 @@ class WireMember:
             if (asked := len(had) + len(owed)) < total:
                 owed.add(asked)
                 self._want(number, asked, 1)
+
+    def shared(
+        self, number: int, n_buckets: int, deadline_s: float, interrupted: Interrupted
+    ) -> Iterator[SharedBucket]:
+        """The buckets of round `number` in memory of the learner, in order. Whoever asks for the next one has done with
+        the one before: SLOTS later the learner overwrites it. Raises as `fetch`."""
+        came: dict[int, SharedBucket] = {}
+        for index in range(min(SLOTS, n_buckets)):
+            self._want(number, index, 1)
+        self._reconnects.news()  # of a former round
+        for index in range(n_buckets):
+            while index not in came:
+                if (received := self._next(number, deadline_s, interrupted)) is None:
+                    self._on_reconnect()
+                    for owed in {*range(index, min(index + SLOTS, n_buckets))} - came.keys():
+                        self._want(number, owed, 1)
+                elif index <= received[0].index < index + SLOTS:
+                    came.setdefault(received[0].index, self._read(received[1]))
+            yield came.pop(index)
+            if index + SLOTS < n_buckets:
+                self._want(number, index + SLOTS, 1)
+
+    def _read(self, content: bytes | memoryview) -> SharedBucket:
+        try:
+            return msgspec.msgpack.decode(content, type=SharedBucket)
+        except ValueError as error:
+            raise GroupBroken(f"a bucket of the weights cannot be read: {error}") from None
 
     def close(self) -> None:
         self._reconnects.close()

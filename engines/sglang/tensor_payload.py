@@ -1,7 +1,7 @@
 """What POST /update_weights_from_tensor wants with load_format `flattened_bucket`: base64 of a pickle, which SGLang's
 scheduler reads with its SafeUnpickler (sglang.srt.utils.common).
 
-    {"flattened_tensor": the run of bytes, by its handle,
+    {"flattened_tensor": memory that begins with a bucket, by its handle,
      "metadata": [FlattenedTensorMetadata(name, shape, dtype, start_idx, end_idx, numel in bytes), ...]}
 
 Only opcodes for these values are written here, so nothing of ours can be pickled by accident, and nothing here reads a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -51,22 +51,21 @@ _BUCKET: Final = "sglang.srt.weight_sync.tensor_bucket"
 _REDUCTIONS: Final = "torch.multiprocessing.reductions"
 
 
-def tensor_payload(handle: MemoryHandle, buckets: Sequence[WeightBucket]) -> str:
-    """`buckets`: of the whole run, in order. The handle is used up by it."""
+def tensor_payload(handle: MemoryHandle, bucket: WeightBucket) -> str:
+    """`handle`: of memory that begins with this bucket. It is used up by it."""
     metadata: list[_Value] = []
-    for bucket in buckets:
-        at = bucket.start
-        for spec in bucket.tensors:
-            state: Mapping[str, _Value] = {
-                "name": spec.name,
-                "shape": tuple(spec.shape),
-                "dtype": _Global("torch", spec.dtype),
-                "start_idx": at,
-                "end_idx": at + spec.n_bytes,
-                "numel": spec.n_bytes,
-            }
-            metadata.append(_Instance(_Global(_BUCKET, "FlattenedTensorMetadata"), state))
-            at += spec.n_bytes
+    at = 0
+    for spec in bucket.tensors:
+        state: Mapping[str, _Value] = {
+            "name": spec.name,
+            "shape": tuple(spec.shape),
+            "dtype": _Global("torch", spec.dtype),
+            "start_idx": at,
+            "end_idx": at + spec.n_bytes,
+            "numel": spec.n_bytes,
+        }
+        metadata.append(_Instance(_Global(_BUCKET, "FlattenedTensorMetadata"), state))
+        at += spec.n_bytes
     run = _on_gpu(handle) if isinstance(handle, CudaHandle) else _in_host_memory(handle)
     return b64encode(b"\x80\x03" + _written({"flattened_tensor": run, "metadata": metadata}) + b".").decode()
 

@@ -4,7 +4,7 @@
     take     pause, begin, a POST per bucket (the server receives one broadcast in each), over NCCL: synchronise, one
              tensor again, synchronise; end, check, resume
              from a file: pause, POST /update_weights_from_disk, check, resume
-             by ipc: pause, begin, POST /update_weights_from_tensor, synchronise, end, check, resume
+             by ipc: pause, begin, for each bucket POST /update_weights_from_tensor, synchronise; end, check, resume
              by wire: written to a file in the system's folder for temporary ones, then as from a file
     prepare  the same, from the student's own folder
     leave    POST /destroy_weights_update_group
@@ -45,7 +45,7 @@ from stillhouse.engines.sglang.tensor_payload import tensor_payload
 from stillhouse.engines.sglang.verify import ServerVerifier
 from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.control_messages import Agreed, CudaHandle, MemoryHandle, Round, WeightCheck
+from stillhouse.weights.control_messages import Agreed, CudaHandle, Round, WeightCheck
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, Interrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.manifest import WeightBucket, smallest_tensor_bucket, whole_tensor_buckets
@@ -144,11 +144,11 @@ class ServerWeights:
             raise WeightsRefused(str(error)) from error
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
-        if wire is not None:
+        if wire is not None and not header.shared:
             return self._take_by_wire(header, agreed, interrupted, wire)
-        if self._group_name is None and header.weights is None and header.shared is None:
+        if self._group_name is None and header.weights is None and wire is None:
             raise GroupBroken("no group was joined")
-        return self._take(header, agreed, interrupted)
+        return self._take(header, agreed, interrupted, wire=wire)
 
     def _take_by_wire(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Receipt:
         """The server must see the temporary files of this process (TMPDIR), as one on the same machine does."""
@@ -163,7 +163,14 @@ class ServerWeights:
             taken = self._take(header, agreed, interrupted, path)
         return replace(taken, receive_s=taken.receive_s + fetched_s)
 
-    def _take(self, header: Round, agreed: Agreed, interrupted: Interrupted, path: Path | None = None) -> Receipt:
+    def _take(
+        self,
+        header: Round,
+        agreed: Agreed,
+        interrupted: Interrupted,
+        path: Path | None = None,
+        wire: WireMember | None = None,
+    ) -> Receipt:
         deadline_s = time.monotonic() + header.timeout_s
         check = header.check
         named_by_update = check is None or not self._engine.features.labels_settable
@@ -181,8 +188,8 @@ class ServerWeights:
                 self._ask(_FROM_DISK, self._from_disk(str(path.parent), label), deadline_s, interrupted)
             else:
                 buckets = whole_tensor_buckets(agreed.manifest, agreed.bucket_bytes)
-                if header.shared is not None:
-                    self._open(header.shared.handles[0], buckets, label, deadline_s, interrupted)
+                if wire is not None:
+                    self._open(wire, header.number, buckets, label, deadline_s, interrupted)
                 else:
                     self._receive(buckets, label, deadline_s, interrupted)
             received_s = time.monotonic()
@@ -210,7 +217,8 @@ class ServerWeights:
 
     def _open(
         self,
-        handles: Sequence[MemoryHandle],
+        wire: WireMember,
+        number: int,
         buckets: Sequence[WeightBucket],
         label: dict[str, str],
         deadline_s: float,
@@ -222,11 +230,14 @@ class ServerWeights:
             raise WeightsRefused(self._not_ours)
         self._open_session()
         self._known = False
-        payloads = [tensor_payload(handle, buckets) for handle in handles]
-        body = tensor_update(payloads, flush=self._flushes) | label
-        self._ask("/update_weights_from_tensor", body, deadline_s, interrupted)
-        if any(isinstance(handle, CudaHandle) for handle in handles):
-            self._synchronise(deadline_s, interrupted)  # it answers when the copies are queued
+        shared = wire.shared(number, len(buckets), deadline_s, interrupted)
+        for index, (bucket, one) in enumerate(zip(buckets, shared, strict=True)):
+            last = index == len(buckets) - 1
+            payloads = [tensor_payload(handle, bucket) for handle in one.handles]
+            body = tensor_update(payloads, flush=last and self._flushes) | (label if last else {})
+            self._ask("/update_weights_from_tensor", body, deadline_s, interrupted)
+            if any(isinstance(handle, CudaHandle) for handle in one.handles):
+                self._synchronise(deadline_s, interrupted)  # it answers when the copies are queued
         self._close_session()
 
     def settle(self, timeout_s: float) -> bool:

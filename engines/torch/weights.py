@@ -16,9 +16,9 @@ from torch import Tensor
 
 from stillhouse.engines.base import TakesWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.weights.buckets import EqualBuckets, checksum, expect_sums
+from stillhouse.weights.buckets import EqualBuckets, PackedLayout, aligned, checksum, torch_dtype
 from stillhouse.weights.config import NO_GROUP
-from stillhouse.weights.control_messages import Agreed, Round, SharedRun
+from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
@@ -26,7 +26,7 @@ from stillhouse.weights.shared_memory import open_memory
 from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
-from stillhouse.weights.wire import WireMember
+from stillhouse.weights.wire import SLOTS, WireMember
 
 
 class EmbeddedWeights:
@@ -40,7 +40,7 @@ class EmbeddedWeights:
         self._stores: dict[tuple[str, int], Store] = {}
         self._group: WeightGroup | None = None
         self._layout: EqualBuckets | None = None
-        self._opened: deque[Tensor] = deque(maxlen=2)
+        self._opened: deque[Tensor] = deque(maxlen=SLOTS)
         """Memory of the learner; kept as long as it is used, because mapping it again costs page faults."""
         self._fetched_B: Tensor | None = None
         """Memory that receives the bytes by wire; kept, because the page faults of fresh memory cost more than that."""
@@ -88,9 +88,8 @@ class EmbeddedWeights:
         if header.weights is not None:
             return self._take_file(header, header.weights, interrupted)
         if wire is not None:
-            return self._fetch(header, agreed, interrupted, wire)
-        if header.shared is not None:
-            return self._copy_shared(header, header.shared, agreed, interrupted)
+            take = self._copy_shared if header.shared else self._fetch
+            return take(header, agreed, interrupted, wire)
         if self._group is None:
             raise GroupBroken("no group was joined")
         if self._layout is None or self._layout.manifest != agreed.manifest:
@@ -117,19 +116,26 @@ class EmbeddedWeights:
         wire.fetch(header.number, layout.total_bytes, take, began_s + header.timeout_s, interrupted)
         return self._taken(header, layout.views(self._fetched_B), layout.total_bytes, began_s, interrupted)
 
-    def _copy_shared(self, header: Round, shared: SharedRun, agreed: Agreed, interrupted: Interrupted) -> Receipt:
-        """The engine copies out of the learner's memory. If the learner has not changed it until then, as the checksums
-        tell, the copy is whole; else the iterator fails, and the engine takes nothing."""
+    def _copy_shared(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Receipt:
+        """The engine copies out of the learner's memory, bucket by bucket. If the learner has not changed a bucket
+        until then, as the checksum tells, the copy is whole; else the iterator fails, and the engine takes nothing."""
         began_s = time.monotonic()
-        layout = EqualBuckets(agreed.manifest, agreed.bucket_bytes)
-        run_B = open_memory(shared.handles[0][0], layout.total_bytes)
-        self._opened.append(run_B)
+        deadline_s = began_s + header.timeout_s
+        layout = PackedLayout(agreed.manifest, agreed.bucket_bytes)
 
         def named() -> Iterator[tuple[str, Tensor]]:
-            yield from layout.views(run_B)
-            wait_for_device(self._device, began_s + header.timeout_s, interrupted)
-            found = [int(checksum(run_B[slice(*layout.bounds(i))]).item()) for i in range(layout.n_buckets)]
-            expect_sums(found, shared.sums)
+            shared = wire.shared(header.number, layout.n_buckets, deadline_s, interrupted)
+            for index, one in enumerate(shared):
+                slot_b = open_memory(one.handles[0], layout.slot_bytes)
+                self._opened.append(slot_b)
+                yield from layout.views_in(index, slot_b)
+                wait_for_device(self._device, deadline_s, interrupted)
+                start, end = layout.bounds(index)
+                if int(checksum(slot_b[: aligned(end - start)]).item()) != one.sum:
+                    raise WeightsRefused(f"checksum differs in bucket {index} of {layout.n_buckets}")
+            for spec in agreed.manifest.tensors:
+                if not spec.n_bytes:
+                    yield spec.name, torch.zeros(spec.shape, dtype=torch_dtype(spec))
 
         return self._taken(header, named(), layout.total_bytes, began_s, interrupted)
 

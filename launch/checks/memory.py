@@ -11,6 +11,7 @@ learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on t
                 bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
+                shared buckets, by ipc: 2 of weights.bucket_bytes, or of the embedding if that is larger
                 activations: T * L * a, with a per layer and token
                     float32    4 (4 F + 6 H + 2 Q + 2 K), with norms of queries and keys 8 (Q + K) more
                     bfloat16   8 F + 26 H + 4 Q + 4 K, with such norms 10 (Q + K) more
@@ -63,7 +64,7 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.models.description import BYTES, resolve_dtype, vocabulary_size
-from stillhouse.weights.config import sent_dtype, staged_in
+from stillhouse.weights.config import bucket_size, sent_dtype, staged_in
 
 IMPORTED_GIB: Final = 0.3
 FORKED_GIB: Final = 0.05
@@ -71,6 +72,8 @@ HOST: Final = -1
 """Where processes are that have no GPU."""
 GATHERS: Final = 5
 """Keys and values of all tokens that a layer has at once in its backward pass: gathered, and their gradients."""
+ROOMY: Final = 0.1
+"""Share of a GPU that copies of the weights may take where host memory would do."""
 MARGIN: Final = 0.15
 """How far the whole estimate may be off on a GPU."""
 TIGHT: Final = "more than it has, by this estimate"
@@ -195,10 +198,11 @@ def learner_need(
         "AdamW": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else FORKED_GIB
+    shared = _shared_bytes(config, shape) if config.weights.way == "ipc" else 0.0
     if device != "cpu" and staged_in(config.weights, device, backend) == "host":
         staging = 0.0
     if learner.frozen:
-        return _need(LEARNER, sure, {"staging": staging}, process_gib)
+        return _need(LEARNER, sure, {"staging": staging, "shared buckets": shared}, process_gib)
     width = 2 if half else 4
     copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
     gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if learner.ranks > 1 else 0.0
@@ -211,6 +215,7 @@ def learner_need(
         "bfloat16 copies": copies if learner.ranks == 1 else 0.0,
         "gathered": gathered,
         "staging": staging,
+        "shared buckets": shared,
         "activations": kept + max(0.0, once - logits),
         "logits": logits,
         "teachers' heads": _head_bytes(config, shape, width),
@@ -232,10 +237,27 @@ def learner_host_need(config: RunConfig, shape: ModelShape, backend: Literal["gl
 def _movable(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
     """Bytes of a rank's AdamW and of its copies that are sent, wherever they are."""
     learner = config.learner
-    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
-    sent = BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
     own = shape.parameters * learner.replicas / learner.ranks
-    return 0.0 if learner.frozen or learner.lora.rank else 8 * own, 2 * sent * own
+    return 0.0 if learner.frozen or learner.lora.rank else 8 * own, 2 * _sent_bytes(config) * own
+
+
+def _sent_bytes(config: RunConfig) -> int:
+    """Of a parameter."""
+    members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
+    return BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
+
+
+def _shared_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """The slots that the learner shares (weights.transports.ipc); the embedding is the largest tensor."""
+    width = _sent_bytes(config)
+    bucket = max(bucket_size(config.weights.bucket_bytes, "cuda"), width * shape.vocabulary * shape.hidden)
+    return min(2 * bucket, width * shape.parameters)
+
+
+def room_for_copies(config: RunConfig, gib: float) -> bool:
+    """Whether both copies of the weights take a small part of a GPU with so much memory."""
+    shape = read_shape(Path(config.models.student))
+    return shape is not None and _movable(config, shape)[1] <= ROOMY * gib * GIB
 
 
 def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[float, float]:

@@ -180,8 +180,8 @@ def shares_memory(config: RunConfig, places: Places) -> bool:
     """Whether weights can go by memory of the one GPU of the learner and all actors, and nothing else is asked for."""
     weights = config.weights
     asked = weights.transport != "auto" or weights.backend != "auto" or weights.delta == "on"
-    asked |= config.launch.share == "turns"  # the copies would stay on the device, whoever's turn it is
-    if asked or weights.staging == "host" or weights.adapters == "on" or not is_local(weights.host):
+    asked |= config.launch.share == "turns"  # two buckets would stay on the device, whoever's turn it is
+    if asked or weights.adapters == "on" or not is_local(weights.host):
         return False
     one_gpu = places.seats.get(LEARNER) is not None and config.learner.ranks == 1
     return one_gpu and config.actors > 0 and not config.actor.urls and not [*_elsewhere(config, places)]
@@ -276,7 +276,8 @@ def _described(
         chosen = f" (auto: {why[group.key]})" if group.key in why else ""
         yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
     if config.weights.way == "ipc":
-        yield "weights by memory that the learner shares (weights.transport ipc)"
+        copies = " from copies in host memory" if config.weights.staging == "host" else ""
+        yield f"weights by memory that the learner shares{copies} (weights.transport ipc)"
     elif config.weights.way == "folder":
         folder = f"the store {config.store}" if config.store else "the run folder"
         yield f"weights by files in {folder} (weights.transport)"

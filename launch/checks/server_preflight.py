@@ -10,11 +10,12 @@ import msgspec
 
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.launch.checks.adapters import choose_adapters
-from stillhouse.launch.checks.memory import estimate
+from stillhouse.launch.checks.memory import estimate, room_for_copies
 from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, shares_memory, wrong_nccl
 from stillhouse.launch.config.pools import WorkerGroup
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.devices import fill_devices, fill_dtype, torch_devices
+from stillhouse.launch.machine.gpus import LEARNER
 from stillhouse.launch.machine.machine import NO_GPUS, Interpreters, Machine
 from stillhouse.launch.servers.attached import ask_servers, grouped
 from stillhouse.launch.servers.plan import (
@@ -106,8 +107,8 @@ def check_servers(
             )
             placement = place(config)
             if shares_memory(config, placement.places):
-                by_ipc = replace(config, weights=replace(config.weights, transport="ipc"))
-                if not estimate(fill_dtype(by_ipc, placement.device("actor", 0)), machine, placement)[1]:
+                by_ipc = _by_ipc(config, machine, placement)
+                if not estimate(by_ipc, machine, placement)[1]:
                     config, placement = by_ipc, place(by_ipc)
             placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
             config = fill_dtype(config, placement.device("actor", 0))
@@ -122,6 +123,17 @@ def check_servers(
             plans = tuple(sorted(plans, key=lambda plan: order.get(plan.worker, -1)))
             config = replace(config, weights=replace(config.weights, backend=placement.weights.backend))
     return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
+
+
+def _by_ipc(config: RunConfig, machine: Machine, placement: Placement) -> RunConfig:
+    """With the copies on the GPU, from which a version is sent without the host, where they leave it to the others."""
+    gpu = placement.places.seats[LEARNER]
+    gib = machine.gib[gpu] if machine.gib and gpu is not None else 0.0
+    config = fill_dtype(config, placement.device("actor", 0))
+    staging = config.weights.staging
+    if staging == "auto":
+        staging = "device" if room_for_copies(config, gib) else "host"
+    return replace(config, weights=replace(config.weights, transport="ipc", staging=staging))
 
 
 def _added(

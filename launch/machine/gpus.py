@@ -59,6 +59,8 @@ class NotEnoughGpus(ValueError):
 def place(n_visible: int, seats: Sequence[Seat], wanted: Sequence[Wanted]) -> Places:
     """`seats`: the learner, its further ranks, teachers, actors, in this order. Raises NotEnoughGpus for servers and
     ranks that do not fit, and ValueError for a chosen GPU that does not exist."""
+    if n_visible == 1:  # all share it, as embedded engines do
+        wanted = [item if item.gpus or item.tp > 1 else item._replace(gpus=(0,) * item.n) for item in wanted]
     ranks = [seat.who for seat in seats if seat.who.startswith(RANK)]
     others = [seat for seat in seats if seat.who not in ranks]
     named = {seat.who: _named_gpu(seat, n_visible) for seat in others if seat.device != ANY_GPU}

@@ -70,7 +70,7 @@ def test_actors_and_learners_killed_in_the_middle_of_a_version(launch: Launch, t
     run.until(lambda: len(run.steps()) >= 2, "step 2")
     first = run.workers("learner")[0].pid
     assert segments(run), "the weights are in shared memory"
-    assert traps.catch(SHARED, "after", first, timeout_s=RUN_PATIENCE_S)
+    assert traps.catch(SHARED, "after", first, n=5, timeout_s=RUN_PATIENCE_S)
     second = next_learner(run, first)
     actor = run.workers("actor")[0].pid
     assert traps.catch(OPENED, "before", actor, timeout_s=RUN_PATIENCE_S)
@@ -86,7 +86,7 @@ def test_a_server_and_then_the_learner_killed_in_the_middle_of_a_version(launch:
     run.until(lambda: len(run.steps()) >= 2, "step 2")
     server = leader_at(servers(run, "actor-0")["url"])
     (scheduler,) = [child for child in server.children() if "scheduler" in " ".join(child.cmdline())]
-    assert traps.catch(LOADED, "before", scheduler.pid, timeout_s=RUN_PATIENCE_S)
+    assert traps.catch(LOADED, "before", scheduler.pid, n=5, timeout_s=RUN_PATIENCE_S)
     n = len(run.steps())
     run.until(lambda: len(run.steps()) > n + 1, "steps with another server")
     assert traps.catch(SHARED, "after", run.workers("learner")[0].pid, timeout_s=RUN_PATIENCE_S)

@@ -118,8 +118,8 @@ def test_buckets_are_larger_from_a_gpu_unless_their_size_was_said() -> None:
         ("device", "cuda", "gloo", "device"),
         ("auto", "cpu", "gloo", "device"),
         ("host", "cpu", "gloo", "device"),
-        ("ipc", "cpu", "gloo", "shared"),
-        ("ipc", "cuda", "gloo", "shared"),
+        ("ipc", "cpu", "gloo", "device"),
+        ("ipc", "cuda", "gloo", "host"),
     ],
 )
 def test_copies_lie_where_they_are_sent_from(

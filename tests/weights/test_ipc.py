@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from stillhouse.weights import shared_memory
-from stillhouse.weights.buckets import WholeTensors
 from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.control_messages import CpuHandle, Round, SharedRun
+from stillhouse.weights.control_messages import CpuHandle
 from stillhouse.weights.errors import WeightsRefused
-from stillhouse.weights.shared_memory import SEGMENTS, NoSharedMemory, export, is_shareable, open_memory, shareable
-from stillhouse.weights.staged_weights import StagedWeights
-from stillhouse.weights.transports.ipc import IpcTransport
+from stillhouse.weights.shared_memory import SEGMENTS, NoSharedMemory, export, open_memory, shareable
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet
 from tests.weights.fleet_learner import FleetLearner, version
@@ -34,7 +31,14 @@ CPU: Final = torch.device("cpu")
 
 def weights(step: int) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    return [("half", torch.randn(61, generator=generator).half()), ("w", torch.randn(300, 256, generator=generator))]
+    rows = [(f"w{i}", torch.randn(30, 256, generator=generator)) for i in range(10)]
+    return [*rows, ("half", torch.randn(61, generator=generator).half()), ("none", torch.zeros(0, 4))]
+
+
+BUCKET_BYTES: Final = 65536
+"""Two of the ten matrices: a version has five buckets."""
+HEAD_BYTES: Final = 64
+"""torch's count of the users of a segment."""
 
 
 @pytest.fixture
@@ -65,7 +69,7 @@ def gone(paths: list[Path]) -> bool:
 def test_every_version_reaches_every_member_out_of_two_segments_that_take_turns(
     learner: FleetLearner, made: list[Path]
 ) -> None:
-    with learner.start(every_version=True) as publisher:
+    with learner.start(bucket_bytes=BUCKET_BYTES, every_version=True) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())
         for step in range(1, 6):
@@ -76,7 +80,8 @@ def test_every_version_reaches_every_member_out_of_two_segments_that_take_turns(
     assert learner.announced == [version(step) for step in range(1, 6)]
     assert (stats.members, stats.skipped_versions_total, stats.dropped_total) == (3, 0, {})
     assert {(plan.backend, plan.port) for plan in learner.plans} == {("ipc", 0)}
-    assert stats.snapshots_total == 0 and 1 <= len(made) <= 3
+    assert stats.snapshots_total == 0
+    assert len(made) == 2 and all(path.stat().st_size <= BUCKET_BYTES + HEAD_BYTES for path in made)
     del publisher
     learner.fleet.close()
     eventually(lambda: gone(made), "segments are removed")
@@ -86,7 +91,7 @@ def test_every_version_reaches_every_member_out_of_two_segments_that_take_turns(
 def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(
     learner: FleetLearner, signum: int
 ) -> None:
-    with learner.start(broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
+    with learner.start(bucket_bytes=BUCKET_BYTES, broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
         learner.fleet.start(NAMES)
         publisher.membership(learner.fleet.membership())
         publisher.publish(version(1), weights(1))
@@ -100,7 +105,7 @@ def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version
 
 
 def test_a_newcomer_gets_the_newest_version_and_who_has_it_gets_nothing(learner: FleetLearner) -> None:
-    with learner.start() as publisher:
+    with learner.start(bucket_bytes=BUCKET_BYTES) as publisher:
         learner.fleet.start(NAMES[:1])
         publisher.membership(learner.fleet.membership())
         publisher.publish(version(1), weights(1))
@@ -114,21 +119,18 @@ def test_a_newcomer_gets_the_newest_version_and_who_has_it_gets_nothing(learner:
 def test_bytes_that_change_while_a_member_copies_them_are_used_by_nobody(
     learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The learner overwrites them at once for a newer version, as for a member that is too late."""
-    shared: Callable[..., SharedRun] = vars(IpcTransport)["_shared"]
+    """The learner overwrites them at once with a newer bucket, as for a member that is too late."""
+    export: Callable[[Tensor], CpuHandle] = shared_memory.export
     damaged: list[bool] = []
 
-    def overwritten(self: IpcTransport, layout: Any, content: WholeTensors) -> SharedRun:
-        run = shared(self, layout, content)
-        run_B = content.in_place(layout)
-        assert run_B is not None and is_shareable(run_B)
+    def overwritten(slot_b: Tensor) -> CpuHandle:
         if not damaged:
-            run_B[70] ^= 1
+            slot_b[70] ^= 1
             damaged.append(True)
-        return run
+        return export(slot_b)
 
-    monkeypatch.setattr(IpcTransport, "_shared", overwritten)
-    with learner.start(rejoin_delay_s=0.1) as publisher:
+    monkeypatch.setattr(shared_memory, "export", overwritten)
+    with learner.start(bucket_bytes=BUCKET_BYTES, rejoin_delay_s=0.1) as publisher:
         learner.fleet.start(NAMES[:1])
         publisher.membership(learner.fleet.membership())
         publisher.publish(version(1), weights(1))
@@ -185,15 +187,6 @@ def test_a_killed_receiver_and_then_a_killed_sender_leave_no_segment() -> None:
         open_memory(handle, int(n_bytes))
 
 
-def test_the_copies_of_the_weights_are_the_memory_that_is_shared() -> None:
-    staged = StagedWeights(place="shared")
-    staged.fill(version(1), weights(1))
-    assert is_shareable(staged.run_B)
-    seen_B = open_memory(export(staged.run_B), staged.run_B.numel())
-    staged.fill(version(2), weights(2))
-    assert torch.equal(seen_B, staged.run_B) and seen_B.any()
-
-
 def test_memory_of_another_size_is_refused() -> None:
     handle = export(shareable(64, CPU))
     assert isinstance(handle, CpuHandle)
@@ -209,15 +202,9 @@ def test_too_little_shared_memory_is_an_error_and_not_the_end_of_the_process() -
         shareable(free.f_bavail * free.f_frsize + (1 << 30), CPU)
 
 
-@pytest.mark.parametrize("wrong", [{"backend": "nccl"}, {"delta": "on"}, {"staging": "host"}])
+@pytest.mark.parametrize("wrong", [{"backend": "nccl"}, {"delta": "on"}])
 def test_what_contradicts_it_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="ipc"):
         WeightsConfig(transport="ipc", **wrong)
     assert not WeightsConfig(transport="ipc").makes_groups
     WeightsConfig(transport="ipc", verify="reload")
-
-
-def test_a_round_without_shared_memory_says_so() -> None:
-    run = SharedRun(((CpuHandle(b"m", b"a", 1),), (CpuHandle(b"m", b"b", 1),)), (4,))
-    assert run.of(1) == SharedRun(((CpuHandle(b"m", b"b", 1),),), (4,))
-    assert Round(1, 1, version(1), "", None, 1.0).shared is None

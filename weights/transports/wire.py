@@ -23,7 +23,6 @@ import zmq
 
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.control import ControlHost, Request
-from stillhouse.weights.control_messages import FromMember, MemberAnswer
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_host import Channel, GroupHost
 from stillhouse.weights.manifest import WeightManifest
@@ -100,15 +99,14 @@ class WireChannel:
         control: ControlHost,
         seats: tuple[GroupSeat, ...],
         *,
-        gone: Callable[[], frozenset[GroupSeat]],
-        answered: Callable[[int], list[FromMember]],
+        finished: Callable[[], set[int]],
         closing: Callable[[], bool],
         others_s: Callable[[int], float],
     ) -> None:
-        """`answered(round)`: the answers of that round that came so far. `others_s(bytes)`: how much of the time limit
-        is for the copies of other members."""
+        """`finished`: the ranks that want nothing more of this round (GroupHost). `others_s(bytes)`: how much of the
+        time limit is for the copies of other members."""
         self._control, self._seats = control, seats
-        self._gone, self._answered, self._closing, self._others_s = gone, answered, closing, others_s
+        self._finished, self._closing, self._others_s = finished, closing, others_s
 
     def join(self, timeout_s: float) -> None:
         """Members that are on the control channel can reach its port."""
@@ -131,10 +129,7 @@ class WireChannel:
                     sent[request.want.rank].ask(request)
             for member in sent.values():
                 member.serve()
-            gone = self._gone()
-            done = {rank for rank, seat in enumerate(self._seats, start=1) if seat in gone}
-            done |= {message.rank for message in self._answered(round_number) if isinstance(message, MemberAnswer)}
-            for rank in done:
+            for rank in self._finished():
                 sent.pop(rank, None)
             if sent and all(time.monotonic() - heard_s[rank] > silent_s for rank in sent):
                 names = ", ".join(self._seats[rank - 1].name for rank in sorted(sent))
@@ -154,15 +149,10 @@ class WireTransport(GroupHost):
         return 0
 
     def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:
-        def answered(round_number: int) -> list[FromMember]:
-            self._heard += self._control.poll(0.0)
-            return [heard for heard in self._heard if isinstance(heard, MemberAnswer) and heard.number == round_number]
-
         return WireChannel(
             self._control,
             seats,
-            gone=lambda: self._gone(seats),
-            answered=answered,
+            finished=lambda: self._finished(seats),
             closing=self._closing,
             others_s=self.limits.others_s,
         )

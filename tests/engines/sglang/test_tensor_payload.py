@@ -26,7 +26,8 @@ NAMED: Final = [
     ("größe", torch.arange(300.0)),
     ("c", torch.tensor(5.0)),
 ]
-LAYOUT: Final = PackedLayout(manifest_of(NAMED), 64)
+LAYOUT: Final = PackedLayout(manifest_of(NAMED), 1 << 20)
+(BUCKET,) = LAYOUT.buckets
 SOURCE: Final = Path(
     *(Path(sys.prefix).parent / ".venv-sglang/lib" / f"python3.{sys.version_info.minor}" / "site-packages").parts
 )
@@ -74,7 +75,7 @@ def test_a_server_finds_every_tensor_in_the_memory_itself() -> None:
     views = dict(LAYOUT.views(run_B))
     for name, tensor in NAMED:
         views[name].copy_(tensor)
-    found = read(tensor_payload(export(run_B), LAYOUT.buckets))
+    found = read(tensor_payload(export(run_B), BUCKET))
     flat: Tensor = found["flattened_tensor"]
     seen = {
         meta.name: flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
@@ -90,7 +91,7 @@ def test_a_server_finds_every_tensor_in_the_memory_itself() -> None:
 def test_memory_on_a_gpu_is_named_as_torch_names_it() -> None:
     """`reduce_tensor` of torch gives these arguments, with the GPU at place 6, where SGLang wants its UUID."""
     handle = CudaHandle("GPU-7", b"\x01chandle", 4096, 512, b"counter", 3, b"event", True)
-    args = read(tensor_payload(handle, LAYOUT.buckets))["flattened_tensor"]
+    args = read(tensor_payload(handle, BUCKET))["flattened_tensor"]
     assert args[:6] == (Tensor, (4096,), (1,), 0, torch.storage.TypedStorage, torch.uint8)
     assert args[6:] == ("GPU-7", b"\x01chandle", 4096, 512, False, b"counter", 3, b"event", True)
 
@@ -98,12 +99,12 @@ def test_memory_on_a_gpu_is_named_as_torch_names_it() -> None:
 @pytest.mark.parametrize("n", [0, 1, 127, 128, 255, 256, 1 << 31, 1 << 40])
 def test_numbers_of_every_size_are_read_back(n: int) -> None:
     handle = CudaHandle("", b"", n, n, b"", n, b"", False)
-    assert read(tensor_payload(handle, ()))["flattened_tensor"][8] == n
+    assert read(tensor_payload(handle, BUCKET))["flattened_tensor"][8] == n
 
 
 def test_it_calls_nothing_but_what_makes_the_tensor() -> None:
     run_B = shareable(LAYOUT.total_bytes, torch.device("cpu"))
-    raw = base64.b64decode(tensor_payload(export(run_B), LAYOUT.buckets))
+    raw = base64.b64decode(tensor_payload(export(run_B), BUCKET))
     names = {str(arg) for code, arg, _ in pickletools.genops(raw) if code.name == "GLOBAL"}
     assert all(code.name != "STACK_GLOBAL" for code, *_ in pickletools.genops(raw))
     assert {name for name in names if name.startswith("torch.multiprocessing")} == {

@@ -17,7 +17,7 @@ from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.buckets import manifest_of
 from stillhouse.weights.checks import Canary
-from stillhouse.weights.control_messages import Agreed, CpuHandle, Round, SharedRun, WeightCheck
+from stillhouse.weights.control_messages import Agreed, CpuHandle, Round, SharedBucket, WeightCheck
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.sink import Receipt
 from stillhouse.weights.snapshot import write_snapshot
@@ -52,6 +52,15 @@ class Group:
     def die(self) -> None: ...
 
 
+class Lent:
+    """In place of a WireMember: memory that is not there."""
+
+    @staticmethod
+    def shared(_number: int, n_buckets: int, *_: object) -> Iterator[SharedBucket]:
+        for _ in range(n_buckets):
+            yield SharedBucket((CpuHandle(b"m", b"/torch_1", 4),), 0)
+
+
 class Rig:
     """A sink in a group of its server."""
 
@@ -81,10 +90,13 @@ class Rig:
         timeout_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
         file: WeightsRef | None = None,
-        shared: SharedRun | None = None,
+        lent: Lent | None = None,
     ) -> Receipt:
-        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file, shared=shared)
-        return self.sink.take(header, AGREED, lambda: "enough" if stop is not None and stop.is_set() else None)
+        header = Round(
+            1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file, shared=lent is not None
+        )
+        interrupted = lambda: "enough" if stop is not None and stop.is_set() else None  # noqa: E731
+        return self.sink.take(header, AGREED, interrupted, cast("Any", lent))
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.server.calls]
@@ -334,16 +346,15 @@ def test_a_server_that_the_user_started_is_sent_no_pickle_whatever_the_learner_s
     plan = WeightPlan(1, "127.0.0.1", 1, "ipc", ("a",), 2, 1.0, kind="servers", group_name="run-1")
     with pytest.raises(ValueError, match="only servers that the launcher started"):
         rig.sink.check(plan)
-    shared = SharedRun(((CpuHandle(b"m", b"/torch_1", 4),),))
     with pytest.raises(WeightsRefused, match="only servers that the launcher started"):
-        rig.take(shared=shared)
+        rig.take(lent=Lent())
     assert "/update_weights_from_tensor" not in rig.paths()
     rig.engine.close()
     rig.server.close()
     rig = Rig(group, "folder")
     rig.sink.check(plan)
     with pytest.raises(WeightsRefused):  # the fake server cannot open it
-        rig.take(shared=shared)
+        rig.take(lent=Lent())
     assert "/update_weights_from_tensor" in rig.paths()
     rig.engine.close()
     rig.server.close()

@@ -105,6 +105,19 @@ def test_copies_are_as_wide_as_the_actors_weights_and_under_gloo_in_host_memory(
     assert rounded(learner_need(asked, QWEN3_8B, "gloo").likely)["staging"] == 61.0
 
 
+def test_by_ipc_two_buckets_are_on_the_gpu_and_the_copies_where_there_is_room() -> None:
+    ipc = {"transport": "ipc", "dtype": "bfloat16"}
+    need = learner_need(config(weights=ipc), QWEN3_8B, "gloo")
+    assert rounded(need.likely)["staging"] == 0.0
+    assert need.likely["shared buckets"] == 2 * 2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30, "its embedding"
+    large = config(weights=ipc | {"bucket_bytes": 2 << 30, "staging": "device"})
+    need = learner_need(large, QWEN3_8B, "gloo")
+    assert rounded(need.likely)["staging"] == 30.5 and need.likely["shared buckets"] == 4.0
+    few = learner_need(config(weights=ipc), QWEN3_8B._replace(parameters=1000, vocabulary=1, hidden=1), "gloo")
+    assert few.likely["shared buckets"] == 2000 / 2**30, "never more than all weights"
+    assert learner_need(config(), QWEN3_8B, "gloo").likely["shared buckets"] == 0.0
+
+
 def test_moments_and_copies_in_host_memory_are_counted_there_and_not_on_the_gpu() -> None:
     on_host = config(learner={"moments": "host", "ranks": 2}, weights={"staging": "host", "dtype": "bfloat16"})
     for rank in range(2):

@@ -360,9 +360,19 @@ def test_the_build_of_torch_is_read_from_its_version_file() -> None:
     assert CUDA_12.wrong_wheel() is None and CPU_ONLY._replace(nccl=NCCL_12).wrong_wheel() is None
 
 
+def test_copies_that_would_take_much_of_the_gpu_are_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillhouse.launch.checks.memory.ROOMY", 1e-9)
+    one = placed(EMBEDDED | {"actors": 1}, 1)
+    assert (one.config.weights.transport, one.config.weights.staging) == ("ipc", "host")
+    assert "memory that the learner shares from copies in host memory" in one.placement.text
+    asked = placed(EMBEDDED | {"actors": 1, "weights": {"staging": "device"}}, 1).config.weights
+    assert (asked.transport, asked.staging) == ("ipc", "device")
+
+
 def test_weights_go_by_shared_memory_where_all_actors_are_on_the_learners_gpu() -> None:
     one = placed(EMBEDDED | {"actors": 1}, 1)
     assert one.config.weights.transport == "ipc" and "memory that the learner shares" in one.placement.text
+    assert one.config.weights.staging == "device", "two copies of the built-in student leave room"
     assert placed(EMBEDDED | {"actors": 1}, 8).config.weights.transport == "auto"
     assert placed(EMBEDDED | {"actors": 1, "weights": {"backend": "gloo"}}, 1).config.weights.transport == "auto"
     (mistake,) = placed(EMBEDDED | {"actors": 1, "weights": {"transport": "ipc"}}, 8).mistakes

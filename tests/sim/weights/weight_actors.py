@@ -99,7 +99,7 @@ class RecordingEngine:
         return EngineStats(0, 0, 0, 0, 0, 0.0, 0, self._version)
 
     def stage_weights(self, version: WeightVersion, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        named = list(tensors)
+        named = [(name, tensor.clone()) for name, tensor in tensors]
         if self.refuses is not None:
             raise ValueError(self.refuses)
         digest = digest_of(named) if self._digests else ""
