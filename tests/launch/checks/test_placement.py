@@ -245,7 +245,7 @@ def test_the_command_of_the_readme_does_not_fit_on_eight_gpus_as_servers_and_doe
     [
         (SERVED | {"actors": 7}, 8, "expected 7 for 7 actor servers (tp 1), 1 for 1 teacher servers (tp 1)"),
         (TP2 | {"actors": 4}, 8, "actors' and teachers' together: 3 with tp 2"),
-        (SERVED, 1, "got 1 visible GPUs, 0 of them free"),
+        (SERVED, 2, "got 2 visible GPUs, 1 of them free"),
         (EMBEDDED | {"learner": {"device": "cuda:8"}}, 8, "learner.device: got cuda:8, expected a number less than 8"),
         (EMBEDDED | {"learner": {"device": "gpu"}}, 8, "learner.device: got 'gpu', expected auto, cpu, cuda or cuda:N"),
         (EMBEDDED | {"weights": {"backend": "nccl"}}, 0, "got nccl, but the learner is on the CPU"),
