@@ -1,4 +1,4 @@
-# make demo | gpu-demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
+# make demo | gpu-demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | torchao | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -16,6 +16,7 @@ TRACKERS := wandb,mlflow,notebook
 PIP := -m pip --disable-pip-version-check
 TRACKERS_INSTALLED := $(VENV)/.trackers
 RAY_INSTALLED := $(VENV)/.ray
+TORCHAO := .venv-torchao
 OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
 VERIFIERS_VENV := .venv-verifiers
@@ -32,7 +33,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray openenv verifiers trl smollm2 docs demo gpu-demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
+.PHONY: help venv agents trackers ray torchao openenv verifiers trl smollm2 docs demo gpu-demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -64,6 +65,11 @@ ray: $(RAY_INSTALLED)  ## Ray, for runs on a Ray cluster (docs/cluster.md), into
 $(RAY_INSTALLED): $(INSTALLED)
 	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	@touch $@
+
+torchao: $(TORCHAO)/torchao  ## torchao for tests (docs/small-cards.md), in a folder of its own: whatever finds it loads it, which takes seconds
+
+$(TORCHAO)/torchao: | $(INSTALLED)
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) --no-deps -c constraints.txt --target $(TORCHAO) torchao
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
 
@@ -127,7 +133,7 @@ test-slow: $(INSTALLED)  ## what CI runs beside make test: servers, whole runs, 
 test-release: $(INSTALLED)  ## all other slow tests: long campaigns, Ray, Slurm, further cases; about an hour
 	$(PYTEST) --no-loadscope-reorder -m release $(ARGS)
 
-test-all: agents trackers ray openenv verifiers test test-slow test-release  ## every test, once; over an hour on two cores
+test-all: agents trackers ray torchao openenv verifiers test test-slow test-release  ## every test, once; over an hour on two cores
 
 check: $(TRACKERS_INSTALLED)  ## lint, format, types, import arrows, quick tests, leftovers: what a change must pass
 	scripts/check
@@ -161,5 +167,5 @@ $(VLLM_INSTALLED): engines/vllm/requirements.txt engines/vllm/requirements-no-de
 	@touch $@
 
 clean:  ## remove the environments and all caches; runs/ stays
-	rm -rf $(VENV) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TORCHAO) $(OPENENV_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(SGLANG_VENV) $(VLLM_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
+from stillhouse.learner.objectives.registry import Group, MemberChoice
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
-from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+from stillhouse.protocol.settings import (
+    Member,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Settings,
+    Share,
+)
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -38,6 +47,50 @@ class LoraConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"lora.targets = {self.targets} with lora.rank = 0 trains no adapter; give a rank, e.g. 16"
             )
+
+
+class Optimizer(Member, frozen=True, kw_only=True):
+    """An optimizer's own options. Rates, weight decay, clipping and what AdamW has are settings of the learner."""
+
+    name: str = "adamw"
+    matrix_bytes: ClassVar[float] = 8.0
+    """Bytes that its state has for each number of a hidden matrix, for the planner."""
+    table_bytes: ClassVar[float] = 8.0
+    """The same for embedding and output head."""
+
+
+class Muon(Optimizer, frozen=True, kw_only=True):
+    """Muon (https://kellerjordan.github.io/posts/muon/) for hidden matrices, AdamW for all else."""
+
+    name: str = "muon"
+    matrix_bytes: ClassVar[float] = 4.0
+    momentum: Share = 0.95
+    """Share of the previous momentum."""
+    nesterov: bool = True
+    """Nesterov's momentum."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How the learning rate depends on a matrix's shape [a, b]. match_rms_adamw: 0.2 sqrt(max(a, b)) times lr, with
+    which updates are as large as AdamW's, so that rates for AdamW can be used (arXiv 2502.16982). original:
+    sqrt(max(1, a / b)) times lr."""
+
+
+class AdamW8bit(Optimizer, frozen=True, kw_only=True):
+    """AdamW whose moments of matrices have 8 bits (arXiv 2110.02861)."""
+
+    name: str = "adamw8bit"
+    matrix_bytes: ClassVar[float] = 2.0 * (1.0 + 4.0 / 256.0)
+    table_bytes: ClassVar[float] = 2.0 * (1.0 + 4.0 / 256.0)
+
+
+OPTIMIZERS: Final = Group(
+    "optimizer",
+    "stillhouse.optimizers",
+    {name: f"stillhouse.learner.step.optimizers:{name}" for name in ("adamw", "muon", "adamw8bit")},
+    Optimizer,
+    {"muon": Muon, "adamw8bit": AdamW8bit},
+)
+"""From a student to its optimizer: `learner.step.optimizers.OptimizerFn`."""
+OPTIMIZER: Final = MemberChoice(OPTIMIZERS)
 
 
 class EmaConfig(Settings, frozen=True, kw_only=True):
@@ -71,8 +124,12 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Steps over which the learning rate rises linearly to lr."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up. cosine: falls to min_lr_ratio * lr at the last step. constant: stays at lr."""
+    optimizer: Annotated[Optimizer, OPTIMIZER] = Optimizer()
+    """What makes an update of a gradient. adamw. muon: Muon for hidden matrices, AdamW for embeddings, head and norms.
+    adamw8bit: AdamW with moments in 8 bits, a quarter of the memory (needs torchao). Packages add more by entry point
+    (docs/small-cards.md#optimizers)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of AdamW, on matrices and embeddings only."""
+    """Weight decay, on matrices and embeddings only."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Betas of AdamW, each in [0, 1)."""
     eps: PositiveFloat = 1e-8
@@ -179,6 +236,12 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"context_parallel is {self.context_parallel} with {self.ranks} ranks; expected a divisor of their "
                 "number"
+            )
+        OPTIMIZER.check(self.optimizer)
+        if self.moments == "host" and self.optimizer.name != "adamw":
+            raise ValueError(
+                f"moments is host with optimizer {self.optimizer.name}: only those of adamw can be in host memory; "
+                "expected device"
             )
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()

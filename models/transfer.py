@@ -69,19 +69,6 @@ def own_rows(parameter: Tensor, values: Tensor) -> Tensor:
     return values if rows is None else values[rows.first : rows.first + len(share_of(parameter.detach()))]
 
 
-def like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Values of the parameter's shape, in new memory of its dtype and device; for a sharded one, this rank's rows of
-    them. No others are read, so `values` may be a file in memory."""
-    own = torch.empty_like(share_of(parameter.detach())).copy_(own_rows(parameter, values))
-    if rows_of(parameter) is None:
-        return own
-    from torch.distributed.tensor import DTensor  # takes a second to load
-
-    assert isinstance(parameter, DTensor)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=values.shape, stride=parameter.stride())
-
-
 def read(tensor: Tensor) -> Tensor:
     """The tensor on the CPU, after everything queued before it is done."""
     if tensor.device.type == "cuda":

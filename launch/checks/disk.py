@@ -15,8 +15,6 @@ from stillhouse.launch.config.run import RunConfig
 MB: Final = 1_000_000
 SNAPSHOTS: Final = 2
 """Files of all weights that the publisher keeps (weights.publisher)."""
-STEP_BYTES: Final = 4 + 8
-"""Bytes of a checkpoint per parameter: float32 weights, and both moments of AdamW."""
 HELD_TOKEN_BYTES: Final = 12
 """Bytes of a held token in the journal, without the teacher's set: docs/results/reliability.md."""
 
@@ -61,7 +59,8 @@ def needed(config: RunConfig) -> DiskNeed:
     learner, buffer = config.learner, config.buffer
     trained = 0 if learner.frozen or learner.lora.rank else parameters
     averages = 4 * parameters if learner.ema.decay else 0
-    checkpoint = float(STEP_BYTES * trained + averages)
+    of_moments = max(learner.optimizer.matrix_bytes, learner.optimizer.table_bytes)
+    checkpoint = (4 + of_moments) * trained + averages
     snapshots = 4 * parameters * SNAPSHOTS
     logs = float(buffer.shards * (buffer.journal_log_mb << 20))  # each shard has its own
     journal = 2 * logs + held_bytes(config)

@@ -5,9 +5,9 @@ With P parameters, L layers, hidden size H, MLP size F, Q and K the widths of al
 the vocabulary, E parameters of embedding and head, T = pack_tokens, C = logprob_chunk_tokens, R the shares into which a
 parameter is divided (learner.ranks / learner.replicas), in bytes:
 
-learner         weights 4 P / R (float32), gradient 4 P / R, AdamW 8 P / R, on the GPU or the host (learner.moments).
-                Frozen: only weights. With adapters and bfloat16 products 2 (P - E) / R + 3 E / R, or 4 E / R if the
-                head is tied, and what the adapters need, which is small
+learner         weights 4 P / R (float32), gradient 4 P / R, moments 8 P / R or what learner.optimizer has, on the GPU
+                or the host (learner.moments). Frozen: only weights. With adapters and bfloat16 products
+                2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need, which is small
                 bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
@@ -33,7 +33,7 @@ teacher         max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of
 server          launch.checks.server_memory and the engine's own formula (`SGLangServers.memory`): weights P * b / tp,
                 b of --dtype, else 2; KV cache; a prefill's activations; logits; CUDA graphs
 in turns        (launch.share) the largest of these on a GPU, and what stays of the others: their processes, copies that
-                are sent, teachers' heads. Weights, and AdamW unless it is there anyway, are on the host between turns
+                are sent, teachers' heads. Weights, and moments unless it is there anyway, are on the host between turns
 each process    1 GiB on a GPU: the CUDA context, libraries and fragments; FORKED_GIB on the host, and IMPORTED_GIB once
                 for what all processes share, being forked from one that has imported torch
 
@@ -85,7 +85,7 @@ QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
 ADVICE: Final[Mapping[tuple[str, str], str]] = {
     ("learner", "weights"): "learner.ranks",
     ("learner", "gradient"): "learner.ranks or learner.lora.rank",
-    ("learner", "AdamW"): "learner.moments = host, learner.ranks or learner.lora.rank",
+    ("learner", "moments"): "learner.optimizer = adamw8bit, learner.moments = host, learner.ranks or learner.lora.rank",
     ("learner", "staging"): "weights.staging = host or weights.dtype = bfloat16",
     (
         "learner",
@@ -107,7 +107,7 @@ ADVICE: Final[Mapping[tuple[str, str], str]] = {
 ADVICE_ON_HOST: Final[Mapping[tuple[str, str], str]] = {
     ("learner", "weights"): "",
     ("learner", "gradient"): "learner.lora.rank",
-    ("learner", "AdamW"): "learner.lora.rank",
+    ("learner", "moments"): "learner.optimizer = adamw8bit or learner.lora.rank",
     ("learner", "staging"): "weights.dtype = bfloat16",
 }
 """Where this differs: ranks on one host share its memory."""
@@ -195,7 +195,7 @@ def learner_need(
     sure = {
         "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / shares,
         "gradient": 4 * p / shares if trained else 0.0,
-        "AdamW": moments if device == "cpu" or learner.moments == "device" else 0.0,
+        "moments": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else FORKED_GIB
     shared = _shared_bytes(config, shape) if config.weights.way == "ipc" else 0.0
@@ -228,17 +228,19 @@ def learner_host_need(config: RunConfig, shape: ModelShape, backend: Literal["gl
     moments, staging = _movable(config, shape)
     return _need(
         f"{RANK}{rank}" if rank else LEARNER,
-        {"AdamW": moments if config.learner.moments == "host" else 0.0},
+        {"moments": moments if config.learner.moments == "host" else 0.0},
         {"staging": staging if staged_in(config.weights, "cuda", backend) == "host" else 0.0},
         FORKED_GIB,
     )
 
 
 def _movable(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
-    """Bytes of a rank's AdamW and of its copies that are sent, wherever they are."""
+    """Bytes of a rank's moments and of its copies that are sent, wherever they are."""
     learner = config.learner
-    own = shape.parameters * learner.replicas / learner.ranks
-    return 0.0 if learner.frozen or learner.lora.rank else 8 * own, 2 * _sent_bytes(config) * own
+    part, kind = learner.replicas / learner.ranks, learner.optimizer
+    moments = kind.matrix_bytes * (shape.parameters - shape.rest) + kind.table_bytes * shape.rest
+    copies = 2 * _sent_bytes(config) * shape.parameters * part
+    return 0.0 if learner.frozen or learner.lora.rank else moments * part, copies
 
 
 def _sent_bytes(config: RunConfig) -> int:
@@ -405,5 +407,5 @@ def _needs(
 def _parked(config: RunConfig, need: Need) -> Iterator[tuple[int, Need]]:
     """What a role on a GPU has in host memory while the turn is another's."""
     if config.launch.share == "turns":
-        leaves = {part: need.sure[part] for part in ("weights", "AdamW") if need.sure.get(part)}
+        leaves = {part: need.sure[part] for part in ("weights", "moments") if need.sure.get(part)}
         yield HOST, Need(need.who, {}, {f"{part} between turns": gib for part, gib in leaves.items()})

@@ -11,6 +11,7 @@ _NAMES: Final = {
     "learner.warmup_steps": "warmup_steps lr_warmup_steps",
     "learner.betas": "adam_beta1 adam_beta2",
     "learner.eps": "adam_epsilon",
+    "learner.optimizer": "optim optimizer",
     "learner.max_grad_norm": "clip_grad grad_clip",
     "steps": "max_steps num_rollout total_training_steps",
     "buffer.batch_rollouts": (

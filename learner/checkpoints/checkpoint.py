@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent: `checkpoints/step_000040/`.
 
     config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
-    optimizer.safetensors                                                   AdamW state by parameter name
+    optimizer.safetensors                                                   the optimizer's state by parameter name
     ema.safetensors                                                         the student's average, with learner.ema
     value_head.safetensors                                                  with a value function: head and its AdamW
     trainer.json                                                            clock, task stream, ledger, RNG, metrics
@@ -60,7 +60,7 @@ from stillhouse.learner.checkpoints.files import (
 from stillhouse.learner.checkpoints.tensor_file import layout_of, write_share
 from stillhouse.learner.config import ADAPTER_WEIGHTS
 from stillhouse.learner.ranks.shares import Shares
-from stillhouse.learner.step.optimizer import AdamWState
+from stillhouse.learner.step.optimizer import OptimizerState
 from stillhouse.models.loading import describe_hf
 from stillhouse.protocol.atomic_file import usual_permissions
 from stillhouse.protocol.messages import Ledger, WeightVersion
@@ -121,7 +121,7 @@ class LearnerState:
     """The state of a learner, except its weights."""
 
     version: WeightVersion
-    optimizer: AdamWState
+    optimizer: OptimizerState
     tasks: dict[str, Any]
     """`TaskStream.state()`; JSON values only."""
     ledger: Ledger | None
@@ -262,7 +262,7 @@ def load_checkpoint(path: Path, *, verified: bool = False) -> LearnerState:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return LearnerState(
         version=record.version,
-        optimizer=AdamWState(tensors, record.never_stepped, record.steps_done),
+        optimizer=OptimizerState(tensors, record.never_stepped, record.steps_done),
         tasks=record.tasks,
         ledger=record.ledger,
         rng=record.rng,

@@ -24,7 +24,13 @@ from stillhouse.learner.objectives.advantages import ValueTargets
 from stillhouse.learner.objectives.options import TokenAdvantage
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.reports.step_metrics import ValueMetrics
-from stillhouse.learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw
+from stillhouse.learner.step.optimizer import (
+    OptimizerState,
+    dump_optimizer,
+    learning_rate,
+    load_optimizer,
+    set_learning_rate,
+)
 from stillhouse.models.transfer import upload
 
 log = logging.getLogger(__name__)
@@ -157,15 +163,15 @@ class ValueCritic(Critic):
     def update(self, step: int) -> None:
         if self._config.max_grad_norm > 0:
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), self._config.max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._config, step, self._total_steps, highest=self._advantage.value.lr)
+        lr = learning_rate(self._config, step, self._total_steps, highest=self._advantage.value.lr)
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Tensor]:
-        moments = dump_adamw(self.head, self._optimizer, steps_done=0).tensors
+        moments = dump_optimizer(self.head, self._optimizer, steps_done=0).tensors
         head = {f"{_HEAD}{name}": p.detach().cpu().clone() for name, p in self.head.named_parameters()}
         return head | {f"{_OPTIMIZER}{name}": tensor for name, tensor in moments.items()}
 
@@ -184,7 +190,7 @@ class ValueCritic(Critic):
             raise CriticStateError(f"the saved value head has {got}; expected {wanted}: it belongs to another student")
         never = tuple(name for name in own if f"step/{name}" not in moments)
         try:
-            load_adamw(self.head, self._optimizer, AdamWState(moments, never, 0))
+            load_optimizer(self.head, self._optimizer, OptimizerState(moments, never, 0))
         except ValueError as error:
             raise CriticStateError(f"the saved value head: {error}") from error
         with torch.no_grad():

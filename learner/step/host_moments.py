@@ -63,18 +63,12 @@ class HostMomentsAdamW(torch.optim.AdamW):
         if self._written is not None:
             self._written.synchronize()
 
-    def place(self, parameter: Tensor, step: Tensor, first: Tensor, second: Tensor) -> None:
-        """Replace the state of a parameter. `first`, `second`: moments of this rank's share."""
-        own_first, own_second = self._moments[parameter]
-        own_first.copy_(first)
-        own_second.copy_(second)
-        self.state[parameter] = {"step": step, "exp_avg": own_first, "exp_avg_sq": own_second}
-
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         share, gradient = share_of(parameter.detach()), share_of(parameter.grad)  # pyright: ignore[reportArgumentType]
         if not self.state[parameter]:
-            zero = torch.zeros(())
-            self.place(parameter, zero.to(share.device), zero.expand(share.shape), zero.expand(share.shape))
+            first, second = (moment.zero_() for moment in self._moments[parameter])
+            step = torch.zeros((), device=share.device)
+            self.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         state = self.state[parameter]
         step, beta1, beta2 = state["step"], *group["betas"]
         for own, slope, first, second in _pieces(share, gradient, state["exp_avg"], state["exp_avg_sq"]):

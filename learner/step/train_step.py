@@ -1,7 +1,7 @@
-"""One optimizer step on one batch: pack, forward, loss, backward, clip, AdamW. The run's clock is `Trainer.steps_done`.
+"""One optimizer step on one batch: pack, forward, loss, backward, clip, update. The clock is `Trainer.steps_done`.
 
     items --pack--> microbatches --each: packed_hidden, head and loss at the predictors, backward-->
-    gradients of the whole batch --clip--> AdamW at the scheduled learning rate --> steps_done + 1
+    gradients of the whole batch --clip--> update at the scheduled learning rate --> steps_done + 1
                                            `updates_per_batch` times, from the first arrow on
 
 The loss is normalised over the whole batch, so neither `pack_tokens` nor the order of the items changes the gradient. A
@@ -57,7 +57,15 @@ from stillhouse.learner.step.forward import (
     predictor_states,
     refuse_other_head,
 )
-from stillhouse.learner.step.optimizer import AdamWState, dump_adamw, learning_rate, load_adamw, make_adamw
+from stillhouse.learner.step.optimizer import (
+    OptimizerState,
+    dump_optimizer,
+    learning_rate,
+    load_optimizer,
+    set_learning_rate,
+    stored_in,
+)
+from stillhouse.learner.step.optimizers import make_optimizer
 from stillhouse.learner.step.pack_ahead import PackAhead
 from stillhouse.learner.step.recompute import recompute
 from stillhouse.learner.step.step_loss import StepLoss, make_step_loss
@@ -92,7 +100,7 @@ class Staged(NamedTuple):
 
     weights: Shares
     """Adapters if there are any, else all weights."""
-    optimizer: AdamWState
+    optimizer: OptimizerState
 
 
 def _trained_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -131,7 +139,7 @@ class Trainer:
         share this work; default: this one alone. `head_of`: for teachers that send hidden states.
 
         Raises ValueError for total_steps below 1, a model without trainable parameters, parameters other than float32
-        and float64 (AdamW's small updates vanish in bfloat16), names of the objective that cannot be loaded, and
+        and float64 (small updates vanish in bfloat16), names of the objective that cannot be loaded, and
         (PackingError) an architecture whose sequences ranks cannot divide."""
         if total_steps < 1:
             raise ValueError(f"total_steps {total_steps}; expected at least 1")
@@ -173,7 +181,7 @@ class Trainer:
             for objective in (config.objective, config.offline.objective)
         )
         self._ahead = PackAhead(self._loss.read, config.pack_tokens)
-        self._optimizer = make_adamw(model, config)
+        self._optimizer = make_optimizer(model, config)
         hidden_size = lm_head(model).weight_VH.shape[1]
         self.critic = make_critic(hidden_size, config, total_steps=total_steps, dtype=dtype, device=device)
 
@@ -268,22 +276,23 @@ class Trainer:
         finally:
             self._zero_grad()
 
-    def state_dict(self) -> AdamWState:
+    def state_dict(self) -> OptimizerState:
         """Copies of the optimizer's moments by parameter name, and the clock. Weights and critic are saved separately.
         Not announced: each rank has its share."""
-        return dump_adamw(self.model, self._optimizer, steps_done=self.steps_done)
+        return dump_optimizer(self.model, self._optimizer, steps_done=self.steps_done)
 
-    def load_state_dict(self, state: AdamWState) -> None:
+    def load_state_dict(self, state: OptimizerState) -> None:
         """Resume from a `state_dict`. Raises ValueError naming parameters that are missing, unknown or of
         another shape."""
-        load_adamw(self.model, self._optimizer, state)
+        load_optimizer(self.model, self._optimizer, state)
         self.steps_done = state.steps_done
 
     def moments(self) -> Iterator[Tensor]:
         """The optimizer's state that is on the model's device, as plain tensors. One rank only."""
         device = self.model.device
         for state in self._optimizer.state.values():
-            yield from (one for one in state.values() if type(one) is Tensor and one.device == device)
+            tensors = (one for value in state.values() for one in stored_in(value).values())
+            yield from (one for one in tensors if one.device == device)
 
     def _parts(self, items: Sequence[TrainItem], offline: Sequence[TrainItem]) -> list[BatchPart]:
         """The student's own items first. Raises EmptyBatchError and BatchError."""
@@ -339,8 +348,7 @@ class Trainer:
             raise self._nonfinite_gradient(parts, name)
         if self.config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.next_lr
+        set_learning_rate(self._optimizer, self.next_lr)
         self._optimizer.step()
         self.critic.update(self.steps_done)
         self._zero_grad()

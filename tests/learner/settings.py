@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import msgspec
 
-from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.config import OPTIMIZER, LearnerConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.registry import (
     ADVANTAGE,
@@ -24,6 +24,7 @@ CHOICES: Final = {
     "rejection": REJECTION,
     "advantage": ADVANTAGE,
     "length_penalty": LENGTH_PENALTY,
+    "optimizer": OPTIMIZER,
 }
 OBJECTIVE: Final = frozenset(field.name for field in msgspec.structs.fields(ObjectiveConfig))
 
@@ -36,7 +37,8 @@ def objective_config(**fields: Any) -> ObjectiveConfig:
 def learner_config(**fields: Any) -> LearnerConfig:
     """`fields`: of LearnerConfig, and of ObjectiveConfig."""
     objective = objective_config(**{name: value for name, value in fields.items() if name in OBJECTIVE})
-    return LearnerConfig(objective=objective, **{n: value for n, value in fields.items() if n not in OBJECTIVE})
+    others = {name: _value(name, value) for name, value in fields.items() if name not in OBJECTIVE}
+    return LearnerConfig(objective=objective, **others)
 
 
 def _value(name: str, value: Any) -> Any:

@@ -57,7 +57,7 @@ def some(parts: Any) -> dict[str, float]:
 
 def test_the_learner_holds_masters_moments_copies_and_what_the_backward_pass_needs() -> None:
     need = learner_need(config(), QWEN3_8B, "nccl")
-    assert rounded(need.sure) == {"weights": 30.5, "gradient": 30.5, "AdamW": 61.0}
+    assert rounded(need.sure) == {"weights": 30.5, "gradient": 30.5, "moments": 61.0}
     # copies: 2 * (8.19e9 - 151,936 * 4,096) bytes.
     # activations: 4,096 tokens * (36 * (8 * 12,288 + 26 * 4,096 + 14 * 5,120) + 16 * 4,096)
     # logits: 8 * 151,936 * (1,024 + 4,096)
@@ -72,7 +72,7 @@ def test_each_rank_has_its_share_also_of_what_is_sent() -> None:
     of_four = config(learner={"ranks": 4})
     for rank in range(4):
         need = learner_need(of_four, QWEN3_8B, "nccl", rank)
-        assert rounded(need.sure) == {"weights": 7.6, "gradient": 7.6, "AdamW": 15.3}
+        assert rounded(need.sure) == {"weights": 7.6, "gradient": 7.6, "moments": 15.3}
         assert rounded(need.likely)["staging"] == 15.3
         assert rounded(need.likely)["activations"] == 38.2
         # 3 * 2 bytes of a layer, 193e6; 2 * 4 bytes of embedding and head, 2 * 151,936 * 4,096
@@ -125,10 +125,20 @@ def test_moments_and_copies_in_host_memory_are_counted_there_and_not_on_the_gpu(
         assert some(need.sure) == {"weights": 15.3, "gradient": 15.3} and "staging" not in some(need.likely)
         beside = learner_host_need(on_host, QWEN3_8B, "nccl", rank)
         # 8 * 8.19e9 / 2 and 2 * 2 * 8.19e9 / 2 bytes
-        assert some(beside.sure) == {"AdamW": 30.5} and some(beside.likely) == {"staging": 15.3, "process": 0.1}
-    assert learner_need(on_host, QWEN3_8B, "gloo", device="cpu").sure["AdamW"] == pytest.approx(30.5, abs=0.05)
+        assert some(beside.sure) == {"moments": 30.5} and some(beside.likely) == {"staging": 15.3, "process": 0.1}
+    assert learner_need(on_host, QWEN3_8B, "gloo", device="cpu").sure["moments"] == pytest.approx(30.5, abs=0.05)
     none = learner_host_need(config(), QWEN3_8B, "nccl")
     assert not some(none.sure) and some(none.likely) == {"process": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gib"),
+    # 4 bytes of each, and 4 more of embedding and head; 1 byte and 4 / 256 for each of two moments
+    [("adamw", 61.0), ("muon", 30.5 + 4.6), ("adamw8bit", 15.5)],
+)
+def test_moments_are_those_of_the_optimizer(optimizer: str, gib: float) -> None:
+    need = learner_need(config(learner={"optimizer": {"name": optimizer}}), QWEN3_8B, "nccl")
+    assert need.sure["moments"] == pytest.approx(gib, abs=0.06)
 
 
 @pytest.mark.parametrize("learner", [{"frozen": True}, {"lora": {"rank": 8}}])
@@ -189,8 +199,8 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     (mistake,) = of("six", 6_000_000_000).mistakes
     assert mistake.startswith("GPU 4: got at least 89.4 GiB, expected at most its 80 GiB, in GiB: learner ")
     assert mistake.endswith(
-        "Use learner.moments = host, learner.ranks or learner.lora.rank, or weights.staging = host or weights.dtype = "
-        "bfloat16, or a smaller model"
+        "Use learner.optimizer = adamw8bit, learner.moments = host, learner.ranks or learner.lora.rank, or "
+        "weights.staging = host or weights.dtype = bfloat16, or a smaller model"
     )
     (mistake,) = of("four", 4_000_000_000).mistakes
     assert mistake.startswith("GPU 4: got about 97.9 GiB")
@@ -202,13 +212,15 @@ def test_what_cannot_fit_is_refused_and_what_is_tight_is_told(tmp_path: Path) ->
     beside = of("six", 6_000_000_000, weights={"dtype": "bfloat16"}, learner={"moments": "host"})
     (mistake,) = beside.mistakes
     assert mistake.startswith("host: got at least 44.7 GiB, expected at most its 16 GiB, in GiB: learner ")
-    assert mistake.endswith("Use learner.lora.rank, or a smaller model")
+    assert mistake.endswith("Use learner.optimizer = adamw8bit or learner.lora.rank, or a smaller model")
     assert [line.split(":")[0] for line in beside.lines] == ["host", "GPU 4", "GPU 6"]
     # The same on the host, without GPUs: 1e9 parameters take 14.9 GiB of 16 in any case, and the actor's weights 3.7.
     on_host = Placement(Places({"learner": None, "actor-0": None}, {}), Choice("gloo", ""))
     (mistake,) = of("one", 1_000_000_000, on_host).mistakes
     assert mistake.startswith("host: got at least ") and "its 16 GiB" in mistake
-    assert mistake.endswith("Use learner.lora.rank, or weights.dtype = bfloat16, or a smaller model")
+    assert mistake.endswith(
+        "Use learner.optimizer = adamw8bit or learner.lora.rank, or weights.dtype = bfloat16, or a smaller model"
+    )
     assert estimate(config(), machine._replace(gib=(), host_gib=0.0), places).lines == []
 
 

@@ -42,6 +42,7 @@ from tests.store_launches import owned
 CASES: Final[dict[str, dict[str, Any]]] = {
     "all weights": {},
     "moments on the host": {"moments": "host"},
+    "muon": {"optimizer": "muon"},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
 }
 

@@ -28,12 +28,12 @@ from stillhouse.learner.ranks.messages import dump_items, load_items
 from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
-from stillhouse.learner.step.optimizer import AdamWState
+from stillhouse.learner.step.optimizer import OptimizerState
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.packed import set_way
 from stillhouse.protocol.messages import Branch
 from stillhouse.weights.staged_weights import tensor_of
-from tests.learner.conftest import build_hybrid, build_item, build_student
+from tests.learner.conftest import VOCAB, build_hybrid, build_item, build_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_hidden_step import head_of, with_states
@@ -42,6 +42,7 @@ from tests.learner.step.test_peak_memory import expected_and_measured
 from tests.learner.step.test_routing_replay import rows_for, with_rows
 from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
 from tests.learner.step.test_top_k_step import with_sets
+from tests.torchao_packages import THERE, add_torchao
 
 TIMEOUT_S: Final = 60.0
 PLAIN: Final[dict[str, Any]] = {"warmup_steps": 0, "schedule": "constant", "eps": 1e-4, "lr": 1e-2, "pack_tokens": 12}
@@ -75,6 +76,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "adapters, bfloat16 products": {"dtype": "bfloat16", "lr": 1e-4, "lora": LoraConfig(rank=2, alpha=4.0)},
     "moments on the host": {"moments": "host", "updates_per_batch": 2, "max_grad_norm": 1e-2},
     "adapters, moments on the host": {"moments": "host", "lora": LoraConfig(rank=2, alpha=4.0)},
+    "muon": {"optimizer": "muon", "lr": 1e-3, "updates_per_batch": 2},
+    "muon on adapters": {"optimizer": "muon", "lora": LoraConfig(rank=2, alpha=4.0)},
     "recurrent layers": {"pack_tokens": 4096, "updates_per_batch": 2},
     "experts": {"routing_replay": True, "recompute": 1.0},
     "adapters and value head": {"lora": LoraConfig(rank=2, alpha=4.0), "advantage": GAE, "importance": "ppo"},
@@ -118,10 +121,12 @@ def trainer_of(
     *,
     recurrent: bool = False,
     mixture: bool = False,
+    vocab: int = VOCAB,
 ) -> Trainer:
     """Only rank 0 has values; the others get theirs from it."""
     with torch.device("meta" if ranks.rank else "cpu"):
-        model = student() if mixture else build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype)
+        one = build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype, vocab=vocab)
+        model = student() if mixture else one
     if recurrent and not ranks.rank:
         set_way(model, "padded")
     torch.manual_seed(0)
@@ -131,12 +136,12 @@ def trainer_of(
     )
 
 
-def whole_state(trainer: Trainer) -> AdamWState:
+def whole_state(trainer: Trainer) -> OptimizerState:
     """Put together from the rows of all ranks, in the order of the ranks."""
     own = trainer.state_dict()
     if not own.rows:
         return own
-    of_ranks: list[AdamWState] = [own] * trainer.ranks.world_size
+    of_ranks: list[OptimizerState] = [own] * trainer.ranks.world_size
     dist.all_gather_object(of_ranks, own)
     n_shares = trainer.ranks.world_size // trainer.ranks.mesh.replicas
     for i, one in enumerate(of_ranks):
@@ -146,7 +151,7 @@ def whole_state(trainer: Trainer) -> AdamWState:
         name: torch.cat([one.tensors[name] for one in of_ranks[:n_shares]]) if name in own.rows else tensor
         for name, tensor in own.tensors.items()
     }
-    return AdamWState(tensors, own.never_stepped, own.steps_done)
+    return OptimizerState(tensors, own.never_stepped, own.steps_done)
 
 
 def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
@@ -160,8 +165,8 @@ def difference(ones: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """The largest, in units of the largest number of its tensor; 1 for other names."""
     if ones.keys() != others.keys():
         return 1.0
-    each = [float((ones[n] - others[n]).abs().max() / ones[n].abs().max().clamp(min=1e-9)) for n in ones]
-    return max(each)
+    pairs = [(ones[name].double(), others[name].double()) for name in ones]
+    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1e-9)) for one, other in pairs)
 
 
 def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, float]:
@@ -274,6 +279,24 @@ def of_a_resumed_optimizer(ranks: Ranks) -> dict[str, float]:
     return {"after": difference(tensors_of(alone), tensors_of(together))}
 
 
+def of_8_bits(ranks: Ranks) -> dict[str, float]:
+    """As `of_a_resumed_optimizer`, with moments in 8 bits. Only the embedding is large enough for them."""
+    add_torchao()
+    config = learner_config(**PLAIN, optimizer="adamw8bit")
+    alone, together = (trainer_of(config, one, vocab=1024) for one in (Ranks(), ranks))
+    for trainer in (alone, together):
+        trainer.step(items_of(seed=0, top_k=False))
+    straight = difference(tensors_of(alone), tensors_of(together))
+    alone_state, together_state = alone.state_dict(), whole_state(together)
+    alone.load_state_dict(together_state)
+    together.load_state_dict(alone_state)
+    for trainer in (alone, together):
+        trainer.step(items_of(seed=1, top_k=False))
+    in_8_bits = [name for name in alone_state.tensors if name.startswith("exp_avg.codes/")]
+    after = difference(tensors_of(alone), tensors_of(together))
+    return {"straight": straight, "after": after, "none in 8 bits": float(len(in_8_bits) != 1)}
+
+
 def of_items_as_bytes(_: Ranks) -> dict[str, float]:
     items = items_of(seed=0, top_k=True)
     read = load_items(dump_items(items[:4], items[4:]))
@@ -335,6 +358,7 @@ FURTHER: Final[dict[str, Callable[[Ranks], dict[str, float]]]] = {
     "bytes": of_items_as_bytes,
     "gathered": of_gathered_bytes,
     "peak memory": of_peak_memory,
+    **({"8 bits": of_8_bits} if THERE else {}),
 }
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LoraConfig
-from stillhouse.learner.step import host_moments, optimizer
+from stillhouse.learner.step import host_moments, optimizers
 from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
@@ -59,7 +59,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     def streams_of(_: torch.device) -> Host:
         return made
 
-    monkeypatch.setattr(optimizer, "streams_of", streams_of)
+    monkeypatch.setattr(optimizers, "streams_of", streams_of)
     monkeypatch.setattr(host_moments, "PIECE", 64)  # of 368 and fewer numbers
     return made
 

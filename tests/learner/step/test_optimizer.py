@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
-from stillhouse.learner.step.optimizer import learning_rate, make_adamw
+from stillhouse.learner.step.optimizer import learning_rate
+from stillhouse.learner.step.optimizers import make_optimizer
 from stillhouse.learner.step.train_step import Trainer
 
 Make = Callable[..., TrainItem]
@@ -37,7 +38,7 @@ def test_constant_schedule_and_no_warm_up() -> None:
 
 def test_norms_and_biases_do_not_decay(tiny_student: Student) -> None:
     model = tiny_student()
-    decayed, kept = make_adamw(model, LearnerConfig(weight_decay=0.1)).param_groups
+    decayed, kept = make_optimizer(model, LearnerConfig(weight_decay=0.1)).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
     assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
     assert all("norm" in names[id(p)] for p in kept["params"])
