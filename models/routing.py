@@ -11,7 +11,7 @@ router, K chosen experts, E experts.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
@@ -76,7 +76,7 @@ def prepare(model: PreTrainedModel, shape: ExpertShape) -> None:
 
 
 @contextmanager
-def under(one: _Pass | None) -> Iterator[None]:
+def under(one: _Pass | None) -> Generator[None]:
     """Forward passes here are part of `one`."""
     token = _current.set(one)
     try:
@@ -119,7 +119,7 @@ class Replay:
         self._n_parts = 0
 
     @contextmanager
-    def over(self, tokens_R: Tensor | slice, real_R: Tensor | None = None) -> Iterator[None]:
+    def over(self, tokens_R: Tensor | slice, real_R: Tensor | None = None) -> Generator[None]:
         """Forward passes here have these of the tokens as their rows; `real_R`: indices of rows that are no padding."""
         part = _Part(self, self._n_parts, self._ids_TLK[tokens_R], self._given_T[tokens_R], real_R)
         self._n_parts += 1
@@ -179,7 +179,7 @@ class _Choice(TorchFunctionMode):
             return found
         self.n_choices += 1
         own_RK = found[1].reshape(-1, shape.chosen)
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             ids_RK = self._of.chosen(self._layer, own_RK)
             if ids_RK is own_RK:
                 return found

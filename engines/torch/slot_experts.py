@@ -6,7 +6,7 @@ Legend: S slots, C cells of each, L layers with a router, K chosen experts, W ce
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -29,7 +29,7 @@ class SlotExperts:
         self._ids_SCLK = np.zeros((n_slots, capacity, len(shape.layers), shape.chosen), np.uint16)
 
     @contextmanager
-    def recording(self, slots_W: Tensor, positions_W: Tensor, sources_W: Tensor | None) -> Iterator[None]:
+    def recording(self, slots_W: Tensor, positions_W: Tensor, sources_W: Tensor | None) -> Generator[None]:
         """Record a forward pass. `sources_W`: its token that fills each cell; None: token w fills cell w."""
         recorded = Recording(self.shape)
         with under(recorded):

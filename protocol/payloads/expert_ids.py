@@ -73,10 +73,10 @@ def encode_experts(rows: Mapping[int, ExpertIds], n_tokens: int, shape: ExpertSh
     """`rows`: by token, [L, K]. Raises EncodeError for ids that do not fit the shape."""
     tokens = sorted(rows)
     ids_RLK = np.stack([rows[token] for token in tokens]) if tokens else ExpertRows.none(0, shape).ids_TLK
-    if shape.experts > MOST_EXPERTS or (wrong := why_unfit(ids_RLK, shape)):
-        raise EncodeError(
-            wrong if shape.experts <= MOST_EXPERTS else f"{shape.experts} experts; {MOST_EXPERTS} at most"
-        )
+    if shape.experts > MOST_EXPERTS:
+        raise EncodeError(f"{shape.experts} experts; expected at most {MOST_EXPERTS}")
+    if wrong := why_unfit(ids_RLK, shape):
+        raise EncodeError(wrong)
     given_T = np.zeros(n_tokens, np.bool_)
     given_T[tokens] = True
     width = _width(shape)

@@ -104,7 +104,7 @@ def batch(make_item: Make) -> tuple[list[TrainItem], dict[tuple[int, ...], Rows]
 
 
 def config(**more: Any) -> LearnerConfig:
-    common = {"pack_tokens": 16, "logprob_chunk_tokens": 5, "routing_replay": True}
+    common: dict[str, Any] = {"pack_tokens": 16, "logprob_chunk_tokens": 5, "routing_replay": True}
     return LearnerConfig(**(common | SGD_LIKE | more))
 
 
