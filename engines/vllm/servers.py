@@ -136,7 +136,7 @@ class VLLMServers(ServerEngine):
         return shape.layers * 2 * shape.kv_width * (1 if quantized else _width(server)) / server.tp
 
     def own_cache(self, server: ServerConfig, shape: ModelShape, free_bytes: float) -> float | None:
-        """Of --kv-cache-memory-bytes alone: --gpu-memory-utilization is a share of the whole GPU."""
+        """What --kv-cache-memory-bytes says: --gpu-memory-utilization is a share of the whole GPU."""
         return _number(server.args, CACHE)
 
     def cache_arguments(self, server: ServerConfig, shape: ModelShape, cache_bytes: float) -> tuple[str, ...]:

@@ -244,7 +244,7 @@ def _movable(config: RunConfig, shape: ModelShape) -> tuple[float, float]:
 
 
 def _sent_bytes(config: RunConfig) -> int:
-    """Of a parameter."""
+    """Bytes that a parameter takes where it is sent."""
     members = engine_of(config, "actor").members(config.actor, config.weights, config.models.student)
     return BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
 

@@ -52,7 +52,7 @@ class _Round:
         self._loans = Loans()
 
     def may_fill(self) -> bool:
-        """Who asks for a bucket has done with the one that is in its slot."""
+        """True if the next bucket may go into its slot: who asks for one has done with the one that is in it."""
         return bool(self.asked) and self.filled + 1 < self._layout.n_buckets and self._slowest > self.filled
 
     @property
