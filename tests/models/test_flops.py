@@ -56,7 +56,8 @@ def test_a_forward_pass_costs_what_torch_counts(family: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_step_costs_what_torch_counts(frozen: bool, tmp_path: Path) -> None:
-    config = transformers.Qwen3Config(**FAMILIES["Qwen3"] | {"attn_implementation": "eager"})
+    eager: dict[str, Any] = FAMILIES["Qwen3"] | {"attn_implementation": "eager"}
+    config = transformers.Qwen3Config(**eager)
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     model.save_pretrained(tmp_path)
     if frozen:

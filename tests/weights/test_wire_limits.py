@@ -12,7 +12,7 @@ import pytest
 
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control import ControlHost, Request
-from stillhouse.weights.control_messages import FromMember, MemberAnswer, Want
+from stillhouse.weights.control_messages import Want
 from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.errors import GroupBroken
 from stillhouse.weights.roster import GroupSeat
@@ -54,8 +54,8 @@ class Link:
     def send_piece(self, *_: object) -> SimpleNamespace:
         return SimpleNamespace(done=True)
 
-    def answered(self, number: int) -> list[FromMember]:
-        return [MemberAnswer(1, rank, number, "staged") for rank, had in self.had.items() if had == PIECES]
+    def finished(self) -> set[int]:
+        return {rank for rank, had in self.had.items() if had == PIECES}
 
 
 def sent(monkeypatch: pytest.MonkeyPatch, until: dict[int, int], copies: int = MEMBERS) -> Link:
@@ -67,8 +67,7 @@ def sent(monkeypatch: pytest.MonkeyPatch, until: dict[int, int], copies: int = M
     channel = WireChannel(
         cast(ControlHost, link),
         tuple(GroupSeat(f"actor-{rank}", "1") for rank in range(1, MEMBERS + 1)),
-        gone=lambda: frozenset(),
-        answered=link.answered,
+        finished=link.finished,
         closing=lambda: False,
         others_s=limits.others_s,
     )
@@ -85,9 +84,9 @@ def test_members_that_share_the_link_have_the_time_for_all_their_copies(monkeypa
     """By the limit of one copy, most would be left out: their link carries 16."""
     took_s = MEMBERS * PIECES / LINK_PIECES_S
     link = sent(monkeypatch, {})
-    assert len(link.answered(1)) == MEMBERS and math.isclose(link.now_s, took_s, rel_tol=0.01)
+    assert len(link.finished()) == MEMBERS and math.isclose(link.now_s, took_s, rel_tol=0.01)
     link = sent(monkeypatch, {}, copies=1)
-    assert len(link.answered(1)) == 0 and LIMIT_OF_ONE_S < link.now_s < took_s
+    assert len(link.finished()) == 0 and LIMIT_OF_ONE_S < link.now_s < took_s
 
 
 @pytest.mark.parametrize("after", [0, 40])
@@ -101,12 +100,8 @@ def test_members_that_fall_silent_are_waited_for_as_long_as_one_alone(
 
 def test_nobody_is_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that has all and does not answer."""
-    answered = Link.answered
-
-    def without_5(link: Link, number: int) -> list[FromMember]:
-        return [one for one in answered(link, number) if one.rank != 5]
-
-    monkeypatch.setattr(Link, "answered", without_5)
+    finished = Link.finished
+    monkeypatch.setattr(Link, "finished", lambda link: finished(cast(Link, link)) - {5})
     link = sent(monkeypatch, {})
     assert math.isclose(link.now_s, LIMIT_OF_ONE_S + (MEMBERS - 1) * PIECES / LINK_PIECES_S, rel_tol=0.01)
 
@@ -148,8 +143,7 @@ def test_a_member_that_reads_nothing_has_a_windows_pieces_in_memory_by_however_m
     channel = WireChannel(
         cast(ControlHost, SimpleNamespace(requests=requests, send_piece=send_piece)),
         seats,
-        gone=lambda: frozenset(),
-        answered=lambda _: [],
+        finished=lambda: set[int](),
         closing=lambda: False,
         others_s=lambda _: 0.0,
     )

@@ -56,7 +56,7 @@ class Lent:
     """In place of a WireMember: memory that is not there."""
 
     @staticmethod
-    def shared(_number: int, n_buckets: int, *_: object) -> Iterator[SharedBucket]:
+    def shared(_number: int, n_buckets: int, *_rest: object) -> Iterator[SharedBucket]:
         for _ in range(n_buckets):
             yield SharedBucket((CpuHandle(b"m", b"/torch_1", 4),), 0)
 

@@ -268,7 +268,11 @@ def test_in_turns_a_gpu_must_hold_the_largest_role(
     monkeypatch: pytest.MonkeyPatch, gib: float, shape: ModelShape, fits: bool
 ) -> None:
     """The sum that is compared with is made here, from each role's own need."""
-    monkeypatch.setattr(memory, "read_shape", lambda _: shape)
+
+    def fixed(_: Path) -> ModelShape:
+        return shape
+
+    monkeypatch.setattr(memory, "read_shape", fixed)
     plain: dict[str, Any] = {"actors": 1, "teachers": 1, "learner": {"lora": {"rank": 32}, "recompute": 1.0}}
     places = Placement(Places({"learner": 0, "actor-0": 0, "teacher-0": 0}, {}), Choice("gloo", ""))
     machine = Machine(("0",), (gib,), host_gib=512.0)

@@ -68,12 +68,12 @@ def plain_optimizers(kind: Any, named: dict[str, Tensor]) -> list[Optimizer]:
     adapted = any("lora" in name for name in named)
     made: list[Optimizer] = []
     if kind == "adamw8bit":
-        from torchao.optim import AdamW8bit
+        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
 
         made += [AdamW8bit(list(large.values()), **adam, weight_decay=decay)] if large else []
     name, options = kind if isinstance(kind, tuple) else (kind, {})
     if name == "muon":
-        chosen = {"adjust_lr_fn": "match_rms_adamw", "momentum": options.get("momentum", 0.95)}
+        chosen: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "momentum": options.get("momentum", 0.95)}
         matrices = [p for n, p in hidden.items() if adapted or not n.endswith("norm.weight")]
         matrices = [p for p in matrices if p.ndim == 2]
         made.append(torch.optim.Muon(matrices, lr=lr, weight_decay=decay, **chosen))
@@ -97,8 +97,12 @@ def test_steps_are_those_of_the_classes_themselves_on_the_same_gradients(
     plain = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
     others = plain_optimizers(kind, plain)
     gradients: list[dict[str, Tensor]] = []
+
+    def keep(*_: object) -> None:
+        gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
+
     trainer._optimizer.register_step_pre_hook(  # pyright: ignore[reportPrivateUsage]
-        lambda *_: gradients.append({n: p.grad.clone() for n, p in trained.items() if p.grad is not None})
+        keep
     )
     for seed in range(3):
         items = items_of(make_item, seed)

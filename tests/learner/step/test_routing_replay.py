@@ -136,6 +136,9 @@ def test_padded_sequences_and_adapters_are_replayed_too(make_item: Make) -> None
         assert packed.way_of(model) == "padded"
         return model
 
+    def plain(model: PreTrainedModel) -> PreTrainedModel:
+        return model
+
     def adapted(model: PreTrainedModel) -> PreTrainedModel:
         torch.manual_seed(3)
         Adapters(model, LoraConfig(rank=2, alpha=4.0), base="")
@@ -145,7 +148,7 @@ def test_padded_sequences_and_adapters_are_replayed_too(make_item: Make) -> None
         return model
 
     items, rows_of = batch(make_item)
-    for prepare in (lambda model: model, adapted):
+    for prepare in (plain, adapted):
         got = step_gradients(Trainer(prepare(hybrid()), config(), total_steps=9), items)
         by_hand = give_by_hand(prepare(hybrid()), rows_of, norm_topk_prob=True)
         same(got, slow_gradients(by_hand, items, config()))
