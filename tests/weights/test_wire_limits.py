@@ -101,7 +101,11 @@ def test_members_that_fall_silent_are_waited_for_as_long_as_one_alone(
 def test_nobody_is_waited_for_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that has all and does not answer."""
     finished = Link.finished
-    monkeypatch.setattr(Link, "finished", lambda link: finished(cast(Link, link)) - {5})
+
+    def without_5(link: Link) -> set[int]:
+        return finished(link) - {5}
+
+    monkeypatch.setattr(Link, "finished", without_5)
     link = sent(monkeypatch, {})
     assert math.isclose(link.now_s, LIMIT_OF_ONE_S + (MEMBERS - 1) * PIECES / LINK_PIECES_S, rel_tol=0.01)
 
