@@ -156,7 +156,8 @@ def _heading(key: Key) -> str:
 
 
 def _wrapped(text: str, indent: int) -> str:
-    return textwrap.fill(text, width=WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
+    margin = " " * indent
+    return textwrap.fill(text, WIDTH, initial_indent=margin, subsequent_indent=margin, break_on_hyphens=False)
 
 
 def _first_sentence(text: str) -> str:

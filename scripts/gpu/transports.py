@@ -91,7 +91,9 @@ class Learner:
     def __init__(self, way: str, device: torch.device, folder: Path) -> None:
         environment = {**os.environ, "NCCL_HOSTID": "actor-0"}
         words = [sys.executable, __file__, "--actor", str(device)]
-        self.actor = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.actor = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8", env=environment
+        )
         self._out = threading.Condition()
         self._newest = WeightVersion(0, 0)
         config = WeightsConfig(every_version=True, join_timeout_s=LIMIT_S, broadcast_timeout_s=LIMIT_S, **WAYS[way])

@@ -59,7 +59,8 @@ def _obey(_signum: int, _frame: FrameType | None) -> NoReturn:
 def teach(address: str, run_dir: str, pause_s: float, drain_s: float) -> None:
     """The process. Its SIGTERM handler stands for that of `launch.workers.roles`."""
     signal.signal(signal.SIGTERM, _obey)
-    config: Any = SimpleNamespace(teacher=TeacherConfig(max_batch_tokens=10, device="cpu", drain_s=drain_s))
+    teacher = TeacherConfig(max_batch_tokens=10, device="cpu", drain_s=drain_s)
+    config: Any = SimpleNamespace(teacher=teacher, models=SimpleNamespace(student=run_dir, teacher=run_dir))
     ctx = RoleContext(
         role="teacher", index=0, name="teacher-0", incarnation="first", run_id=RUN, run_dir=Path(run_dir),
         buffer_address=address, resume=False, config=config,
