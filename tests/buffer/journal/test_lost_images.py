@@ -25,7 +25,7 @@ from stillhouse.buffer.journal.store import JournalStore
 from tests.buffer.journal.test_imaging import new_journal, outcome_of
 from tests.buffer.journal.test_journal import opened
 from tests.full_disk import fill, small_disk
-from tests.patience import eventually
+from tests.patience import PATIENCE_S, eventually
 from tests.sim.chaos.disk import BALLAST
 
 
@@ -40,6 +40,7 @@ def test_a_fork_that_does_not_end_is_killed_and_another_may_follow(
     pid = fork_of(journal)
     assert outcome_of(journal.tend_image).outcome is ImageOutcome.OVERDUE
     assert not psutil.pid_exists(pid), "reaped, too"
+    monkeypatch.setattr(imaging, "LIMIT_S", PATIENCE_S)
     journal.start_image(lambda: Frozen(b"image"))
     assert outcome_of(journal.tend_image).outcome is ImageOutcome.WRITTEN
     journal.close()
