@@ -9,6 +9,7 @@ nor a provider's module imports torch at its top, because the launcher and worke
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -256,10 +257,15 @@ class ServerEngine:
     """Modules that the servers' interpreter must have; they are looked up, not imported."""
     experts_args: tuple[str, ...] = ()
     """Arguments of servers that are to report the experts of their routers."""
+    own_python: Path | None = None
+    """The interpreter of the environment that `make` installs for this engine on a CPU; None: there is none."""
 
     def choose_python(self, server: ServerConfig) -> Path:
-        """The interpreter in which servers run."""
-        raise NotImplementedError
+        """The interpreter in which servers run: `server.python`, or `own_python`, or the one that runs this."""
+        if server.python:
+            return Path(server.python).expanduser().absolute()
+        own = self.own_python
+        return own if own is not None and (own.exists() or server.device == "cpu") else Path(sys.executable)
 
     def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
         """The message for the user when `python` cannot run servers, else None. `server.device` is cpu or cuda."""

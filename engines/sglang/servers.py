@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -92,12 +91,7 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 class SGLangServers(ServerEngine):
     modules = (*NEEDED, FLASHINFER, FA3)
     experts_args = ("--enable-return-routed-experts",)
-
-    def choose_python(self, server: ServerConfig) -> Path:
-        """`server.python`, or the environment of `make sglang-cpu`, or the interpreter that runs this."""
-        if server.python:
-            return Path(server.python).expanduser().absolute()
-        return DEFAULT_PYTHON if DEFAULT_PYTHON.exists() or server.device == "cpu" else Path(sys.executable)
+    own_python = DEFAULT_PYTHON
 
     def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
         make = "; `make sglang-cpu` makes one" if server.device == "cpu" else "; name one that has it"

