@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
+from stillhouse.models.description import CHOSEN_EXPERTS, EXPERTS
 from stillhouse.models.safetensors_header import EMBEDDINGS, HEADS, read_headers
 
 _LOOKED_UP: Final = (*EMBEDDINGS, "wpe.weight", "embed_positions.weight")
@@ -57,13 +58,13 @@ def forward_flops(folder: Path) -> ForwardFlops | None:
         if not matrices or any(one.dtype.startswith(("I", "U")) for one in matrices.values()):
             return None
         return _of(text, {name: one.numbers for name, one in matrices.items()})
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration):
         return None
 
 
 def _of(text: Mapping[str, Any], weights: Mapping[str, int]) -> ForwardFlops:
-    experts = text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts")
-    share = int(text["num_experts_per_tok"]) / int(experts) if experts else 1.0
+    experts = next((int(text[name]) for name in EXPERTS if text.get(name)), 0)
+    share = next(int(text[name]) for name in CHOSEN_EXPERTS if text.get(name)) / experts if experts else 1.0
     multiplied = sum(
         number * (share if _ROUTED.search(name) else 1.0)
         for name, number in weights.items()

@@ -114,7 +114,6 @@ class Replay:
         """`ids_TLK`: int64; where `given_T` is False, routers choose freely."""
         self.shape = shape
         self._ids_TLK, self._given_T = ids_TLK, given_T
-        self._places = {layer: place for place, layer in enumerate(shape.layers)}
         self._differ: dict[tuple[int, int], Tensor] = {}
         self._n_parts = 0
 

@@ -5,15 +5,13 @@ A tensor keeps its storage, which is emptied; so views, tied weights and optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from stillhouse.models.transfer import share_of
+from stillhouse.weights.buckets import aligned
 from stillhouse.weights.staged_weights import streams_of
-
-_ALIGNED: Final = 64
 
 
 class Parked:
@@ -45,7 +43,7 @@ class Parked:
         device = there[0].device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # other streams may still read them
-        rooms = [-(-storage.nbytes() // _ALIGNED) * _ALIGNED for storage in there]
+        rooms = [aligned(storage.nbytes()) for storage in there]
         if self._host_B.numel() < sum(rooms):
             self._host_B = streams_of(device).host_bytes(sum(rooms))
         at = 0

@@ -101,9 +101,9 @@ class RunLimits:
         for window in (self._lately, self._whole):
             window.update(snapshot, cpu)
         work, tokens = self._lately.work(), snapshot.ledger.tokens
-        figures = work.efficiency() if work is not None else {}
-        whole = self._whole.work()
-        figures |= {f"flops/{role}": flops for role, flops in (whole.flops if whole is not None else {}).items()}
+        figures: dict[str, float] = {}
+        if work is not None:
+            figures = work.efficiency() | {f"flops/{role}": flops for role, flops in work.flops.items()}
         if tokens.accepted:
             figures["efficiency/goodput"] = tokens.trained / tokens.accepted
         verdict = attribute(work)
