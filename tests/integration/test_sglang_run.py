@@ -121,7 +121,7 @@ def test_a_run_uses_running_servers_and_leaves_them_running(
         assert checked.wait() == 0, checked.text()
         assert (
             "server of actor-0, teacher-0 (weights default):" in checked.text()
-            and "versions of tokens  spans" in checked.text()
+            and "versions of tokens   spans" in checked.text()
         )
         for folder in ("first", "second"):  # the second one finds the weights that the first one left
             run = launch(*arguments, "--steps=3", folder=folder)
