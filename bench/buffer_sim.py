@@ -1,6 +1,6 @@
 """Millions of events through the buffer's core among simulated peers (tests/sim/buffer/sim.py), and how fast.
 
-PYTHONPATH=. python bench/buffer_sim.py --events 10000000 --seed 0 --jobs 2
+python -m bench.buffer_sim --events 10000000 --seed 0 --jobs 2
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {ROOT / "C
 ROOMS = [ROOT / "src", *(link.resolve() for link in (ROOT / "src" / "stillhouse").iterdir() if link.is_symlink())]
 PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |--logdir))")
 COMMAND = re.compile(r"(?:\.venv/bin/stillhouse|python launch/cluster\.py)\b(?P<rest>[^`\n#]*)")
+MEASUREMENT = re.compile(
+    r"python (?:-m bench\.(?P<module>[\w.]+)|bench/)(?P<rest>[^`\n]*)(?P<old>`[^`|\n]{0,20}\b(?:tag|commit)\b)?"
+)
+"""A command that prints a figure. `old`: it is of a tag or of a commit."""
 
 
 def words(rest: str) -> list[str]:
@@ -69,6 +73,32 @@ def test_commands_and_their_flags_are_known() -> None:
                 refuse_unknown(found["rest"])
                 checked += 1
     assert checked >= 60, "the documents' commands were not found"
+
+
+def wrong_measurements(text: str) -> list[str]:
+    """Commands of bench/ that do not start as they stand, or have a flag that the program does not know."""
+    wrong: list[str] = []
+    for found in MEASUREMENT.finditer(text):
+        file = ROOT / "bench" / f"{(found['module'] or 'none').replace('.', '/')}.py"
+        known = file.read_text(encoding="utf-8") if file.exists() else ""
+        flags = re.findall(r"(?<= )--[a-z-]+", found["rest"].partition(" #")[0])
+        if (
+            not found["old"]
+            and "# at the tag" not in found["rest"]
+            and (not known or any(f'"{flag}"' not in known for flag in flags))
+        ):
+            wrong.append(found[0])
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_measurements_start(page: Path) -> None:
+    assert wrong_measurements(page.read_text(encoding="utf-8").replace("\\\n", " ")) == []
+
+
+@pytest.mark.parametrize("wrong", ["bench/role_cpu.py", "-m bench.roles", "-m bench.role_cpu --actor 3"])
+def test_a_measurement_that_cannot_be_typed_is_seen(wrong: str) -> None:
+    assert wrong_measurements(f"`python {wrong}` prints it.")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Sampled tokens per second, side by side: this project's engine against `model.generate` of transformers.
 
-    OMP_NUM_THREADS=1 python bench/decoding/generate.py
+    OMP_NUM_THREADS=1 python -m bench.decoding.generate
 
 Both sides get the same prompts, sample at temperature 1 without truncation, end at the same stop token and produce at
 most the same number of tokens; a token after the end of its rollout is not counted. `generate` gets batches of `slots`

@@ -1,8 +1,8 @@
 """A real run of the built-in task with a fault every moment or two, and the verdict.
 
-    python bench/faults/chaos.py --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
-    python bench/faults/chaos.py --runs 10 --faults 30 --report FILE
-    python bench/faults/chaos.py --hosts 3 --delay-ms 50 --loss 0.01 --faults 40 --no-reference
+    python -m bench.faults.chaos --faults 300 --seed 0 [--roles actor,teacher] [--kinds kill,stop,cut] [--report FILE]
+    python -m bench.faults.chaos --runs 10 --faults 30 --report FILE
+    python -m bench.faults.chaos --hosts 3 --delay-ms 50 --loss 0.01 --faults 40 --no-reference
 
 Kinds: kill (SIGKILL), stop (SIGSTOP for a while), hang (SIGSTOP, until the launcher kills it); cut and reset of a link,
 blackhole, delay and throttle of a link for a while; in place of one message: duplicate, corrupt, truncate, garbage,

@@ -1,6 +1,6 @@
 """Hostile frames through the decoder and through the buffer's whole intake: nothing may crash, memory must stay flat.
 
-    python bench/faults/fuzz_wire.py --frames 1000000 --seed 0 [--engine atheris|random] [--target decode|intake|both]
+    python -m bench.faults.fuzz_wire --frames 1000000 --seed 0 [--engine atheris|random] [--target decode|intake|both]
 
 Inputs are mutations of one message of every kind: flipped bytes, changed fields, frames cut, added, swapped. `atheris`
 (pip install atheris) keeps the inputs that reach new lines of `protocol` and `buffer`, and goes on from them; `random`

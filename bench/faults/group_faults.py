@@ -1,6 +1,6 @@
 """Weight groups under faults as NCCL has them, without a GPU, and the verdict.
 
-    python bench/faults/group_faults.py [--faults 300] [--seed 0] [--kinds engines,servers]
+    python -m bench.faults.group_faults [--faults 300] [--seed 0] [--kinds engines,servers]
 
 A process group for CPUs fails, delays, hangs and aborts as torch's NCCL group does (tests/sim/weights/nccl_like.py); a
 real publisher sends version after version through it to three embedded members, and to three servers. After each fault

@@ -1,6 +1,6 @@
 """A run at full rate for some minutes: does memory, or any file, keep growing?
 
-    python bench/faults/soak.py --minutes 30 [--actors 2] [--teachers 1] [--report FILE]
+    python -m bench.faults.soak --minutes 30 [--actors 2] [--teachers 1] [--report FILE]
 
 Every few seconds, of the launcher, its fork server and each worker (by the pid in its log): resident memory (without
 pages of files, for the journal is mapped), PSS (pages shared with others counted by the share), threads and file

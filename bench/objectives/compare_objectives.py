@@ -1,6 +1,6 @@
 """Objectives and staleness on the built-in task, several seeds each, at equal numbers of rollouts.
 
-    python bench/objectives/compare_objectives.py --folder DIR [--tables objectives,staleness,tokenizers]
+    python -m bench.objectives.compare_objectives --folder DIR [--tables objectives,staleness,tokenizers]
         [--seeds 3] [--steps 150] [--jobs 1]
 
 Runs launch/cluster.py once per row and seed, each in a folder of its own in DIR; for off-policy rows stillhouse write,
@@ -172,7 +172,7 @@ def report(args: argparse.Namespace) -> str:
     lines = [
         "# Objectives and staleness, measured",
         "",
-        f"    python bench/objectives/compare_objectives.py --folder DIR --seeds {args.seeds} --steps {args.steps}",
+        f"    python -m bench.objectives.compare_objectives --folder DIR --seeds {args.seeds} --steps {args.steps}",
         "",
         f"{time.strftime('%Y-%m-%d')}. The built-in task, `examples/demo.toml` (Adam, learning rate 3e-4, 10 warm-up "
         "steps) with k1, 8 rollouts per prompt, and what the row says; nothing is tuned per row. Evaluation at the "

@@ -1,9 +1,9 @@
 """Seconds to the same accuracy: TRL's on-policy distillation and ours, in turn, on the built-in models and prompts.
 
     make trl                                                               once: TRL in an environment of its own
-    python bench/race/against_trl.py --folder DIR [--settings same,best] [--seeds 0,1,2] [--lr 1e-3]
-    python bench/race/against_trl.py --folder DIR --sweep                       TRL's settings, one after the other
-    python bench/race/against_trl.py --folder DIR --markdown                    the tables of what is in DIR, no runs
+    python -m bench.race.against_trl --folder DIR [--settings same,best] [--seeds 0,1,2] [--lr 1e-3]
+    python -m bench.race.against_trl --folder DIR --sweep                       TRL's settings, one after the other
+    python -m bench.race.against_trl --folder DIR --markdown                    the tables of what is in DIR, no runs
 
 A pair is one run of each side with the same seed, one after the other, each alone on the same cores; who goes first
 alternates. Both train the built-in student on the same 8,192 prompts with 64 rollouts per step in float32. Seconds

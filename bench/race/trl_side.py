@@ -1,6 +1,6 @@
 """TRL's side of bench/race/against_trl.py. Runs in .venv-trl (make trl) and imports nothing of Stillhouse.
 
-    .venv-trl/bin/python bench/race/trl_side.py SETTINGS.json
+    .venv-trl/bin/python -m bench.race.trl_side SETTINGS.json
 
 Trains with TRL, saves the student every few steps, and writes times.jsonl into the output folder: a line when it is
 ready to train, and one per step. Seconds and CPU seconds are those of training; saving is taken out of both.

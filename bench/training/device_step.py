@@ -1,8 +1,8 @@
 """Checks one optimizer step on a device: that packing is exact there, how long the step takes, which attention runs,
 and that its gradient equals the CPU's. For the first hour on a GPU (docs/gpu.md).
 
-    python bench/training/device_step.py --device cuda:0 --model FOLDER --tokens 4096
-    python bench/training/device_step.py --device cpu                           the same here, on the built-in student
+    python -m bench.training.device_step --device cuda:0 --model FOLDER --tokens 4096
+    python -m bench.training.device_step --device cpu                           the same here, on the built-in student
 
 One sequence of --tokens tokens, for each `learner.dtype`. The first step warms up, the second is timed. Memory: on a
 GPU the peak that torch allocated, on a CPU the growth of the process. Gradients are taken before clipping and

@@ -1,9 +1,9 @@
 """One learner of 1, 2 and 4 ranks on the same batches: losses, time per step, and peak memory of each rank beside the
 launcher's estimate (launch.checks.memory).
 
-    OMP_NUM_THREADS=1 python bench/training/ranks.py examples/smollm2/model [--ranks 1,2,4] [--tokens 3072] [--steps 3]
+    OMP_NUM_THREADS=1 python -m bench.training.ranks examples/smollm2/model [--ranks 1,2,4] [--tokens 3072] [--steps 3]
 
-    OMP_NUM_THREADS=1 python bench/training/ranks.py long --sequence 32768 --tokens 32768 --recompute 1 --divide \\
+    OMP_NUM_THREADS=1 python -m bench.training.ranks long --sequence 32768 --tokens 32768 --recompute 1 --divide \\
         --steps 2
 
 Each rank is a process with one thread, on the CPU over gloo. Sequences of 256 tokens, 1,024 tokens in a pass, or as

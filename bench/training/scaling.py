@@ -1,7 +1,7 @@
 """Prints what the launcher's estimate (launch.checks.memory) says of students of 1.7e9 to 235e9 parameters on GPUs of
 80 GiB: the table of docs/scaling.md. Nothing is loaded or run.
 
-    python bench/training/scaling.py [--pack-tokens 4096] [--gib 80]
+    python -m bench.training.scaling [--pack-tokens 4096] [--gib 80]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scoring and learning, packed against padded, side by side: on the built-in architecture (random weights), or a model.
 
-    OMP_NUM_THREADS=1 python bench/training/score_and_learn.py
-    OMP_NUM_THREADS=1 python bench/training/score_and_learn.py --model examples/smollm2/model --sequences 16 --cpu-time
+    OMP_NUM_THREADS=1 python -m bench.training.score_and_learn
+    OMP_NUM_THREADS=1 python -m bench.training.score_and_learn --model examples/smollm2/model --sequences 16 --cpu-time
 
 packed: this project's `TorchScorer.score` and `Trainer.step`. padded: what one writes first with transformers (sdpa):
 sequences padded on the right to the longest, an attention mask, logits for every position, log_softmax, gather; for

@@ -1,6 +1,6 @@
 """Seconds from the learner's `publish` until the last of N actor processes has the weights: three ways, side by side.
 
-    python bench/transfer/publish.py [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5]
+    python -m bench.transfer.publish [--actors 1 8 32] [--megabytes 0.8 256] [--repeats 5]
 
     publisher    this project's: staging copy, buckets, checksums, staged into the engine; "confirmed" also counts every
                  member's answer and the announcement. With --transport wire: encrypted, from one port

@@ -1,7 +1,7 @@
 """Measures the cost of the protocol over plain pyzmq, and of encryption over the protocol: the same Segment frames,
 actor -> buffer, each acknowledged.
 
-    python bench/transfer/wire.py [--seconds 2] [--rounds 3]
+    python -m bench.transfer.wire [--seconds 2] [--rounds 3]
 
 Two processes on loopback TCP. "bare" is a DEALER and a ROUTER that pass ready-made frames and look at nothing: no
 codec, no checks, no heartbeats, no copy kept for a resend, no second thread. "ours" is protocol.Client and
