@@ -1,13 +1,11 @@
-"""Finds the files of a model: a folder, or a name on the model hub. No torch, no transformers."""
+"""Finds the files of a model: a folder, or a name on the model hub. No torch, no transformers, and no client of the hub
+(0.5 s to import) where no name is asked for."""
 
 from __future__ import annotations
 
 import difflib
 from pathlib import Path
 from typing import Final, cast
-
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_TIMEOUT_S: Final = 5.0
@@ -35,12 +33,13 @@ def model_source(path: str | Path) -> tuple[str, bool]:
     hint = f"; did you mean {nearest!r}?" if nearest else ""
     if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise TokenizerError(f"no folder {name!r}: expected a Hugging Face model folder{hint}")
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise TokenizerError(f"{name!r} is neither a local folder nor a model on the hub{hint}") from error
-    except HfHubHTTPError as error:
-        return _cached_only(name, hint, error)
     except Exception as error:  # connection errors: their classes differ between versions of the hub's client
         return _cached_only(name, hint, error)
     return name, False
@@ -53,6 +52,9 @@ def model_file(path: str | Path, filename: str) -> Path | None:
     if Path(name).is_dir():
         file = Path(name) / filename
         return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
     try:
         return Path(hf_hub_download(name, filename, local_files_only=local_only))
     except EntryNotFoundError:
@@ -85,6 +87,8 @@ def first_line(error: Exception) -> str:
 
 def _cached_only(name: str, hint: str, error: Exception) -> tuple[str, bool]:
     """The hub does not answer: use what was downloaded before, else raise TokenizerError without retries."""
+    from huggingface_hub import try_to_load_from_cache
+
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise TokenizerError(
             f"{name!r} is not a local folder, is not in the hub's cache, and the hub cannot be reached "

@@ -28,7 +28,7 @@ import yaml
 from stillhouse.launch.config.peers import PEERS
 from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
-from stillhouse.protocol.settings import Member, Members, Settings, described, members_of
+from stillhouse.protocol.settings import Member, Members, Settings, described, fields_of, members_of
 
 HINTS: Final = {
     "launch.backend": "; a job for Slurm or Kubernetes is made by `stillhouse render slurm` or `stillhouse render k8s`"
@@ -53,7 +53,7 @@ def find_key(struct: type[msgspec.Struct], name: str) -> Key | None:
     """The leaf at this dotted path, or None. A dict of config Structs has its entries below its key, as in
     `actor.environments.calculator.max_turns`."""
     head, _, rest = name.partition(".")
-    field = next((f for f in msgspec.structs.fields(struct) if f.name == head), None)
+    field = next((f for f in fields_of(struct) if f.name == head), None)
     if field is None:
         section = _sections_beside(struct).get(head) if rest else None
         if section is None:
@@ -104,7 +104,7 @@ def _find_in_members(
 def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
     """Every leaf, in source order. A section with several shapes is one leaf; `Key.members` has its keys."""
     docs = field_docs(struct)
-    for field in msgspec.structs.fields(struct):
+    for field in fields_of(struct):
         name = prefix + field.name
         if (members := members_of(field.type)) is not None:
             yield Key(name, field.type, default_of(field), docs.get(field.name, ""), members)
@@ -116,7 +116,7 @@ def keys_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
 
 def sections_of(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[tuple[str, type[msgspec.Struct]]]:
     """Every section below the top with its Struct, in source order: `learner`, `learner.tasks`, ..."""
-    for field in msgspec.structs.fields(struct):
+    for field in fields_of(struct):
         nested = struct_type(field.type) if members_of(field.type) is None else None
         if nested is not None:
             yield prefix + field.name, nested
@@ -223,7 +223,7 @@ def name_of(default: object) -> str:
 
 def table_beside(struct: type[msgspec.Struct]) -> tuple[str, Members] | None:
     """The field whose sections stand beside it in the tree (`Members.beside`), if the Struct has one."""
-    for field in msgspec.structs.fields(struct):
+    for field in fields_of(struct):
         if (members := members_of(field.type)) is not None and members.beside:
             return field.name, members
     return None

@@ -28,7 +28,7 @@ from stillhouse.launch.config.keys import (
     unknown_key,
 )
 from stillhouse.launch.errors import ConfigError
-from stillhouse.protocol.settings import Members, members_of
+from stillhouse.protocol.settings import Members, fields_of, members_of
 
 Plain: TypeAlias = dict[str, object]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -68,7 +68,7 @@ def _build(
     """Returns None if it adds to `mistakes`."""
     before = len(mistakes)
     plain = _gathered(struct, plain)
-    fields = {field.name: field for field in msgspec.structs.fields(struct)}
+    fields = {field.name: field for field in fields_of(struct)}
     values: dict[str, object] = {}
     for name, value in plain.items():
         key = prefix + name
@@ -165,7 +165,7 @@ def _build_section(
     except ValueError as error:
         mistakes.append(f"{key}: {error}")
         return None
-    own = {field.name for field in msgspec.structs.fields(section)}
+    own = {field.name for field in fields_of(section)}
     foreign = [option for option in plain if option not in own]
     mistakes += [_foreign(members, name, own, f"{key}.{option}") for option in foreign]
     valid = [f"{key}.{leaf.name}" for leaf in keys_of(section)]
@@ -240,7 +240,7 @@ def merge(under: Plain, over: Mapping[str, object], struct: type[msgspec.Struct]
     """Merge two trees; `over` wins where both have a value. `struct` shows which sections have several shapes: if
     `over` changes the name of such a section, none of its options in `under` are kept."""
     merged = dict(under)
-    fields = {field.name: field for field in msgspec.structs.fields(struct)} if struct is not None else {}
+    fields = {field.name: field for field in fields_of(struct)} if struct is not None else {}
     for name, value in over.items():
         former = merged.get(name)
         field = fields.get(name)

@@ -190,9 +190,10 @@ def check_columns(found: Sequence[str], where: str, columns: Mapping[str, str] =
     found = list(_renamed(dict.fromkeys(found), columns))
     if "prompt" not in found and "messages" not in found:
         raise DataError(f"{where}: {_no_prompt(found)}")
-    for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs"):
-        close = difflib.get_close_matches(field, [name for name in found if name not in FIELDS], n=1, cutoff=0.75)
-        if field not in found and close:
+    unread = [name for name in found if name not in FIELDS]
+    for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs") if unread else ():
+        close = [] if field in found else difflib.get_close_matches(field, unread, n=1, cutoff=0.75)
+        if close:
             _log.warning("%s: column %r is not read; the field is called %r", where, close[0], field)
 
 
