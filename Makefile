@@ -121,17 +121,17 @@ demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, ab
 gpu-demo: $(INSTALLED)  ## the same with real SGLang servers on one GPU, by what `auto` chooses; needs pip install sglang (docs/gpu.md)
 	@$(VENV)/bin/python scripts/gpu/gpu_demo.py $(ARGS)
 
-# Tests mostly wait, hence more processes than cores; a file stays together. Slow ones begin in the order of tests/conftest.py.
-PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile
+# Tests mostly wait, hence more processes than cores; a file stays together. Files begin in the order of tests/conftest.py.
+PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)  ## the quick tests, some minutes on two cores: all but servers, campaigns, namespaces and most whole runs
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(INSTALLED)  ## what CI runs beside make test: servers, whole runs, short campaigns; SGLang's need make sglang-cpu
-	$(PYTEST) --no-loadscope-reorder -m "slow and not release" $(ARGS)
+	$(PYTEST) -m "slow and not release" $(ARGS)
 
 test-release: $(INSTALLED)  ## all other slow tests: long campaigns, Ray, Slurm, further cases; about an hour
-	$(PYTEST) --no-loadscope-reorder -m release $(ARGS)
+	$(PYTEST) -m release $(ARGS)
 
 test-all: agents trackers ray torchao openenv verifiers test test-slow test-release  ## every test, once; over an hour on two cores
 

@@ -48,9 +48,13 @@ LONGEST: Final = (
     *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
     *("weights/test_group_faults.py", "learner/checkpoints", "tools/doctor", "launch/test_recovery.py"),
     *("sglang", "vllm", "integration"),
+    *("launch/workers", "launch/servers", "launch/test_terminal.py", "replay", "protocol/test_store_owner.py"),
+    *("actors/sandbox", "engines/torch/test_model_caches.py", "launch/checks", "launch/config"),
 )
-"""Files and folders whose slow tests begin first, because they take minutes: one that begins last would run alone."""
+"""Files and folders that begin first, because they take long: one that begins last would run alone."""
 QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
+QUICK_MARKS: Final = "not slow"
+"""Of `make test`."""
 REPRESENTATIVE: Final = "integration/test_whole_run.py"
 """Whole runs that `make test` keeps; those of them that are marked slow it leaves out too."""
 TEST_S: Final = 300.0
@@ -72,18 +76,25 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Of what CI runs beside the quick tests, only files that have some of it are imported."""
-    if config.option.markexpr != SHORT_MARKS or collection_path.suffix != ".py":
+    """Only files that have some of what `make test` and `make test-slow` run are imported, once in each process."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    return True if collection_path.relative_to(HERE).as_posix() not in SHORT_FILES else None
+    path = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
+    if config.option.markexpr == QUICK_MARKS:
+        return True if _all_slow(path) else None
+    return True if config.option.markexpr == SHORT_MARKS and path not in SHORT_FILES else None
+
+
+def _all_slow(path: str) -> bool:
+    in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
+    return in_slow_folder or path in SLOW_FILES
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow ones, give each test its time, and put those first that take longest."""
     for item in items:
         path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
-        in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
-        if in_slow_folder or path in SLOW_FILES:
+        if _all_slow(path):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.nodeid.removeprefix("tests/").startswith(SHORT):
             item.add_marker(pytest.mark.release)
@@ -94,12 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Its place among the slow tests; the others come after them, in the order in which they were found."""
-    if item.get_closest_marker("slow"):
-        for turn, name in enumerate(LONGEST):
-            if item.path.is_relative_to(HERE / name):
-                return turn
-    return len(LONGEST)
+    """Its place among those that take long; the others come after them, in the order in which they were found."""
+    return next((turn for turn, name in enumerate(LONGEST) if item.path.is_relative_to(HERE / name)), len(LONGEST))
 
 
 class _NamesFailures:

@@ -20,6 +20,16 @@ from tests.patience import PATIENCE_S, Limit
 BUCKET: Final = "runs"
 KEYS: Final = {"AWS_ACCESS_KEY_ID": "stillhouse", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 
+MAKE: Final = """
+import sys, time, urllib.request
+while True:
+    try:
+        urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="PUT"), timeout=5)
+        break
+    except OSError:
+        time.sleep(0.05)
+"""
+
 
 class Server:
     """moto's server. Its objects are gone with it."""
@@ -39,11 +49,14 @@ class Server:
         self._command = command
 
     def until_ready(self) -> None:
+        """And has its bucket: one process asks again and again, where the server is."""
         limit = Limit(PATIENCE_S)
-        make = f"import urllib.request as u; u.urlopen(u.Request('{self.url}/{BUCKET}', method='PUT'), timeout=5)"
-        while subprocess.run([*self._command, sys.executable, "-c", make], capture_output=True).returncode:
-            assert self._process.poll() is None and not limit.passed, "moto did not start"
-            time.sleep(0.1)
+        with subprocess.Popen([*self._command, sys.executable, "-c", MAKE, f"{self.url}/{BUCKET}"]) as asking:
+            while asking.poll() is None:
+                if self._process.poll() is not None or limit.passed:
+                    asking.kill()
+                time.sleep(0.02)
+        assert asking.returncode == 0, "moto did not start"
 
     def kill(self) -> None:
         self._process.kill()

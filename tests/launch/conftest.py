@@ -16,6 +16,12 @@ from launcher_process import Launcher, StartLauncher
 from tests.patience import PATIENCE_S
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--check` reads some rows of the built-in prompts, not all 8,448 each time."""
+    monkeypatch.setattr("stillhouse.launch.checks.check_command.ROWS_READ", 300)
+
+
 @pytest.fixture
 def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
     started: list[Launcher] = []

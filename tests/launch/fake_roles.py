@@ -276,7 +276,7 @@ def lose_the_first_exit(ctx: Context, *, in_callback: bool) -> None:
     """The SystemExit of SIGTERM comes where it is lost; the next one is followed by a slow cleanup."""
 
     def hold(_: object = None) -> None:
-        (ctx.run_dir / "holds").touch()
+        (ctx.run_dir / f"{ctx.name}.holds").touch()
         time.sleep(300)
 
     try:
@@ -296,7 +296,7 @@ def lose_the_first_exit(ctx: Context, *, in_callback: bool) -> None:
         with contextlib.suppress(OSError):
             time.sleep(4 * LEAVE_AGAIN_S)
             raise OSError("cleaning up goes through exceptions of its own")
-        (ctx.run_dir / "cleaned_up").touch()
+        (ctx.run_dir / f"{ctx.name}.cleaned_up").touch()
 
 
 def learner(ctx: Context) -> int:

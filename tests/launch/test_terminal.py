@@ -40,27 +40,26 @@ def test_a_run_survives_its_terminal_and_leaves_its_summary(start_launcher: Star
     assert launcher.summary_when_finished()["state"] == "finished"
 
 
-def test_a_run_survives_the_reader_of_its_output(start_launcher: StartLauncher) -> None:
+def test_a_run_survives_the_reader_of_its_output_and_under_nohup_sighup_stays_ignored(
+    start_launcher: StartLauncher,
+) -> None:
     launcher = start_launcher(
-        settings={"launch": {"status": "plain", "status_every_s": 0.1}}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        settings={"launch": {"status": "plain", "status_every_s": 0.1}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
     for stream in (launcher.process.stdout, launcher.process.stderr):
         assert stream is not None
         stream.close()
     launcher.process.stdout = launcher.process.stderr = None
     launcher.until_ready()
-    assert launcher.summary_when_finished()["ok"]
-
-
-def test_under_nohup_sighup_stays_ignored(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    launcher.until_ready()
     status = Path(f"/proc/{launcher.process.pid}/status").read_text(encoding="utf-8")
     (ignored,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")]
     assert int(ignored, 16) & 1 << (signal.SIGHUP - 1)
     launcher.process.send_signal(signal.SIGHUP)
     assert launcher.summary_when_finished()["ok"]
-    assert "the terminal is gone" not in launcher.said
+    assert "the terminal is gone" not in launcher.log("launcher")
 
 
 @pytest.mark.parametrize(

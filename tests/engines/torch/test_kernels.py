@@ -70,7 +70,7 @@ def assert_near(found: Tensor, expected: Float64s, relative: float = 3e-6) -> No
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("rows", [*range(10), 17, 64])
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 9, 17])
 @pytest.mark.parametrize("outputs", [1, 48, 107])
 def test_a_product_is_the_sum_of_its_terms(kernels: Kernels, rows: int, outputs: int) -> None:
     torch.manual_seed(rows)

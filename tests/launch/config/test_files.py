@@ -33,7 +33,7 @@ def test_the_resolved_config_reads_back_as_the_same_tree(tmp_path: Path) -> None
     assert read_config(tmp_path / "config.yaml") == config
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=st.text(max_size=30), number=st.floats(min_value=1e-30, max_value=1e30))
 def test_any_text_and_number_survives_the_round_trip(
     tmp_path_factory: pytest.TempPathFactory, text: str, number: float

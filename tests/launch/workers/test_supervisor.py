@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,13 +30,20 @@ def test_a_run_ends_well_when_the_learner_says_so(start_launcher: StartLauncher,
     assert launcher.leftovers() == []
 
 
-def test_a_dead_worker_is_started_again_under_its_name(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher()
+def test_a_dead_worker_is_started_again_under_its_name_and_what_it_had_started_goes_with_it(
+    start_launcher: StartLauncher,
+) -> None:
+    launcher = start_launcher({"actor-0": "litter"})
     launcher.until_ready()
+    second = start_launcher(run_dir=launcher.run_dir)
+    (child,) = psutil.Process(launcher.pids("actor-0")[0]).children()
     for name in ("actor-0", "teacher-0"):
         os.kill(launcher.pids(name)[0], signal.SIGKILL)
         eventually(lambda name=name: len(launcher.pids(name)) == 2, f"{name} starts again")
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "the child goes too")
     eventually(lambda: "actor-0 does" in launcher.log("actor-0"), "the new one works")
+    assert second.wait() == 2
+    assert f"in use by another launcher (pid {launcher.process.pid})" in second.said
     launcher.finish()
     assert launcher.wait() == 0, launcher.said
     assert launcher.summary()["workers"]["actor-0"]["restarts"] == 1
@@ -71,7 +77,7 @@ def test_a_worker_that_says_restarting_is_useless_is_not_restarted(start_launche
     assert "teacher-0 ended with exit code 4" in launcher.summary()["reason"]
 
 
-@pytest.mark.parametrize("word", ["crash", "leaves"])
+@pytest.mark.parametrize("word", [pytest.param("crash", marks=pytest.mark.slow), "leaves"])
 def test_the_run_fails_when_the_learner_goes_without_a_word(start_launcher: StartLauncher, word: str) -> None:
     launcher = start_launcher({"learner-0": word})
     assert launcher.wait() == 1
@@ -120,19 +126,20 @@ def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher) -> None:
     assert launcher.leftovers() == []
 
 
-@pytest.mark.parametrize("word", ["loses_sigterm", "swallows_sigterm"])
 def test_an_exit_that_was_lost_on_its_way_is_raised_again_and_cleaning_up_is_left_in_peace(
-    start_launcher: StartLauncher, word: str
+    start_launcher: StartLauncher,
 ) -> None:
-    launcher = start_launcher({"actor-0": word}, settings={"launch": {"shutdown_grace_s": 500.0}})
+    words = {"actor-0": "loses_sigterm", "actor-1": "swallows_sigterm"}
+    launcher = start_launcher(words, settings={"actors": 2, "launch": {"shutdown_grace_s": 500.0}})
     launcher.until_ready()
-    eventually(lambda: (launcher.run_dir / "holds").exists(), "the worker is where an exit gets lost")
+    for name in words:
+        eventually(lambda name=name: (launcher.run_dir / f"{name}.holds").exists(), "it is where an exit gets lost")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.wait() == 143, launcher.said
-    assert launcher.summary()["workers"]["actor-0"]["exit_codes"] == [143]
-    assert (launcher.run_dir / "cleaned_up").exists(), launcher.log("actor-0")
-    assert "actor-0 was asked to leave" in launcher.log("actor-0")
-    assert ("Exception ignored in" if word == "loses_sigterm" else "swallowed") in launcher.log("actor-0")
+    for name, said in (("actor-0", "Exception ignored in"), ("actor-1", "swallowed")):
+        assert launcher.summary()["workers"][name]["exit_codes"] == [143]
+        assert (launcher.run_dir / f"{name}.cleaned_up").exists(), launcher.log(name)
+        assert f"{name} was asked to leave" in launcher.log(name) and said in launcher.log(name)
 
 
 @pytest.mark.slow
@@ -224,9 +231,9 @@ def test_a_restarted_worker_that_never_connects_is_replaced(start_launcher: Star
     assert launcher.wait() == 0, launcher.said
 
 
-@BOTH
-def test_what_a_worker_started_goes_with_it(start_launcher: StartLauncher, method: str) -> None:
-    launcher = start_launcher({"actor-0": "litter"}, settings={"launch": {"start_method": method}})
+@pytest.mark.slow
+def test_what_a_spawned_worker_started_goes_with_it(start_launcher: StartLauncher) -> None:
+    launcher = start_launcher({"actor-0": "litter"}, settings={"launch": {"start_method": "spawn"}})
     launcher.until_ready()
     (child,) = psutil.Process(launcher.pids("actor-0")[0]).children()
     os.kill(launcher.pids("actor-0")[0], signal.SIGKILL)
@@ -258,13 +265,3 @@ def test_fork_as_an_order_is_refused_where_it_is_unsafe(start_launcher: StartLau
     launcher = start_launcher(settings={"launch": {"start_method": "fork"}}, preload=("starts_a_thread",))
     assert launcher.wait() == 1
     assert "launch.start_method is fork, but the fork server has 2 threads" in launcher.summary()["reason"]
-
-
-def test_the_second_launcher_on_one_folder_is_refused(start_launcher: StartLauncher, tmp_path: Path) -> None:
-    first = start_launcher(run_dir=tmp_path / "run")
-    first.until_ready()
-    second = start_launcher(run_dir=tmp_path / "run")
-    assert second.wait() == 2
-    assert f"in use by another launcher (pid {first.process.pid})" in second.said
-    first.finish()
-    assert first.wait() == 0, first.said
