@@ -52,7 +52,7 @@ LONGEST: Final = (
     *("actors/sandbox", "engines/torch/test_model_caches.py", "launch/checks", "launch/config"),
 )
 """Files and folders that begin first, because they take long: one that begins last would run alone."""
-QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_disk.py", "chaos/test_proxy.py", "chaos/test_traps.py")
+QUICK_FILES_OF_THEM: Final = ("chaos/test_audit.py", "chaos/test_proxy.py", "chaos/test_traps.py")
 QUICK_MARKS: Final = "not slow"
 """Of `make test`."""
 REPRESENTATIVE: Final = "integration/test_whole_run.py"

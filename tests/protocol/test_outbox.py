@@ -27,13 +27,6 @@ def send_all(outbox: ClientOutbox, *, now_s: float = 0.0, heartbeats_sent: int =
     return sent
 
 
-def test_messages_leave_in_the_order_of_putting_and_are_kept() -> None:
-    outbox = ClientOutbox(resend_s=5.0)
-    put(outbox, (b"a", key(0)), (b"bb", frozenset()), (b"c", key(1)))
-    assert send_all(outbox) == [b"a", b"bb", b"c"]
-    assert (outbox.unacked, outbox.unconfirmed_bytes, outbox.empty) == (2, 4, False)
-
-
 def test_an_acknowledgement_forgets_its_message_and_may_come_twice() -> None:
     outbox = ClientOutbox(resend_s=5.0)
     put(outbox, (b"a", key(0)), (b"b", key(1)))
@@ -77,15 +70,6 @@ def test_overdue_messages_are_sent_again_and_wait_longer_each_time() -> None:
     outbox.acknowledged(key(0))
     outbox.requeue_overdue(100.0)
     assert outbox.requeue_overdue(100.0) == math.inf
-
-
-def test_a_message_acknowledged_while_it_waits_for_its_second_sending_is_not_sent() -> None:
-    outbox = ClientOutbox(resend_s=5.0)
-    put(outbox, (b"a", key(0)), (b"b", key(1)))
-    send_all(outbox)
-    outbox.requeue_overdue(5.0)
-    outbox.acknowledged(key(0))
-    assert send_all(outbox, now_s=5.0) == [b"b"]
 
 
 def test_a_heartbeat_reply_confirms_only_what_was_sent_before_that_heartbeat() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from stillhouse.actors.trajectory.graph import TokenGraph
 from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
-from stillhouse.protocol.messages import Dropped
 from tests.actors.trajectory.letters import answer, ids, write
 
 
@@ -27,39 +26,6 @@ def test_the_first_segment_also_holds_the_prompt_and_the_newest_token_waits() ->
         seen.append(" ".join(shown(cut) for cut in cutter.take(call.response)))
     assert seen == ["", "", "0|rules.AB", "", "8|CD"]
     assert [shown(cut) for cut in cutter.take_rest()] == ["10|E"]
-
-
-def test_a_branch_names_the_place_that_it_follows_and_repeats_nothing() -> None:
-    graph = TokenGraph()
-    cutter = SegmentCutter(graph, 3)
-    answer(graph, "rules.", "ab")
-    answer(graph, "rules.ab+", "c")
-    answer(graph, "rules.a?", "d")
-    assert [shown(cut) for cut in cutter.take_rest()] == ["0|rules.AB+", "9|C", "7|?D"]
-
-
-def test_a_dropped_response_is_not_cut_unless_it_was_already() -> None:
-    graph = TokenGraph()
-    cutter = SegmentCutter(graph, 2)
-    early = answer(graph, "r.", "abcd")
-    assert early.response is not None
-    assert [shown(cut) for cut in cutter.take(early.response)] == ["0|r.AB"]
-    answer(graph, "r.", "xy")
-    answer(graph, "r.xy+", "z")
-    assert [shown(cut) for cut in cutter.take_rest()] == ["2|XY", "6|+Z"]
-    assert cutter.dropped() == (Dropped(2, 4, "retried"),)
-
-
-def test_the_last_segment_is_never_missing() -> None:
-    """All that is trained is cut already, because a response that is dropped now had followed it."""
-    graph = TokenGraph()
-    cutter = SegmentCutter(graph, 1)
-    answer(graph, "r.", "a")
-    gone = answer(graph, "r.a+", "bc", delivered=False)
-    assert gone.response is not None
-    assert [shown(cut) for cut in cutter.take(gone.response)] == ["0|r.A", "3|+", "4|B"]
-    assert [shown(cut) for cut in cutter.take_rest()] == ["5|C"]
-    assert cutter.dropped() == (Dropped(4, 6, "undelivered"),)
 
 
 def test_what_is_there_leaves_early_but_for_its_newest_token_and_the_next_segment_is_shorter() -> None:

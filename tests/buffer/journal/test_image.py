@@ -22,7 +22,7 @@ from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.server_events import FromPeer
 from tests.buffer.driver import Driver
-from tests.buffer.shadow import ShadowedState, new_book, no_blobs, restored
+from tests.buffer.shadow import ShadowedState, new_book, no_blobs
 from tests.patience import PATIENCE_S
 from tests.sim.buffer import sim as buffer_sim
 
@@ -64,20 +64,6 @@ def test_an_image_is_the_same_bytes_whatever_the_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(digests) == 1 and digests != {b""}
-
-
-def test_what_was_lent_and_what_waits_is_still_so_after_restoring() -> None:
-    driver = Driver(batch=1, staleness=3)
-    driver.offer(0, 1, 2, 3)
-    driver.roll(0)
-    batch = driver.batch_for(0)
-    driver.write("train-1-0-0", 3)
-    driver.state = restored(Core(driver.state), 1.0).state
-    driver.trained(batch)
-    driver.score()
-    assert driver.ledger.tokens.trained == 2 and driver.ledger.tokens.in_flight + driver.ledger.tokens.waiting == 3
-    again = driver.write("train-1-0-0", 1, final=True)
-    assert again is not None and again.status == "accepted"
 
 
 def test_another_class_of_a_field_is_refused() -> None:

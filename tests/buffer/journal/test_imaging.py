@@ -14,13 +14,13 @@ import pytest
 from stillhouse.buffer.core import Core
 from stillhouse.buffer.journal.database import StoreCorrupt
 from stillhouse.buffer.journal.freezer import Frozen
-from stillhouse.buffer.journal.image import make_checked_image, restore_image
-from stillhouse.buffer.journal.imaging import Finished, ImageFork, ImageOutcome, read_image, write_image
+from stillhouse.buffer.journal.image import make_checked_image
+from stillhouse.buffer.journal.imaging import Finished, ImageOutcome, write_image
 from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.store import SWEPT_PARTS, JournalStore
 from tests.buffer.driver import Driver
 from tests.buffer.journal.test_journal import opened
-from tests.buffer.shadow import new_book, no_blobs
+from tests.buffer.shadow import new_book
 from tests.full_disk import small_disk
 from tests.patience import PATIENCE_S, eventually
 
@@ -118,18 +118,6 @@ def test_a_damaged_image_is_an_error(tmp_path: Path, damage: str) -> None:
         file.write_bytes(content if damage == "a bit" else file.read_bytes()[:-1])
     with pytest.raises(StoreCorrupt, match="image-1"):
         opened(tmp_path)
-
-
-def test_the_image_of_a_core_is_restored(tmp_path: Path) -> None:
-    driver = Driver()
-    driver.offer(0, 1)
-    driver.roll(0)
-    fork = ImageFork(tmp_path / "image", lambda: make_checked_image(Core(driver.state), new_book(), 3.0), flush=True)
-    assert outcome_of(fork.finished).outcome is ImageOutcome.WRITTEN
-    body = read_image(tmp_path / "image")
-    assert body is not None
-    core, now_s = restore_image(body, new_book(), no_blobs)
-    assert now_s == 3.0 and core.snapshot(0.0).ledger == driver.ledger
 
 
 def test_a_segment_that_was_lost_without_a_report_is_found_by_the_recount(tmp_path: Path) -> None:
