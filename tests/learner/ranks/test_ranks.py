@@ -42,8 +42,11 @@ QUICK = (
     *("muon", "bad rollouts", "average", "resumed", "bytes", "gathered"),
     "recurrent layers",
 )
-"""Cases of two ranks for `make test`: each thing that ranks divide or add up. The others are variations."""
+"""Each thing that ranks divide or add up. The other cases are variations."""
+FEW = ("k1", "value head", "adapters", "bad rollouts", "resumed", "gathered", "recurrent layers")
+"""Those of them for `make test`. `make test-slow` has the others, with divided sequences."""
 SLOW = tuple(name for name in (*CASES, *FURTHER) if name not in QUICK and name != "8 bits")
+FURTHER_OF_TWO = tuple(name for name in (*QUICK, *SLOW) if name not in FEW)
 
 
 IN_CONTEXT = tuple(
@@ -67,7 +70,7 @@ def results_of(n_ranks: int, *cases: str, replicas: int = 1, context: int = 1) -
 
 
 def test_two_ranks_do_together_what_one_does_alone() -> None:
-    expect_the_same(results_of(2, *QUICK), QUICK)
+    expect_the_same(results_of(2, *FEW), FEW)
 
 
 @needs_torchao
@@ -77,7 +80,7 @@ def test_moments_in_8_bits_do_not_depend_on_the_number_of_ranks(n_ranks: int, re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "cases"), [(2, SLOW), (4, (*QUICK, *SLOW))], ids=["2", "4"])
+@pytest.mark.parametrize(("n_ranks", "cases"), [(2, FURTHER_OF_TWO), (4, (*QUICK, *SLOW))], ids=["2", "4"])
 def test_ranks_do_together_what_one_does_alone_in_all_cases(n_ranks: int, cases: Sequence[str]) -> None:
     expect_the_same(results_of(n_ranks, *cases), cases)
 
