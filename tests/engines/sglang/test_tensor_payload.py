@@ -9,6 +9,7 @@ import pickle
 import pickletools
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ class FlattenedTensorMetadata:
     numel: int
 
 
+@cache
 def allowed() -> set[tuple[str, str]]:
     """SafeUnpickler's list in the SGLang that is installed here."""
     source = SOURCE / "sglang/srt/utils/common.py"
