@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stillhouse.actors.envs.registry import check_options
-from tests.actors.adapters.conftest import Talk, needs
+from tests.actors.adapters.conftest import MADE_BY, Talk
 
-pytestmark = needs("textarena")
+package: Any = pytest.importorskip("textarena", reason=MADE_BY)
 
 GUESS: dict[str, Any] = {"id": "GuessTheNumber-v0"}
 OFFLINE = (
