@@ -1,13 +1,13 @@
 """Chat templates without transformers: which of a tokenizer's templates counts, and how it is rendered. No torch.
 
 A tokenizer has one template, or several by name: then `tool_use` is for conversations with tools and `default` for all
-others, as transformers has it."""
+others, as transformers has it. The argument `chat_template` names another one."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,9 @@ from stillhouse.models.files import TokenizerError, first_line, model_file
 Templates: TypeAlias = str | dict[str, str] | None
 """A chat template, several by name, or none."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+BY_NAME: Final = "chat_template"
+"""Argument that names one of several templates."""
+_FOLDER: Final = "additional_chat_templates"
 _NOT_KWARGS: Final = {
     *("messages", "tools", "documents", "add_generation_prompt"),
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -35,8 +38,10 @@ _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 def read_templates(path: str | Path, config: Mapping[str, Any]) -> Templates:
     """The templates of a model. `config`: its tokenizer_config.json. Raises TokenizerError."""
-    named = {DEFAULT: "chat_template.jinja", WITH_TOOLS: f"additional_chat_templates/{WITH_TOOLS}.jinja"}
+    named = {DEFAULT: "chat_template.jinja", WITH_TOOLS: f"{_FOLDER}/{WITH_TOOLS}.jinja"}
     files = {name: found for name, file in named.items() if (found := model_file(path, file)) is not None}
+    if (tokenizer := model_file(path, "tokenizer.json")) is not None:
+        files = {file.stem: file for file in sorted((tokenizer.parent / _FOLDER).glob("*.jinja"))} | files
     given: Any = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     if not given:
         given = config.get("chat_template") or {}
@@ -47,8 +52,17 @@ def read_templates(path: str | Path, config: Mapping[str, Any]) -> Templates:
     return given[DEFAULT] if list(given) == [DEFAULT] else given
 
 
-def template_for(templates: Templates, tools: Sequence[Any] | None) -> str | None:
-    """The template of a conversation with these tools. Raises TokenizerError where no template is its own."""
+def template_for(templates: Templates, tools: Sequence[Any] | None, name: object = None) -> str | None:
+    """The template of a conversation with these tools, or the one of this name. Raises TokenizerError where there is
+    none."""
+    if name is not None:
+        known = templates if isinstance(templates, dict) else {}
+        if not isinstance(name, str) or name not in known:
+            raise TokenizerError(
+                f"chat_template_kwargs: chat_template: got {name!r:.80}, expected the name of one of the model's "
+                f"templates, {', '.join(sorted(known)) or 'of which none has a name'}: files {_FOLDER}/NAME.jinja"
+            )
+        return known[name]
     if not isinstance(templates, dict):
         return templates
     for name in (DEFAULT,) if tools is None else (WITH_TOOLS, DEFAULT):
@@ -85,18 +99,21 @@ def template_variables(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(environment.parse(template)) - set(environment.globals))
 
 
-def expect_read(templates: Templates, names: Iterable[str]) -> None:
+def expect_read(templates: Templates, given: Mapping[str, Any]) -> None:
     """Raise TokenizerError for an argument that the chat template (or one of several by name) does not read: to hand it
-    over would change nothing, or how templates are applied. `tools` may be among the `names`."""
+    over would change nothing, or how templates are applied. `tools` may be among them, and the name of a template."""
     if templates is None:
-        raise TokenizerError(f"{', '.join(names)}: only a chat template reads this, got a tokenizer without one")
-    texts = [templates] if isinstance(templates, str) else templates.values()
+        raise TokenizerError(f"{', '.join(given)}: only a chat template reads this, got a tokenizer without one")
+    named = template_for(templates, None, given[BY_NAME]) if BY_NAME in given else None
+    texts = [named or templates] if isinstance(templates, str) or named else templates.values()
     try:
         read = frozenset[str]().union(*map(template_variables, texts))
     except jinja2.TemplateError as error:
         raise TokenizerError(f"the chat template cannot be read: {first_line(error)}") from error
     kwargs = sorted(read - _NOT_KWARGS)
-    for name in names:
+    for name in given:
+        if name == BY_NAME:
+            continue
         if name != "tools" and name not in kwargs:
             near = difflib.get_close_matches(name[:80], kwargs, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(kwargs) or 'no arguments'}"

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, cast
 
 from tokenizers import Tokenizer
 
-from stillhouse.models.chat_template import Templates, literal_text, template_for
+from stillhouse.models.chat_template import BY_NAME, Templates, literal_text, template_for
 from stillhouse.models.files import TokenizerError, first_line
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -57,7 +57,7 @@ def conversation_text(
 ) -> str:
     """The text of a conversation, for `text_ids`: control tokens that were text before are marked in it. `opened`: with
     the opening of the next answer. Raises TokenizerError for what the chat template refuses."""
-    template = template_for(tokenizer.chat_template, tools or None)
+    template = template_for(tokenizer.chat_template, tools or None, (template_kwargs or {}).get(BY_NAME))
     if template is None:
         raise TokenizerError("a conversation needs a tokenizer with a chat template, got one without")
     of_others, of_assistants = _control_tokens(tokenizer, template)

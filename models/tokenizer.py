@@ -130,8 +130,12 @@ def render_text(
     if chat_template == "off" or tokenizer.chat_template is None:
         raise TokenizerError(
             "messages need a chat template, got "
-            + ("chat_template=off" if chat_template == "off" else "a tokenizer without one")
-            + "; give text in the field 'prompt' instead"
+            + (
+                "chat_template=off; give text in the field 'prompt' instead"
+                if chat_template == "off"
+                else "a tokenizer without one, as base models have; put one into the model's folder as "
+                "chat_template.jinja (docs/prompts.md), or give text in the field 'prompt' instead"
+            )
         )
     return conversation_text(as_chat_tokenizer(tokenizer), turns, tools, template_kwargs, opened=opened)
 
@@ -161,10 +165,10 @@ def _expect_read(
     template_kwargs: Mapping[str, Any],
 ) -> None:
     """Raise TokenizerError for a name that the chat template does not read: handing it over would change nothing."""
-    names = [*(["tools"] if tools else []), *template_kwargs]
+    given = {**({"tools": tools} if tools else {}), **template_kwargs}
     if chat_template == "off":
-        raise TokenizerError(f"{', '.join(names)}: only a chat template reads this, got chat_template=off")
-    expect_read(as_chat_tokenizer(tokenizer).chat_template, names)
+        raise TokenizerError(f"{', '.join(given)}: only a chat template reads this, got chat_template=off")
+    expect_read(as_chat_tokenizer(tokenizer).chat_template, given)
 
 
 def _refuse_second_rendering(tokenizer: PreTrainedTokenizerBase, prompt: str, ids: list[int]) -> None:

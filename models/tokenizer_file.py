@@ -83,13 +83,14 @@ class FileTokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         tokenize: bool,
         add_generation_prompt: bool,
+        chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """The rendered text. Raises what `models.chat_template.render` does, TokenizerError where no template is for
-        this conversation, and ValueError for tokenize=True."""
+        """The rendered text; `chat_template`: the name of one of several. Raises what `models.chat_template.render`
+        does, TokenizerError where no template is for this conversation, and ValueError for tokenize=True."""
         if tokenize:
             raise ValueError("chat templates are rendered to text here, not to ids; got tokenize=True")
-        template = template_for(self.chat_template, tools) or ""
+        template = template_for(self.chat_template, tools, chat_template) or ""
         values = {**self.special_tokens_map, **template_kwargs}
         return render(template, messages, tools, values, opened=add_generation_prompt)
 

@@ -18,7 +18,7 @@ of the item at hand.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias, cast
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self, TypeAlias
 import numpy as np
 
 from stillhouse.engines.base import Int32s
-from stillhouse.models.chat_template import expect_read, template_for
+from stillhouse.models.chat_template import BY_NAME, expect_read, template_for
 from stillhouse.models.chat_text import conversation_text, ids_behind, piece_ids, plain_text, prompt_ids, text_ids
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ class TextTokenizer:
         other._template_kwargs = {**self._template_kwargs, **named}
         return other
 
-    def expect_read(self, names: Iterable[str]) -> None:
+    def expect_read(self, given: Mapping[str, Any]) -> None:
         """Raise ValueError for arguments that the chat template does not read."""
-        expect_read(self._tokenizer.chat_template, names)
+        expect_read(self._tokenizer.chat_template, given)
 
     @property
     def has_template(self) -> bool:
@@ -164,7 +164,8 @@ class TextTokenizer:
     @property
     def chat_template(self) -> str | None:
         """That of conversations with tools, where there are several."""
-        return template_for(self._tokenizer.chat_template, ()) if self.has_template else None
+        named = self._template_kwargs.get(BY_NAME)
+        return template_for(self._tokenizer.chat_template, (), named) if self.has_template else None
 
     def encode(self, text: str, behind: Int32s | None = None) -> Int32s:
         """Token ids [n] of the environment's own text, without a template, where it stands behind these token ids, or

@@ -68,4 +68,6 @@ def reward_for(options: Mapping[str, Any], tag: str) -> tuple[object, Mapping[st
     given: Any = (options.get("rewards") or {}).get(tag, options)
     if isinstance(given, str):
         return given, {}
-    return given.get("reward", "answer"), given.get("reward_options") or {}
+    pattern = given.get("answer_pattern")
+    own = {} if pattern is None else {"answer_pattern": pattern}
+    return given.get("reward", "answer"), {**(given.get("reward_options") or {}), **own}

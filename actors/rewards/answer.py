@@ -1,8 +1,9 @@
-"""The reward `answer`: the last match of a pattern is compared with the ground truth, as a number where both are
-numbers, else as text."""
+"""The reward `answer`: the last match of a pattern is compared with the ground truth, or with the last match in it, as
+a number where both are numbers, else as text."""
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
@@ -12,6 +13,8 @@ from stillhouse.actors.row_options import row_may_set
 
 ANSWER_PATTERN = r"#\s*(-?[\d.,]+)"
 """Matches the number after a `#`: `#13051`, or `#### 1,234.` as in GSM8K."""
+_FOUND: Final = re.compile(r"-?[\d.,]+")
+"""All that this pattern may find."""
 TIMEOUT_S: Final = 1.0
 """Longest search for a pattern in one text."""
 
@@ -30,8 +33,22 @@ def answer_reward(answer_pattern: str = ANSWER_PATTERN) -> Reward:
     return judged
 
 
+def why_unreadable(answered: Answered, *, answer_pattern: str = ANSWER_PATTERN) -> str:
+    """Why no answer could ever equal the ground truth; empty: one can, or there is none. Of patterns other than the
+    default nobody can say it."""
+    expected = answered.ground_truth
+    if expected is None or answer_pattern != ANSWER_PATTERN or _number(expected) is not None:
+        return ""
+    if _FOUND.fullmatch(expected.strip()) or _DEFAULT.find(expected) is not None:
+        return ""
+    return f"ground_truth: got {expected!r:.80}, expected a number, or a text with one behind a '#', as in '#### 72'"
+
+
+answer_reward.why_unreadable = why_unreadable  # pyright: ignore[reportFunctionMemberAccess]
+
+
 class AnswerCheck:
-    """Compares the last match of a pattern with the ground truth.
+    """Compares the last match of a pattern with the ground truth, or with the last match in that.
 
     `pattern` is a regular expression with exactly one group, the answer. Raises ValueError otherwise. A search of more
     than TIMEOUT_S raises TimeoutError, which fails the rollout of an environment that does not expect it."""
@@ -48,7 +65,13 @@ class AnswerCheck:
         if ground_truth is None:
             return None
         answer = self.find(text)
-        return float(answer is not None and same_answer(answer, ground_truth))
+        if answer is None or same_answer(answer, ground_truth):
+            return float(answer is not None)
+        expected = self.find(ground_truth)
+        return float(expected is not None and same_answer(answer, expected))
+
+
+_DEFAULT: Final = AnswerCheck()
 
 
 def same_answer(left: str, right: str) -> bool:

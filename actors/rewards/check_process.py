@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """What is answered to a request. A request without a kind only imports."""
+    """What is answered to a request. A request with nothing else only imports."""
     checks: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"math": same_mathematics, "json_schema": fits}
     try:
         importlib.import_module(PACKAGES[asked["check"]])  # outside the limit: sympy takes a second
     except ImportError as error:
         return {"error": f"the checking process cannot import {PACKAGES[asked['check']]}: {error}"}
-    if "response" not in asked:
+    if len(asked) == 1:
         return {}
     try:
         with cpu_limit(asked["limit_s"]):
@@ -84,7 +84,8 @@ class cpu_limit:  # noqa: N801 - used like a function
 
 
 def same_mathematics(asked: dict[str, Any]) -> dict[str, Any]:
-    """Whether the response's last formula equals the ground truth, by math-verify."""
+    """Whether the response's last formula equals the ground truth, by math-verify. Without a response: whether the
+    ground truth can be read."""
     package: Any = importlib.import_module("math_verify")
     try:
         expected: list[Any] = package.parse(_as_formula(asked["ground_truth"]), parsing_timeout=None)
@@ -92,6 +93,8 @@ def same_mathematics(asked: dict[str, Any]) -> dict[str, Any]:
         expected = []
     if not expected:
         return {"unscored": "ground_truth_unreadable"}
+    if "response" not in asked:
+        return {}
     given: list[Any] = package.parse(asked["response"], parsing_timeout=None)
     return {"reward": float(bool(given) and package.verify(expected, given, timeout_seconds=None))}
 

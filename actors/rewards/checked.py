@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import importlib.util
+import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,6 +16,8 @@ from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost
 from stillhouse.actors.rewards.pattern import BoundedPattern, positive
 from stillhouse.actors.row_options import row_may_set
 
+_PLAIN: Final = re.compile(r"[\w.,+*/^()= -]*[0-9A-Za-z][\w.,+*/^()= -]*", re.ASCII)
+"""Formulas that math-verify surely reads: as a text, if not otherwise."""
 WAIT_S: Final = 10.0
 """Longest time for a free process, and again for its answer: what is computed is limited by `limit_s`, this is for a
 machine that is busy."""
@@ -42,6 +47,42 @@ def math_reward(answer_pattern: str | None = None, limit_s: float = 5.0) -> Rewa
         return await _asked("math", limit_s, response=response, ground_truth=answered.ground_truth)
 
     return judged
+
+
+def why_unreadable(answered: Answered, *, limit_s: float = 5.0, **_: Any) -> str:
+    """Why math-verify cannot read the ground truth; empty: it can, or there is none. Raises RuntimeError without the
+    package."""
+    expected = answered.ground_truth
+    return "" if expected is None or _PLAIN.fullmatch(expected) else _why_no_formula(expected, limit_s)
+
+
+math_reward.why_unreadable = why_unreadable  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _why_no_formula(expected: str, limit_s: float) -> str:
+    got = f"ground_truth: got {expected!r:.80}, expected one formula or number that math-verify can read"
+    if expected[:1] in ("[", "{") and _texts_or_nothing(expected):
+        return f"{got}, not a list of texts"
+    try:
+        answer = CHECKERS.ask({"check": "math", "limit_s": limit_s, "ground_truth": expected}, wait_s=limit_s + WAIT_S)
+    except CheckerLost as lost:
+        return f"{got} within limit_s = {limit_s:g}" if lost.too_hard else ""  # a busy machine says nothing
+    return got if answer.get("unscored") == "ground_truth_unreadable" else ""
+
+
+def _texts_or_nothing(expected: str) -> bool:
+    """Whether it is the JSON of a list of texts, of an object, or of one that is empty: what a table gives in place of
+    an answer."""
+    try:
+        value: object = json.loads(expected)
+    except (ValueError, RecursionError):
+        return False
+    match value:
+        case [*values]:
+            return not values or any(isinstance(one, str) for one in values)
+        case _:
+            return isinstance(value, dict)
 
 
 @row_may_set("schema")

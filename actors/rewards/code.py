@@ -69,9 +69,9 @@ def code_reward(
     return judged
 
 
-def why_unreadable(row: Mapping[str, Any], *, column: str = "tests", python: str = "", **_: Any) -> str:
+def why_unreadable(answered: Answered, *, column: str = "tests", python: str = "", **_: Any) -> str:
     """Why the test cases of a row could never be judged; empty: they can, or it has none."""
-    cases = cases_of(row, column)
+    cases = cases_of(answered.row, column)
     if not isinstance(cases, _Cases):
         return cases
     try:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
-from stillhouse.actors.rewards.base import Reward
+from stillhouse.actors.rewards.base import Answered, Reward
 from stillhouse.actors.rewards.custom import custom_reward
 from stillhouse.actors.row_options import RowRefused, declared_by, given_by_row, refuse_undeclared
 from stillhouse.protocol.plugins import load
@@ -52,9 +52,9 @@ def _shared(name: str, options: str) -> Reward:
     return _make(name, json.loads(options))
 
 
-def why_unreadable(name: str, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], str] | None:
-    """A function that says why this reward can never judge a row, by the row's columns; None: it depends on no column
-    that could be wrong. Raises UnknownReward."""
+def why_unreadable(name: str, options: Mapping[str, Any]) -> Callable[[Answered], str] | None:
+    """A function that says why this reward can never judge a row, by its ground truth and columns (of an empty
+    response); None: it depends on nothing that could be wrong. Raises UnknownReward."""
     reads = getattr(_loaded(name, BUILT_IN.get(name, name)), "why_unreadable", None)
     return None if reads is None else functools.partial(reads, **options)
 

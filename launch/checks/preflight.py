@@ -96,7 +96,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     for key, path in files.items():
         if path:
             wrong = check_prompts(key, path, config.environments, tasks.columns)
-            mistakes += wrong or unreadable_rows(key, path, config.environments, tasks.columns)
+            ours = path in (str(builtin.TRAIN_JSONL), str(builtin.EVAL_JSONL))  # the demo starts a second sooner
+            mistakes += wrong or (() if ours else unreadable_rows(key, path, config.environments, tasks.columns))
     mistakes += _trackers(config)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes

@@ -22,6 +22,7 @@ from stillhouse.learner.prompts.records import (
     NO_COLUMNS,
     DataError,
     PromptRecord,
+    RowError,
     check_columns,
     expect_known_environment,
     json_columns,
@@ -58,6 +59,10 @@ class PromptSource(Protocol):
 
     def read(self, row: int) -> PromptRecord:
         """Raises RowError for an invalid row, DataError for files that have changed or cannot be read."""
+        ...
+
+    def read_all(self) -> Iterator[PromptRecord | RowError]:
+        """All rows, faster than one by one. Raises DataError."""
         ...
 
 
@@ -118,17 +123,20 @@ class JsonlSource:
         if reading.columns:
             with suppress(msgspec.DecodeError):  # which the row's own check says better
                 self._check_columns()
-        for _ in self._read_many(_rows_to_check(len(self), first=100_000)):
-            pass
+        for record in self._read_many(_rows_to_check(len(self), first=100_000)):
+            _raise_fault(record)
         self._check_columns()
 
     def __len__(self) -> int:
         return len(self._starts_N)
 
     def read(self, row: int) -> PromptRecord:
-        return next(self._read_many((row,)))
+        return _raise_fault(next(self._read_many((row,))))
 
-    def _read_many(self, rows: Iterable[int]) -> Iterator[PromptRecord]:
+    def read_all(self) -> Iterator[PromptRecord | RowError]:
+        return self._read_many(range(len(self)))
+
+    def _read_many(self, rows: Iterable[int]) -> Iterator[PromptRecord | RowError]:
         if _stamp(self._file) != self._stamp:
             raise DataError(
                 f"{self.path}: the file has changed since it was opened; it must stay as it is during a run"
@@ -136,16 +144,17 @@ class JsonlSource:
         with self._file.open("rb") as stream:
             for row in rows:
                 stream.seek(int(self._starts_N[row]))
-                record = record_from_json(
-                    stream.readline(),
-                    row,
-                    lambda row=row: self._where(row),
-                    self._reading.columns,
-                    answers=self._reading.answers,
-                )
-                if self._reading.environments is not None:
-                    expect_known_environment(record.env, self._reading.environments, lambda row=row: self._where(row))
-                yield record
+                try:
+                    yield self._record(stream.readline(), row)
+                except RowError as error:
+                    yield error
+
+    def _record(self, line: bytes, row: int) -> PromptRecord:
+        reading = self._reading
+        record = record_from_json(line, row, lambda: self._where(row), reading.columns, answers=reading.answers)
+        if reading.environments is not None:
+            expect_known_environment(record.env, reading.environments, lambda: self._where(row))
+        return record
 
     def _check_columns(self) -> None:
         with self._file.open("rb") as stream:
@@ -194,6 +203,12 @@ class ParquetSource:
         columns: dict[str, Any] = self._table(block).slice(offset, 1).to_pylist()[0]
         return _checked(columns, row, self.path, self._reading)
 
+    def read_all(self) -> Iterator[PromptRecord | RowError]:
+        tables = (self._table(block) for block in range(len(self.blocks)))
+        batches = (batch for table in tables for batch in table.to_batches(max_chunksize=1_000))
+        rows = (columns for batch in batches for columns in batch.to_pylist())
+        return _each_checked(rows, self.path, self._reading)
+
     def _table(self, block: int) -> Any:
         if block in self._cache:
             self._cache.move_to_end(block)
@@ -232,6 +247,23 @@ class DatasetsSource:
 
     def read(self, row: int) -> PromptRecord:
         return _checked(self._rows[row], row, self.path, self._reading)
+
+    def read_all(self) -> Iterator[PromptRecord | RowError]:
+        return _each_checked(self._rows, self.path, self._reading)
+
+
+def _raise_fault(record: PromptRecord | RowError) -> PromptRecord:
+    if isinstance(record, RowError):
+        raise record
+    return record
+
+
+def _each_checked(rows: Iterable[Mapping[str, Any]], path: str, reading: Reading) -> Iterator[PromptRecord | RowError]:
+    for row, columns in enumerate(rows):
+        try:
+            yield _checked(columns, row, path, reading)
+        except RowError as error:
+            yield error
 
 
 def _checked(columns: Mapping[str, Any], row: int, path: str, reading: Reading) -> PromptRecord:

@@ -115,13 +115,7 @@ _log = logging.getLogger(__name__)
 
 def row_tags(source: PromptSource) -> list[str | None]:
     """Tag of every row; None for an unreadable row. Reads the whole source once."""
-    tags: list[str | None] = []
-    for row in range(len(source)):
-        try:
-            tags.append(source.read(row).tag)
-        except RowError:
-            tags.append(None)
-    return tags
+    return [None if isinstance(record, RowError) else record.tag for record in source.read_all()]
 
 
 def check_tags(key: str, wanted: Sequence[str], tags: Sequence[str | None], where: str) -> None:

@@ -99,6 +99,48 @@ def test_of_several_templates_the_one_of_transformers_counts(where: str, tmp_pat
             assert one.chat_template == with_tools
 
 
+@pytest.mark.parametrize("where", ["files", "tokenizer_config.json"])
+def test_a_template_is_chosen_by_its_name_as_transformers_does(where: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    short = TURN_BY_TURN.replace("{{ m.role }}", "{{ greeting }}")
+    tokenizer.chat_template = cast(Any, {"default": TURN_BY_TURN, "tool_use": "T", "short": short})
+    tokenizer.save_pretrained(tmp_path, save_jinja_files=where == "files")
+    ours, theirs = FileTokenizer(tmp_path), load_tokenizer(tmp_path)
+    turns, kwargs = [{"role": "user", "content": "1+1="}], {"chat_template": "short", "greeting": "hi"}
+    expected = cast(Any, theirs).apply_chat_template(turns, tokenize=False, **kwargs)
+    assert expected == "<|im_start|>hi 1+1=<|im_end|>"
+    for one in (TextTokenizer(ours).with_template_kwargs(kwargs), TextTokenizer(theirs).with_template_kwargs(kwargs)):
+        one.expect_read(kwargs)
+        assert one.shown(one.chat_prompt(turns)) == expected and one.chat_template == short
+        assert one.shown(one.chat_turns([{"role": "user", "content": "a"}])) == "<|im_start|>hi a<|im_end|>"
+        for wrong in ("shrt", "{{ messages }}", 1):
+            with pytest.raises(ValueError, match="expected the name of one of the model's templates, default, short"):
+                one.expect_read({"chat_template": wrong})
+            with pytest.raises(ValueError, match="expected the name of one"):
+                one.with_template_kwargs({"chat_template": wrong}).chat_prompt(turns)
+        with pytest.raises(ValueError, match="does not read 'greting'; did you mean 'greeting'"):
+            one.expect_read({"chat_template": "short", "greting": "x"})
+        with pytest.raises(ValueError, match="does not read 'greeting'"):  # this template does not
+            one.expect_read({"chat_template": "default", "greeting": "x"})
+
+
+def test_a_model_with_one_template_takes_no_other(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    for one in (TextTokenizer(FileTokenizer(tmp_path)), TextTokenizer(load_tokenizer(tmp_path))):
+        for wrong in ("short", "{{ messages }}"):
+            with pytest.raises(ValueError, match="of which none has a name"):
+                one.with_template_kwargs({"chat_template": wrong}).chat_prompt([{"role": "user", "content": "a"}])
+
+
+def test_a_base_model_with_a_template_in_its_folder_is_a_chat_model(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert FileTokenizer(tmp_path).chat_template is None and load_tokenizer(tmp_path).chat_template is None
+    (tmp_path / "chat_template.jinja").write_text(TURN_BY_TURN)
+    assert FileTokenizer(tmp_path).chat_template == load_tokenizer(tmp_path).chat_template == TURN_BY_TURN
+
+
 def test_later_turns_are_by_the_template_of_a_conversation_with_tools() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = cast(

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stillhouse.actors.rewards import Answered, checkers, make_reward
 from stillhouse.actors.rewards.base import Verdict
+from stillhouse.actors.rewards.checked import _PLAIN  # pyright: ignore[reportPrivateUsage]
 from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost, Checkers
 from tests.actors.adapters.conftest import MADE_BY
 from tests.actors.rewards.conftest import Judge
@@ -55,6 +58,12 @@ def own() -> Iterator[Checkers]:
 )
 def test_math(judge: Judge, response: str, ground_truth: str | None, reward: float | None) -> None:
     assert judge("math", response, ground_truth).reward == reward
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.from_regex(_PLAIN, fullmatch=True).filter(lambda text: len(text) < 12))
+def test_what_is_called_readable_without_the_package_is_so_by_the_package(text: str) -> None:
+    assert not CHECKERS.ask({"check": "math", "limit_s": 5.0, "ground_truth": text}, wait_s=PATIENCE_S)
 
 
 def test_math_where_a_pattern_says(judge: Judge) -> None:

@@ -32,7 +32,14 @@ def words(answered: Answered) -> object:
 
 @pytest.mark.parametrize(
     ("response", "ground_truth", "reward"),
-    [("12 #1,234.", "1234", 1.0), ("#12", "13", 0.0), ("twelve", "12", 0.0), ("#12", None, None)],
+    [
+        ("12 #1,234.", "1234", 1.0),
+        ("#12", "13", 0.0),
+        ("twelve", "12", 0.0),
+        ("#12", None, None),
+        ("#12", "3 * 4 = 12\n#### 12", 1.0),  # as in GSM8K
+        ("#4", "3 * 4 = 12\n#### 12", 0.0),
+    ],
 )
 def test_answer(judge: Judge, response: str, ground_truth: str | None, reward: float | None) -> None:
     assert judge("answer", response, ground_truth).reward == reward

@@ -55,13 +55,18 @@ def test_rows_of_roll_are_judged_as_they_come(response: str, row: dict[str, Any]
     judge = make_reward("code", isolation="none", time_limit_s=1.0)
     verdict = asyncio.run(judge(Answered(response, row=row)))
     assert verdict.reward == reward
-    assert (reward is None) == bool(why_unreadable(row)) == ("reward_unscored_tests_unreadable" in verdict.info)
+    assert (
+        (reward is None)
+        == bool(why_unreadable(Answered("", row=row)))
+        == ("reward_unscored_tests_unreadable" in verdict.info)
+    )
 
 
 def test_statements_that_are_no_python_are_seen_before_a_run() -> None:
-    assert "no Python" in why_unreadable({"tests": ["assert add(1, 2) =="]})
-    assert not why_unreadable({"tests": ["assert add(1, 2) =="]}, python="/opt/python4")
-    assert not why_unreadable({}) and not why_unreadable({"cases": ["assert x"]}, column="cases")
+    broken = Answered("", row={"tests": ["assert add(1, 2) =="]})
+    assert "no Python" in why_unreadable(broken) and not why_unreadable(broken, python="/opt/python4")
+    assert not why_unreadable(Answered(""))
+    assert not why_unreadable(Answered("", row={"cases": ["assert x"]}), column="cases")
 
 
 @pytest.mark.parametrize(

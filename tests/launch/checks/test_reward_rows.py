@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from stillhouse.actors.rewards import Answered
 from stillhouse.launch.checks.preflight import check
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
+from tests.actors.adapters.conftest import MADE_BY
 
 GOOD = [{"assert_code": "assert add(1, 2) == 3"}]
 CODE = {"reward": "code", "reward_options": {"isolation": "none"}}
@@ -45,6 +47,69 @@ def test_the_reward_of_the_rows_tag_decides(tmp_path: Path) -> None:
     assert "1 of 1,201 rows" in refused(tmp_path, options, [{**wrong, "tag": "code"}])
     of_its_own = {"env_options": {"reward": "pattern", "reward_options": {"pattern": "x"}}}
     assert not refused(tmp_path, options, [{**wrong, "tag": "code", **of_its_own}])
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong", "fine"),
+    [
+        (
+            {},
+            ["x = 5", [], "", "about 7", "#", {"value": 7}, "Infinity"],
+            ["1,234", 7, "-.5", "24 - 6 = 18\n#### 18", None],
+        ),
+        ({"answer_pattern": r"is (\w+)"}, [], ["x", ""]),
+        ({"reward": "answer", "reward_options": {"answer_pattern": r"is (\w+)"}}, [], ["x", []]),
+        (
+            {"reward": "math"},
+            [[], ["one", "two"], "", "  ", "$$", "\\boxed{}", {"a": 1}, "\\$5"],
+            [r"\frac{1}{2}", r"$\sqrt{2}$", "Monday", [1, 2], None, r"so \boxed{3}", "1/2", 0.5],
+        ),
+    ],
+)
+def test_ground_truths_that_no_answer_can_equal_are_named(
+    tmp_path: Path, options: Mapping[str, Any], wrong: list[Any], fine: list[Any]
+) -> None:
+    if options.get("reward") == "math":
+        pytest.importorskip("math_verify", reason=MADE_BY)
+    rows = [{"prompt": "?", "ground_truth": truth} for truth in [*fine, *wrong]]
+    said = refused(tmp_path, options, rows)
+    if wrong:
+        assert f"{len(wrong)} of {1200 + len(rows):,} rows have values" in said, said
+        assert f"row {1200 + len(fine)}: ground_truth: got" in said and "expected" in said
+    else:
+        assert not said
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"reward": "pattern", "reward_options": {"pattern": "("}}, "is not a regular expression"),
+        ({"reward": "json_schema", "reward_options": {"schema": {"type": "objekt"}}}, "not a JSON schema"),
+        ({"reward": "json_schema"}, "needs the option schema"),
+        ({"answer_pattern": "x"}, "0 groups, expected 1"),
+    ],
+)
+def test_a_rewards_options_are_read_in_every_row(tmp_path: Path, own: Mapping[str, Any], said: str) -> None:
+    if own.get("reward") == "json_schema":
+        pytest.importorskip("jsonschema", reason=MADE_BY)
+    assert said in refused(tmp_path, {}, [{"prompt": "?", "env_options": own}])
+
+
+def even(answered: Answered, *, limit: int = 10) -> float:
+    return float(answered.response == answered.ground_truth)
+
+
+def why_not_even(answered: Answered, *, limit: int = 10) -> str:
+    return "" if int(answered.ground_truth or 0) <= limit else f"ground_truth: above {limit}"
+
+
+even.why_unreadable = why_not_even  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_a_function_of_ones_own_may_say_what_it_cannot_read(tmp_path: Path) -> None:
+    options = {"reward": f"{__name__}:even", "reward_options": {"limit": 20}}
+    rows = [{"prompt": "?", "ground_truth": truth} for truth in ("20", "21")]
+    assert "1 of 1,202 rows" in refused(tmp_path, options, rows)
 
 
 @pytest.mark.parametrize("options", [{"reward": "answer"}, {"reward": "pattern", "reward_options": {"pattern": "x"}}])
