@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from stillhouse.builtin import (
     CALCULATOR_EVAL_JSONL,
@@ -77,7 +77,7 @@ def write_problem_files(sets: ProblemSets) -> None:
 
 def build_model(
     label: str, recipe: Recipe, sets: ProblemSets, tokenizer: PreTrainedTokenizerFast, progress: Progress
-) -> Qwen3ForCausalLM:
+) -> PreTrainedModel:
     """Train one model. The student's training stops when it solves STUDENT_TARGET of the probe problems."""
     torch.manual_seed(recipe.seed)
     model = new_model(recipe, tokenizer)
@@ -103,7 +103,7 @@ def build_model(
     return model.eval()
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a complete Hugging Face folder: float32 safetensors, configs, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
@@ -118,6 +118,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--pairs", type=Path, help="make only a teacher with another tokenizer (+8 is one token), in this folder"
     )
+    parser.add_argument("--hybrid", type=Path, help="make only a student with recurrent layers, in this folder")
     args = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
@@ -127,6 +128,8 @@ def main(arguments: Sequence[str]) -> None:
     wanted = [("student", STUDENT, STUDENT_DIR), ("teacher", TEACHER, TEACHER_DIR)]
     if args.pairs:
         wanted = [("teacher", TEACHER, args.pairs)]
+    elif args.hybrid:
+        wanted = [("student", replace(STUDENT, hybrid=True), args.hybrid)]
     else:
         write_problem_files(sets)
     measured: dict[str, Accuracy] = {}

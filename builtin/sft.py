@@ -9,15 +9,27 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Final, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from stillhouse.builtin.addition import Chain, Operator, Problem, calculator_solution, chains, problems, solution
 from stillhouse.builtin.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, prompt_token_ids
 
 IGNORED = -100  # label of a token without loss
+_RECURRENT: Final[dict[str, Any]] = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ class Recipe:
     practice: around -12 instead of -25, which one-sample divergences would have to average out."""
     operators: tuple[Operator, ...] = ("+",)
     """Operators of the other examples, equally often."""
+    hybrid: bool = False
+    """Two of its three layers are recurrent (gated delta rule), as in Qwen3.5, and not attention."""
     style: str = "compact"
     batch_examples: int = 16
     warmup_steps: int = 50
@@ -62,12 +76,14 @@ class HeldOut:
     chains: frozenset[Chain]
 
 
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A newly initialised Qwen3 of the recipe's size. The caller seeds torch."""
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A newly initialised Qwen3, or Qwen3.5, of the recipe's size. The caller seeds torch."""
     end_id, text_end_id, pad_id = (
         cast(int, tokenizer.convert_tokens_to_ids(t)) for t in (END_OF_TURN, END_OF_TEXT, PAD)
     )
-    config = Qwen3Config(
+    kind, model_class = (Qwen3_5TextConfig, Qwen3_5ForCausalLM) if recipe.hybrid else (Qwen3Config, Qwen3ForCausalLM)
+    config = kind(
+        **(_RECURRENT if recipe.hybrid else {}),
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         intermediate_size=recipe.mlp,
@@ -83,7 +99,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCau
         pad_token_id=pad_id,
         dtype="float32",
     )
-    model = Qwen3ForCausalLM(config)
+    model = model_class(cast(Any, config))
     model.generation_config = GenerationConfig(
         eos_token_id=[end_id, text_end_id], pad_token_id=pad_id, do_sample=True, temperature=1.0
     )
@@ -117,7 +133,7 @@ def example_stream(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, held_out:
 
 
 def train(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     examples: Iterator[Example],
     recipe: Recipe,
     pad_id: int,

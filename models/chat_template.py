@@ -59,7 +59,7 @@ def template_for(templates: Templates, tools: Sequence[Any] | None, name: object
         known = templates if isinstance(templates, dict) else {}
         if not isinstance(name, str) or name not in known:
             raise TokenizerError(
-                f"chat_template_kwargs: chat_template: got {name!r:.80}, expected the name of one of the model's "
+                f"chat_template_kwargs: 'chat_template': got {name!r:.80}, expected the name of one of the model's "
                 f"templates, {', '.join(sorted(known)) or 'of which none has a name'}: files {_FOLDER}/NAME.jinja"
             )
         return known[name]
