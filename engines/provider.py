@@ -61,6 +61,10 @@ class WithStudent(Protocol):
     def models(self) -> StudentModel: ...
     @property
     def weights(self) -> WeightsConfig: ...
+    @property
+    def mixed_teacher(self) -> str:
+        """Model that is mixed into what the student samples from; empty: none."""
+        ...
 
 
 class WithTeacher(Protocol):

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest, check_prompt, likeliest
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.decoders import build_slots, vocabulary_rows
+from stillhouse.engines.torch.mixed_slots import MixedSlots
 from stillhouse.engines.torch.sampling import NextToken, RowSampling, check_sampling, draw_uniforms
 from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.slots import FinishReason, Running, SlotTable
@@ -58,22 +59,34 @@ class _Joining:
 class TorchEngine:
     """A GenerationEngine. Takes over `model`: its device, dtype, attention function and storage change."""
 
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, *, version: WeightVersion | None = None) -> None:
-        """`version`: that of the model's current weights, by default (0, 0). Raises ValueError for a max_context beyond
-        the model's, UnsupportedModelError (a ValueError) for an unsupported architecture."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: EngineConfig,
+        *,
+        version: WeightVersion | None = None,
+        teacher: PreTrainedModel | None = None,
+    ) -> None:
+        """`version`: that of the model's current weights, by default (0, 0). `teacher`: what requests with a
+        `teacher_share` are mixed with; also taken over. Raises ValueError for a max_context beyond the model's,
+        UnsupportedModelError (a ValueError) for an unsupported architecture."""
         limit = context_window(model.config)
         if config.max_context > limit:
             raise ValueError(f"max_context = {config.max_context} tokens; this model's context window is {limit}")
         self._config = config
         self._device = torch.device(resolve_device(config.device))
         dtype = getattr(torch, resolve_dtype(config.dtype, self._device.type))
-        model.to(device=self._device, dtype=dtype).eval().requires_grad_(False)  # pyright: ignore
+        models = [model] if teacher is None else [model, teacher]
+        for one in models:
+            one.to(device=self._device, dtype=dtype).eval().requires_grad_(False)  # pyright: ignore
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
-        self._parked = Parked(model.parameters)
+        self._parked = Parked(lambda: (parameter for one in models for parameter in one.parameters()))
         self._n_ids = vocabulary_rows(model)
-        self._slots = build_slots(
-            model, config.max_concurrent, config.max_context, fused=config.fused, kernels=config.kernels
-        )
+        slots = [
+            build_slots(one, config.max_concurrent, config.max_context, fused=config.fused, kernels=config.kernels)
+            for one in models
+        ]
+        self._slots = slots[0] if teacher is None else MixedSlots(slots[0], slots[1])
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the fused decoder joined weights; torch would keep the room of the single ones
         self._table = SlotTable(config.max_concurrent, config.max_context)
@@ -274,7 +287,8 @@ class TorchEngine:
         fills = [Prefill(group.ids, [running.row for running in group.members]) for group in joining]
         logits_RV = self._forward(n_rows, fills)
         uniforms = self._table.uniforms[np.arange(n_rows), self._table.length[:n_rows]]
-        following = NextToken(logits_RV, self._row_sampling(n_rows))
+        teacher_RV = self._slots.teacher_logits_RV if isinstance(self._slots, MixedSlots) else None
+        following = NextToken(logits_RV, self._row_sampling(n_rows), teacher_RV)
         ids, logprobs = following.sample(self._on_device(uniforms))
         ids_R, logprobs_R = ids.cpu().numpy(), logprobs.cpu().numpy()
         self._keep_sets(following, n_rows)
@@ -315,6 +329,7 @@ class TorchEngine:
         table = self._table
         inverse_temperature, greedy = table.inverse_temperature[:n_rows], table.greedy[:n_rows]
         top_k, top_p, min_p = table.top_k[:n_rows], table.top_p[:n_rows], table.min_p[:n_rows]
+        share = table.teacher_share[:n_rows]
         truncated = bool(top_k.any() or (top_p < 1).any() or min_p.any())
         every = self._n_ids
         return RowSampling(
@@ -323,6 +338,7 @@ class TorchEngine:
             self._on_device(np.where(top_p < 1, top_p, 2.0)) if truncated else None,
             self._on_device(greedy) if greedy.any() else None,
             self._on_device(min_p) if min_p.any() else None,
+            self._on_device(share) if share.any() else None,
         )
 
     def _on_device(self, array: npt.NDArray[Any]) -> Tensor:
@@ -390,6 +406,11 @@ class TorchEngine:
         if request.sample_offset < 0:
             raise ValueError(f"request {name!r}: sample_offset {request.sample_offset}; expected at least 0")
         check_sampling(request.sampling)
+        if request.sampling.teacher_share and not isinstance(self._slots, MixedSlots):
+            raise ValueError(
+                f"request {name!r}: teacher_share = {request.sampling.teacher_share}; this engine was started without "
+                "a teacher"
+            )
         if request.sampling.experts is not None:
             self._experts_of(request.sampling.experts)
 

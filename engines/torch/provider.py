@@ -24,7 +24,7 @@ from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS
 from stillhouse.protocol.payloads.hidden import HIDDEN_STATES
-from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, REPORTS_LIKELIEST, SCORES_GIVEN
+from stillhouse.protocol.payloads.student_sets import MIXES_TEACHER, REPORTS_KEPT, REPORTS_LIKELIEST, SCORES_GIVEN
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.roster import GroupMembers
 
@@ -37,7 +37,7 @@ class TorchProvider(EngineProvider):
     title = "embedded"
     loads_model = True
     takes_turns = True
-    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, SCORES_GIVEN, HIDDEN_STATES)
+    meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, MIXES_TEACHER, SCORES_GIVEN, HIDDEN_STATES)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
         engine = (
@@ -59,7 +59,11 @@ class TorchProvider(EngineProvider):
         def start(wake: Callable[[], None]) -> Student:
             device = resolve_device(config.device)
             dtype = resolve_dtype(config.dtype, device)
-            engine = TorchEngine(load_causal_lm(path, device="cpu", dtype=dtype, attention="sdpa"), config)
+            mixed = ctx.config.mixed_teacher
+            student, *teacher = (
+                load_causal_lm(one, device="cpu", dtype=dtype, attention="sdpa") for one in (path, mixed) if one
+            )
+            engine = TorchEngine(student, config, teacher=teacher[0] if teacher else None)
             weights = EmbeddedWeights(engine, device=device)
             return Student(engine, weights, config.max_context)
 

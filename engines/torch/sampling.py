@@ -1,7 +1,7 @@
 """Samples the next token of every row at once, and its log-prob under the distribution actually sampled from.
 
-Order, as in transformers: temperature, top-k, top-p over what top-k kept, min-p; the kept tokens are renormalised. A
-row's token depends only on its own logits, settings and uniform number, never on other rows.
+Order, as in transformers: temperature, the teacher's share, top-k, top-p over what top-k kept, min-p; the kept tokens
+are renormalised. A row's token depends only on its own logits, settings and uniform number, never on other rows.
 
 Legend: B rows (requests), V vocabulary, N blocks of K tokens.
 """
@@ -43,6 +43,8 @@ class RowSampling:
     """bool."""
     min_p_B: Tensor | None = None
     """float32; 0 = off."""
+    teacher_share_B: Tensor | None = None
+    """float32; 0 = the student alone."""
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -55,6 +57,8 @@ def check_sampling(sampling: Sampling) -> None:
         raise ValueError(f"top_k = {sampling.top_k}; expected 0 (off) or more")
     if not 0 <= sampling.min_p < 1:
         raise ValueError(f"min_p = {sampling.min_p}; expected a number in [0, 1), 0 = off")
+    if not 0 <= sampling.teacher_share <= 1:
+        raise ValueError(f"teacher_share = {sampling.teacher_share}; expected a number from 0 (off) to 1")
     check_top_ids_wanted(sampling)
 
 
@@ -68,13 +72,16 @@ def draw_uniforms(seed: int, offset: int, n: int) -> npt.NDArray[np.float64]:
 class NextToken:
     """The distribution from which each row takes its next token."""
 
-    def __init__(self, logits_BV: Tensor, rows: RowSampling) -> None:
+    def __init__(self, logits_BV: Tensor, rows: RowSampling, teacher_BV: Tensor | None = None) -> None:
+        """`teacher_BV`: the teacher's logits; needed where rows have a share of it."""
         logits_BV = logits_BV.float()
         if rows.inverse_temperature_B is not None:
             logits_BV = logits_BV * rows.inverse_temperature_B[:, None]
         self._logits_BV, self._greedy_B = logits_BV, rows.greedy_B
         self._probs_BV = torch.softmax(logits_BV, dim=-1)
         """0 where a token is cut off; those of a row are not renormalised."""
+        if rows.teacher_share_B is not None and teacher_BV is not None:
+            self._probs_BV = _mixed(self._probs_BV, teacher_BV, rows.inverse_temperature_B, rows.teacher_share_B)
         if rows.top_k_B is not None and rows.top_p_B is not None:
             self._probs_BV = _truncate(self._probs_BV, rows.top_k_B, rows.top_p_B, rows.min_p_B)
 
@@ -128,6 +135,15 @@ def _invert(probs_BV: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
     cdf_BK = torch.cumsum(inside_BK, dim=-1, dtype=torch.float64)
     inside_B1 = share_B1.clamp(0.0, _LARGEST_UNIFORM) * cdf_BK[:, -1:]
     return block_B1 * _BLOCK + torch.searchsorted(cdf_BK, inside_B1, right=True), total_B1
+
+
+def _mixed(probs_BV: Tensor, teacher_BV: Tensor, inverse_temperature_B: Tensor | None, share_B: Tensor) -> Tensor:
+    """(1 - share) of the student's probabilities and share of the teacher's at the same temperature. Rows without a
+    share stay as they are, bit for bit."""
+    if inverse_temperature_B is not None:
+        teacher_BV = teacher_BV * inverse_temperature_B[:, None]
+    mixed_BV = torch.lerp(probs_BV, torch.softmax(teacher_BV, dim=-1), share_B[:, None])
+    return torch.where(share_B[:, None] > 0, mixed_BV, probs_BV)
 
 
 def _truncate(probs_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, min_p_B: Tensor | None) -> Tensor:

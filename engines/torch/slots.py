@@ -109,6 +109,7 @@ class SlotTable:
         self.top_k = np.zeros(n_slots, np.int64)
         self.top_p = np.ones(n_slots, np.float64)
         self.min_p = np.zeros(n_slots, np.float32)
+        self.teacher_share = np.zeros(n_slots, np.float32)
         self.greedy = np.zeros(n_slots, np.bool_)
         self._rows = np.arange(n_slots)
 
@@ -150,6 +151,7 @@ class SlotTable:
         self.top_k[row] = 0 if greedy else sampling.top_k
         self.top_p[row] = 1.0 if greedy else sampling.top_p
         self.min_p[row] = 0.0 if greedy else sampling.min_p
+        self.teacher_share[row] = 0.0 if greedy else sampling.teacher_share
         return running
 
     def release(self, running: Running) -> None:
@@ -177,7 +179,7 @@ class SlotTable:
         self.in_use[targets] = True
         for array in (
             *(self.ids, self.logprobs, self.uniforms, self.length, self.limit, self.next_input, self.stop_ids),
-            *(self.inverse_temperature, self.top_k, self.top_p, self.min_p, self.greedy),
+            *(self.inverse_temperature, self.top_k, self.top_p, self.min_p, self.teacher_share, self.greedy),
         ):
             array[targets] = array[sources]
         return sources, targets

@@ -63,7 +63,7 @@ from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
-from stillhouse.models.description import BYTES, resolve_dtype, vocabulary_size
+from stillhouse.models.description import BYTES, CHOSEN_EXPERTS, resolve_dtype, vocabulary_size
 from stillhouse.weights.config import bucket_size, sent_dtype, staged_in
 
 IMPORTED_GIB: Final = 0.3
@@ -164,8 +164,9 @@ def shape_of(content: Mapping[str, Any], parameters: int, vocabulary: int) -> Mo
     text = {**content, **cast(dict[str, Any], content.get("text_config") or {})}
     heads = int(text["num_attention_heads"])
     head = int(text.get("head_dim") or text["hidden_size"] // heads)
-    experts = int(text.get("num_experts_per_tok") or 0)
-    mlp = experts * int(text["moe_intermediate_size"]) if experts else int(text["intermediate_size"])
+    experts = next((int(text[name]) for name in CHOSEN_EXPERTS if text.get(name)), 0)
+    of_expert = text.get("moe_intermediate_size") or text["intermediate_size"] if experts else 0
+    mlp = experts * int(of_expert) if experts else int(text["intermediate_size"])
     return ModelShape(
         parameters=parameters,
         layers=int(text["num_hidden_layers"]),
@@ -296,10 +297,17 @@ def _head_bytes(config: RunConfig, shape: ModelShape, width: int) -> float:
     return float(sum(hidden * shape.vocabulary * width for hidden in by_model.values()))
 
 
-def worker_need(group: WorkerGroup, shape: ModelShape, who: str, place: int = 0) -> Need:
-    """`place`: a GPU, or HOST."""
+def worker_need(
+    group: WorkerGroup, shape: ModelShape, who: str, place: int = 0, mixed: ModelShape | None = None
+) -> Need:
+    """`place`: a GPU, or HOST. `mixed`: the teacher that an actor mixes with, whose weights never change."""
     device = "cpu" if place == HOST else "cuda"
     sure, likely = group.engine.memory(group.role, group.settings, shape, device)
+    if mixed is not None:
+        of_teacher = group.engine.memory(group.role, group.settings, mixed, device)
+        sure = {**sure, **{f"teacher's {part}": n for part, n in of_teacher.sure.items()}}
+        more = {f"teacher's {part}": n for part, n in of_teacher.likely.items() if part != "next weights"}
+        likely = {**likely, **more}
     return _need(who, sure, likely, FORKED_GIB if place == HOST else PROCESS_GIB)
 
 
@@ -398,7 +406,8 @@ def _needs(
     for group in worker_groups(config):
         here = [who for who in group.workers if who in seats]
         if here and (shape := shape_at(Path(group.model))) is not None:
-            for need in (worker_need(group, shape, who, seats[who]) for who in here):
+            mixed = shape_at(Path(config.mixed_teacher)) if group.role == "actor" and config.mixed_teacher else None
+            for need in (worker_need(group, shape, who, seats[who], mixed) for who in here):
                 yield seats[need.who], need
                 if seats[need.who] != HOST:
                     yield from _parked(config, need)

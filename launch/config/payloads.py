@@ -13,7 +13,7 @@ from stillhouse.learner.objectives.options import Distributions
 from stillhouse.models.description import known_expert_shape, known_hidden_size, known_vocabulary_size
 from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS, most_bytes
 from stillhouse.protocol.payloads.kind import ModelSizes
-from stillhouse.protocol.payloads.student_sets import REPORTS_KEPT, most_kept_bytes
+from stillhouse.protocol.payloads.student_sets import MIXES_TEACHER, REPORTS_KEPT, most_kept_bytes
 
 
 def sizes_of(pool: TeacherPool, rows: int | None) -> ModelSizes:
@@ -28,6 +28,21 @@ def payload_bytes(pool: TeacherPool, rows: int | None) -> int | None:
     return pool.config.teacher.sends.most_bytes(sizes_of(pool, rows))
 
 
+def _why_not_mixed(config: RunConfig) -> str:
+    """What does not go with a mixture of student and teacher; empty: nothing."""
+    if config.pools:
+        return "pools: actors mix with one teacher, models.teacher"
+    if config.teacher.tokenizer == "other":
+        return "teacher.tokenizer = other, whose tokens are not the student's"
+    if config.learner.tasks.has_privileged:
+        return "privileged prompts, which actors do not read"
+    if config.teacher.api.url:
+        return "teacher.api, behind which the model is not here"
+    if config.learner.ema.decay:
+        return "learner.ema: the teacher changes, and actors have it as it was"
+    return ""
+
+
 def engines_for_payloads(config: RunConfig) -> Iterator[str]:
     """Return mistakes: engines that cannot do what the teachers' payloads need."""
     pools, truncated = teacher_pools(config), config.learner.tasks.truncated
@@ -36,6 +51,12 @@ def engines_for_payloads(config: RunConfig) -> Iterator[str]:
             yield (
                 f"learner.tasks.top_k = {config.learner.tasks.top_k} needs an {group.key}.engine that "
                 f"{REPORTS_KEPT.does}: {why}; use torch or sglang, or top_p = 1, top_k = 0 and min_p = 0"
+            )
+        if config.mixed_teacher and group.role == "actor" and (why := group.engine.lacks(MIXES_TEACHER)):
+            yield (
+                f"learner.tasks.teacher_share: got {config.learner.tasks.teacher_share} with {group.key}.engine = "
+                f"{group.settings.engine!r}, expected torch, which {MIXES_TEACHER.does}: {why}; or 0, and e.g. "
+                "learner.offline with text that the teacher wrote"
             )
         if config.learner.routing_replay and group.role == "actor" and (why := group.engine.lacks(REPORTS_EXPERTS)):
             yield (
@@ -63,6 +84,8 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
             f"teacher.top_k_of: got student with learner.tasks.top_k = {tasks.top_k}, expected teacher: what is sampled"
             " from travels in the place of the student's likeliest tokens; or top_p = 1, top_k = 0 and min_p = 0"
         )
+    if tasks.teacher_share and (why := _why_not_mixed(config)):
+        yield f"learner.tasks.teacher_share: got {tasks.teacher_share} with {why}, expected 0, or that left out"
     if tasks.truncated and rows and (most := most_kept_bytes(tasks.top_k, rows)) > config.buffer.max_top_k_bytes:
         yield (
             f"buffer.max_top_k_bytes: got {config.buffer.max_top_k_bytes}, expected at least {most}, the bytes per "

@@ -129,6 +129,11 @@ class RunConfig(Settings, frozen=True, kw_only=True):
         """The sets of the student's likeliest tokens that the teachers score; None: they score their own."""
         return self.teacher.sends.top_ids
 
+    @property
+    def mixed_teacher(self) -> str:
+        """Model that is mixed into what the student samples from; empty: none."""
+        return self.models.teacher if self.learner.tasks.teacher_share else ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.store:

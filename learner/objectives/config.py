@@ -291,7 +291,14 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
         if tasks.truncated:
             self._check_truncated(tasks)
         if tasks.temperature != 1.0:
-            self._check_temperature(tasks.temperature)
+            self._check_not_the_students(f"tasks.temperature = {tasks.temperature}", "temperature 1")
+        if tasks.teacher_share:
+            if tasks.truncated:
+                raise ValueError(
+                    f"tasks.teacher_share = {tasks.teacher_share} with top_k, top_p or min_p: tokens that only the "
+                    "teacher would write are not among those that are left; expected one of the two"
+                )
+            self._check_not_the_students(f"tasks.teacher_share = {tasks.teacher_share}", "teacher_share = 0")
 
     def _check_truncated(self, tasks: TaskConfig) -> None:
         """Raises ValueError for top-p, top-k or min-p that cannot be trained with."""
@@ -307,34 +314,34 @@ class ObjectiveConfig(Settings, frozen=True, kw_only=True):
                 "never sampled; expected baseline = 'none', or top_p = 1, top_k = 0 and min_p = 0"
             )
 
-    def _check_temperature(self, temperature: float) -> None:
-        """Raises ValueError if something compares mu, at this temperature, with log-probs at temperature 1."""
-        sampled = f"tasks.temperature = {temperature}"
+    def _check_not_the_students(self, sampled: str, off: str) -> None:
+        """Raises ValueError if something takes mu, at another temperature or of a mixture with a teacher, for the
+        student's log-probs at temperature 1. `sampled`: the setting; `off`: without it."""
         if self.domain_scale != "none":
             raise ValueError(
                 f"objective.domain_scale = {self.domain_scale!r} with {sampled}: the size of costs is measured by the "
-                "log-probs sampled with; use temperature 1, or domain_scale = 'none'"
+                f"log-probs sampled with; use {off}, or domain_scale = 'none'"
             )
         if self.prefix_gain:
             raise ValueError(
                 f"objective.prefix_gain = {self.prefix_gain} with {sampled}: its weights compare teachers with the "
-                "log-probs sampled with; use temperature 1, or prefix_gain = 0"
+                f"log-probs sampled with; use {off}, or prefix_gain = 0"
             )
         if self.importance.name in _NO_CORRECTION:
             raise ValueError(
-                f"{sampled} with objective.importance = {self.importance.name!r}: the student is compared with its "
-                "teacher at temperature 1, which needs the ratio of each token; use importance = 'truncated', or "
-                "temperature 1"
+                f"{sampled} with objective.importance = {self.importance.name!r}: what sampled is not the student that "
+                "is compared with its teacher, which needs the ratio of each token; use importance = 'truncated', or "
+                f"{off}"
             )
         if self.rejection.name != "none":
             raise ValueError(
-                f"{sampled} with objective.rejection = {self.rejection.name!r}: r compares it with temperature 1, so "
-                "tokens of the present policy would be rejected; use rejection = 'none', or temperature 1"
+                f"{sampled} with objective.rejection = {self.rejection.name!r}: r is not 1 for what the present policy "
+                f"would write too, so it would be rejected; use rejection = 'none', or {off}"
             )
         if any(isinstance(one, SampledDivergence) and one.kl_student == "behaviour" for one in self.divergences):
             raise ValueError(
-                f"{sampled} with objective.divergence.kl_student = 'behaviour': mu at that temperature cannot be "
-                "compared with a teacher at temperature 1; use kl_student = 'current', or temperature 1"
+                f"{sampled} with objective.divergence.kl_student = 'behaviour': mu is not the student's log-prob, "
+                f"which is compared with the teacher's; use kl_student = 'current', or {off}"
             )
 
 

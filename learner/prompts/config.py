@@ -74,6 +74,10 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
     compares the student with its teachers there (docs/objectives.md)."""
     min_p: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Sample only tokens with at least this share of the likeliest one's probability; 0: off. With top_k."""
+    teacher_share: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the teacher in what training rollouts are sampled from, alpha of MiniLLM: (1 - alpha) times the
+    student's probabilities + alpha times those of models.teacher, which each embedded actor then also holds
+    (docs/objectives.md). Evaluations are the student's alone. 0: off."""
     max_new_tokens: PositiveInt = 96
     """Most tokens the student may write per rollout, all turns together. Evaluations use the same limit."""
     env: str = "single_turn"

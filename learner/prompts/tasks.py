@@ -306,6 +306,7 @@ class TaskStream:
                 top_p=config.top_p,
                 top_k=config.top_k,
                 min_p=config.min_p,
+                teacher_share=config.teacher_share,
                 kept=config.truncated,
                 max_new_tokens=config.max_new_tokens,
                 seed=derive_seed(self._seed, "train", task_id),

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
@@ -96,6 +96,8 @@ class Sampling(msgspec.Struct, frozen=True):
     """0 = off."""
     min_p: float = 0.0
     """Smallest probability of a token, as a share of the likeliest one's. 0 = off."""
+    teacher_share: float = 0.0
+    """Share of a teacher's distribution in the one that is sampled from, of which behaviour log-probs are. 0: none."""
     max_new_tokens: int = 96
     """Limit on the sampled tokens of the whole rollout, over all turns."""
     max_turns: int = 0

@@ -33,6 +33,7 @@ _WHAT: Final = "payload of the student's likeliest ids"
 
 REPORTS_LIKELIEST: Final = EngineNeed("actor", "reports the student's likeliest tokens")
 REPORTS_KEPT: Final = EngineNeed("actor", "reports the tokens that top-p, top-k and min-p leave")
+MIXES_TEACHER: Final = EngineNeed("actor", "mixes a teacher's distribution into the one that it samples from")
 SCORES_GIVEN: Final = EngineNeed("teacher", "scores given tokens")
 
 

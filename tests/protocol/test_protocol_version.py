@@ -31,6 +31,7 @@ SCHEMA_OF_VERSION = {
     19: "528120db4921ffff",  # Snapshot without intake_trouble: a full disk no longer stops intake alone
     20: "f65e7312c1ebb0c4",  # Sampling has min_p and kept; WeightPlan with backend ipc
     21: "6b03ab30ea022e10",  # Sampling and Segment have experts
+    22: "8422ea3ce72171d4",  # Sampling has teacher_share
 }
 
 

@@ -145,10 +145,15 @@ def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
 
 
 def make_engine(
-    kind: str = "qwen3", seed: int = 0, version: WeightVersion | None = None, **settings: Any
+    kind: str = "qwen3",
+    seed: int = 0,
+    version: WeightVersion | None = None,
+    teacher: PreTrainedModel | None = None,
+    **settings: Any,
 ) -> TorchEngine:
     defaults: dict[str, Any] = {"max_concurrent": 3, "max_context": CONTEXT, "device": "cpu"}
-    return TorchEngine(make_model(kind, seed), EngineConfig(**(defaults | settings)), version=version)
+    model, config = make_model(kind, seed), EngineConfig(**(defaults | settings))
+    return TorchEngine(model, config, version=version, teacher=teacher)
 
 
 def make_requests(

@@ -4,6 +4,7 @@ that of the divergence between the renormalised distributions, written out and d
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -51,9 +52,12 @@ def random_logprobs(seed: int) -> Tensor:
     return torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).log_softmax(0)
 
 
-def expected_gradient(make_item: Make, student_V: Tensor, kept: list[int], cut: bool, **objective: Any) -> Tensor:
-    """E over the tokens that an older, truncated and tempered student samples, of our gradient by the logits."""
-    old_S = (random_logprobs(1)[kept] / TEMPERATURE).log_softmax(0)
+def expected_gradient(
+    make_item: Make, student_V: Tensor, kept: list[int], cut: bool, sampled_S: Tensor | None = None, **objective: Any
+) -> Tensor:
+    """E over the tokens that an older, truncated and tempered student samples, or that are sampled with these
+    log-probs, of our gradient by the logits."""
+    old_S = (random_logprobs(1)[kept] / TEMPERATURE).log_softmax(0) if sampled_S is None else sampled_S
     total_V = torch.zeros(V, dtype=torch.float64)
     for place, token in enumerate(kept):
         one = with_kept(
@@ -99,6 +103,23 @@ def test_the_expected_gradient_is_that_of_the_renormalised_divergence(
     torch.testing.assert_close(got_V, wanted_V, atol=1e-6, rtol=1e-5)
     if len(kept) < V:  # as if nothing had been cut: another gradient
         assert float((expected_gradient(make_item, student_V, kept, False, **fields) - wanted_V).norm()) > 0.01
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_tokens_of_a_mixture_with_the_teacher_give_the_gradient_of_the_students_divergence(
+    make_item: Make, share: float
+) -> None:
+    """MiniLLM's teacher-mixed sampling, with weights p / m: the default cap of 2 cuts nothing."""
+    student_V, teacher_V = random_logprobs(0).requires_grad_(), random_logprobs(2)
+    sampled_V = torch.logaddexp(math.log1p(-share) + student_V.detach(), math.log(share) + teacher_V)
+    exact = (student_V.log_softmax(0).exp() * (student_V.log_softmax(0) - teacher_V)).sum()
+    (wanted_V,) = torch.autograd.grad(exact, student_V)
+    got_V = expected_gradient(make_item, student_V, list(range(V)), False, sampled_V, divergence="k1")
+    torch.testing.assert_close(got_V, wanted_V, atol=1e-6, rtol=1e-5)
+    as_students = expected_gradient(
+        make_item, student_V, list(range(V)), False, sampled_V, divergence="k1", importance="none"
+    )
+    assert float((as_students - wanted_V).norm()) > 0.01, "the weights do nothing"
 
 
 def test_the_entropy_bonus_stays_that_of_the_whole_distribution(make_item: Make) -> None:
