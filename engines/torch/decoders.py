@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 class Slots(Protocol):
     """A model with the state of all running sequences. Row r lives in slot r."""
 
+    title: str
+    """What it is, in messages."""
+
     shares_prompts: bool
     """Whether `copy_slots` can copy the beginning of a slot that goes on."""
 
@@ -98,6 +101,7 @@ class ModuleDecoder:
 class CachedSlots:
     """`Slots` of a decoder over the slot cache."""
 
+    title = "the slot cache"
     shares_prompts = True
 
     def __init__(self, decoder: Decoder, cache: SlotCache, device: torch.device) -> None:
@@ -223,7 +227,7 @@ def _compare(model: PreTrainedModel, slots: Slots, sequences: Sequence[Tensor], 
     allowed = relative * max(1.0, max(float(b.abs().max()) for b in expected))
     if not difference <= allowed:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: decoding over {type(slots).__name__} gives logits that differ from the plain "
+            f"{type(model).__name__}: decoding over {slots.title} gives logits that differ from the plain "
             f"forward by {difference:.3g} (allowed {allowed:.3g} in {tolerance_name(model.dtype, tf32=tf32)})"
         )
 

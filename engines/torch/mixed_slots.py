@@ -18,7 +18,7 @@ class MixedSlots:
 
     def __init__(self, student: Slots, teacher: Slots) -> None:
         self._student, self._teacher = student, teacher
-        self.shares_prompts = student.shares_prompts and teacher.shares_prompts
+        self.title, self.shares_prompts = student.title, student.shares_prompts and teacher.shares_prompts
         self.refresh = student.refresh  # the teacher's weights stay
         self.teacher_logits_RV = torch.empty(0)
         """Of the last step, float32, over the student's vocabulary: [R, V]."""

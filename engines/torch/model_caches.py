@@ -41,6 +41,7 @@ class _Held(NamedTuple):
 class ModelCaches:
     """The state of all slots of an engine. See `engines.torch.decoders.Slots`."""
 
+    title = "transformers' own cache"
     shares_prompts = False  # a recurrent state has no beginning that could be copied
 
     def __init__(self, model: PreTrainedModel, *, batched: bool) -> None:

@@ -88,10 +88,11 @@ def _overview() -> str:
 
 def _about(topic: str) -> Iterator[str]:
     """Lines about one section with everything below it, one key, or everything."""
-    topic = ALIASES.get(topic, topic)
     if topic == EVERYTHING:
         yield USAGE
-    keys = [key for key in keys_of(RunConfig) if topic == EVERYTHING or f"{key.name}.".startswith(f"{topic}.")]
+    asked = (f"{topic}.", f"{ALIASES.get(topic, topic)}.")  # --teacher is a model, and `teacher` a section
+    topic = ALIASES.get(topic, topic)
+    keys = [key for key in keys_of(RunConfig) if topic == EVERYTHING or f"{key.name}.".startswith(asked)]
     if topic == "run":
         keys = [key for key in keys_of(RunConfig) if "." not in key.name]
     if not keys:

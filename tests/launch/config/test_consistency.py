@@ -319,6 +319,23 @@ def test_hidden_states_that_no_learner_could_use_are_refused() -> None:
     assert mistakes(**averaged, teacher={"top_k": 8}) == []
 
 
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        ({"actor": {"engine": "sglang"}}, "with actor.engine = 'sglang', expected torch"),
+        ({"pools": {"default": {"model": "builtin", "count": 1}}}, "with pools: actors mix with one teacher"),
+        ({"teacher": {"tokenizer": "other"}}, "with teacher.tokenizer = other"),
+        ({"learner": {"tasks": {"privileged": "{ground_truth}"}}}, "with privileged prompts"),
+        ({"learner": {"ema": {"decay": 0.9}}}, "with learner.ema"),
+    ],
+)
+def test_a_teacher_that_actors_cannot_mix_with_is_refused(plain: dict[str, Any], said: str) -> None:
+    learner = plain.get("learner", {})
+    tasks = {"teacher_share": 0.2, **learner.get("tasks", {})}
+    told = mistakes(**{**plain, "learner": {**learner, "tasks": tasks}})
+    assert any(one.startswith("learner.tasks.teacher_share: got 0.2 ") and said in one for one in told), told
+
+
 def test_sets_that_nobody_looks_at_are_warned_of() -> None:
     (told,) = warnings(teacher={"top_k": 8})
     assert told.startswith("teacher.top_k: got 8, but learner.objective.divergence = 'k1' uses only the sampled token")

@@ -28,6 +28,11 @@ def test_a_section_has_its_keys_those_below_it_and_no_others() -> None:
         assert (f"  --{key.name}" in text) == key.name.startswith("learner."), key.name
 
 
+def test_a_name_that_is_a_short_flag_and_a_section_shows_both() -> None:
+    text = help_text(["teacher"])
+    assert "--models.teacher, --teacher" in text and "--teacher.sglang.api_key_env" in text and "--actor." not in text
+
+
 def test_one_key_by_name_alias_or_flag() -> None:
     for topic in ("buffer.max_staleness", "max_staleness", "--max-staleness"):
         text = help_text([topic])
