@@ -4,6 +4,7 @@ are said to be."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,7 +54,8 @@ def test_results_of_the_calculator_carry_no_loss(tokenizer: PreTrainedTokenizerF
     assert runs == ["<calc>12+34</calc>", "<calc>46+56</calc>", " #102<|im_end|>"]
 
 
-def test_training_lowers_the_loss_and_stops_when_told(tokenizer: PreTrainedTokenizerFast) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_training_lowers_the_loss_and_stops_when_told(tokenizer: PreTrainedTokenizerFast, hybrid: bool) -> None:
     torch.manual_seed(0)
     losses: list[float] = []
 
@@ -62,7 +64,9 @@ def test_training_lowers_the_loss_and_stops_when_told(tokenizer: PreTrainedToken
         return step == 10
 
     examples = example_stream(tokenizer, TINY, NOTHING_HELD_OUT)
-    steps = train(new_model(TINY, tokenizer), examples, TINY, cast(int, tokenizer.pad_token_id), after_step)
+    model = new_model(replace(TINY, hybrid=hybrid), tokenizer)
+    assert model.config.model_type == ("qwen3_5_text" if hybrid else "qwen3")
+    steps = train(model, examples, TINY, cast(int, tokenizer.pad_token_id), after_step)
     assert steps == len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
 

@@ -70,7 +70,7 @@ def test_rows_without_a_share_are_as_in_an_engine_without_a_teacher() -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_new_weights_change_the_students_part_alone(mode: str) -> None:
     engine = make_engine(teacher=make_model("qwen3", 1), update_mode=mode)
-    engine.stage_weights(WeightVersion(0, 1), make_model("qwen3", 7).state_dict().items())
+    engine.stage_weights(WeightVersion(0, 1), make_model("qwen3", 7).named_parameters())
     requests = make_requests(4, teacher_share=0.4)
     assert_mixed(make_model("qwen3", 7), make_model("qwen3", 1), requests, run(engine, requests))
 
