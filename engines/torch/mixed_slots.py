@@ -21,7 +21,7 @@ class MixedSlots:
         self.title, self.shares_prompts = student.title, student.shares_prompts and teacher.shares_prompts
         self.refresh = student.refresh  # the teacher's weights stay
         self.teacher_logits_RV = torch.empty(0)
-        """Of the last step, float32, over the student's vocabulary: [R, V]."""
+        """Logits of the last step over the student's vocabulary, float32 [R, V]."""
 
     @property
     def experts(self) -> SlotExperts | None:
