@@ -33,11 +33,12 @@ from stillhouse.models.packed import FAILURES, PackingError, choose_way, packed_
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 LIMIT_S: Final = 60
-MOST_PARAMETERS: Final = 5_000_000
+MOST_PARAMETERS: Final = 7_000_000
 _SIZES: Final[tuple[tuple[int, str], ...]] = (
     (64, "vocab_size mamba_d_ssm vocab_size_per_layer_input"),
     (32, "hidden_size n_embd d_model dim conv_dim conv_dim_out lru_width block_dim embedding_size"),
-    (32, "word_embed_proj_dim"),
+    (32, "word_embed_proj_dim emb_dim pronunciation_embed_dim shape_embed_dim vision_output_dim projection_dim"),
+    (64, "pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab output_dim"),
     (
         48,
         "intermediate_size ffn_dim n_inner ffn_hidden_size intermediate_size_mlp block_ff_dim dense_intermediate_size",
@@ -89,6 +90,8 @@ _MORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
+    "dots3_note_text": {"head_dim": 16, "swa_head_dim": 16},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
         **{"hc_lowrank": 8, "ple_embed_dim": 32, "ngram_vocab_size_base": 64, "split_ngram_parts": 1},
@@ -118,8 +121,11 @@ def tiny(model_type: str) -> PreTrainedModel:
     kind = CONFIG_MAPPING[model_type]
     said = cast("dict[str, Any]", kind().to_dict())
     small = _small(said)
-    if isinstance(said.get("text_config"), dict):
-        small["text_config"] = _small(said["text_config"]) | {"model_type": said["text_config"]["model_type"]}
+    for name, part in said.items():  # of text, and towers for what is no text
+        if name.endswith("_config") and isinstance(part, dict):
+            kept = {"model_type": part["model_type"]} if "model_type" in part else {}
+            more = _MORE.get(part.get("model_type", ""), {})
+            small[name] = {**_small(cast("dict[str, Any]", part)), **kept, **more}
     config = kind(**{**small, **_MORE.get(model_type, {})})
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
