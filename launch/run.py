@@ -37,6 +37,7 @@ from stillhouse.launch.report.summary_table import print_summary
 from stillhouse.launch.report.teacher_accuracy import longest_s, measured_teachers
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from stillhouse.launch.runfolder import RunFolder, choose_path, unwritable
+from stillhouse.launch.stages.run import is_staged, run_stages
 from stillhouse.launch.store_guard import StoreGuard, held_store
 from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
 from stillhouse.launch.terminal import lasting_output
@@ -64,6 +65,8 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         line, brought = bring_run(line)
         if brought:
             print(f"stillhouse: {brought}", file=sys.stderr)
+        if is_staged(line):
+            return run_stages(line)
         with ExitStack() as stack:
             config = resolve_config(line)
             if config.launch.backend == "ray":

@@ -13,6 +13,7 @@ runs/<name>/   config.yaml    the resolved configuration; another run can be sta
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
                servers/       <worker>.json: what its inference server can do
                trace/         events of each process, with --trace (tracing.events)
+               stages.json, stages/   of a run with stages in place of most of these (launch.stages)
                joined/        a folder for each `stillhouse join RUN` on a machine that sees this folder
                checkpoints/, tensorboard/, trackers/ and other files belong to the learner
 runs/latest    -> the most recently started run

@@ -154,8 +154,19 @@ def resolve_config(line: CommandLine, base: Plain | None = None) -> RunConfig:
         if plain.get("pools"):
             plain.pop("teachers", None)  # derived from the pools, and derived again below
     if line.config is not None:
-        plain = merge(plain, read_plain(line.config), RunConfig)
-    mistakes = put_overrides(plain, line.overrides)
+        given = read_plain(line.config)
+        if "stage" in given:
+            raise ConfigError(
+                f"stage: {line.config} has stages, which `stillhouse --config` runs; this command is about one run: "
+                "expected a file of one, as the run's folder has in stages/ (docs/stages.md)"
+            )
+        plain = merge(plain, given, RunConfig)
+    return finish_config(plain, line.overrides)
+
+
+def finish_config(plain: Plain, overrides: Sequence[tuple[Key, str]]) -> RunConfig:
+    """The configuration of what files say and of flags, which lie over it. Raises ConfigError with all mistakes."""
+    mistakes = put_overrides(plain, overrides)
     _count_pools(plain)
     if get(plain, "models.student") in (None, BUILTIN):
         plain = merge(BUILTIN_RECIPE, plain, RunConfig)

@@ -33,7 +33,8 @@ usage: stillhouse [--config FILE] [--run-dir DIR] [--resume] [--KEY VALUE ...]
 Runs on-policy distillation: a buffer, a learner, and any number of actors and teachers, one process each.
 Without arguments: the built-in task, a few minutes on two cores.
 
-  --config FILE    TOML or YAML with any of the keys below; flags override it
+  --config FILE    TOML or YAML with any of the keys below; flags override it. With [[stage]] tables, several runs,
+                   one after the other (docs/stages.md)
   --run-dir DIR    folder of the run (default: runs/<name>)
   --name NAME      name of the run (default: the time)
   --resume         continue from the last checkpoint in that folder (without --run-dir: in the newest run)

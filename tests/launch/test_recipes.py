@@ -16,15 +16,24 @@ from stillhouse.launch.config.command_line import parse_arguments, resolve_confi
 from stillhouse.launch.config.consistency import check_consistency
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.run import main
+from stillhouse.launch.stages.config import has_stages, read_stages
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
 
 
+def configs(recipe: Path) -> list[RunConfig]:
+    """That of the run, or of its stages in which the student writes."""
+    line = parse_arguments(["--config", str(recipe)])
+    if not has_stages(line):
+        return [resolve_config(line)]
+    return [stage.config for stage in read_stages(line) if not stage.own.text]
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.stem for recipe in RECIPES])
 def test_a_recipe_loads_fits_and_says_what_it_is_for(recipe: Path) -> None:
-    config = resolve_config(parse_arguments(["--config", str(recipe)]))  # unknown keys are refused
-    assert check_consistency(config, None).mistakes == []
+    for config in configs(recipe):  # unknown keys are refused
+        assert check_consistency(config, None).mistakes == []
     comment = recipe.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
     assert len(comment) >= 2 and all(line.startswith("# ") for line in comment)
 
@@ -37,7 +46,7 @@ SHAPES = {  # hidden, intermediate, layers, heads: of the published config.json
     "Qwen3-32B": (5120, 25600, 64, 64),
     "Qwen3-30B-A3B": (2048, 6144, 48, 32),
 }
-OWN = {"qwen3-4b-sft/merged": "Qwen3-4B", "personal/merged": "Qwen3-8B", "math-8b": "Qwen3-8B", "code-8b": "Qwen3-8B"}
+OWN = {"personal/merged": "Qwen3-8B", "math-8b": "Qwen3-8B", "code-8b": "Qwen3-8B"}
 """Folders that recipes name, by their last parts, and the model that they are made of."""
 
 ROW: dict[str, Any] = {
@@ -106,13 +115,15 @@ FOR_GPUS = [recipe for recipe in RECIPES if "HAS NOT BEEN RUN HERE" in recipe.re
 
 @pytest.mark.parametrize("recipe", FOR_GPUS, ids=[recipe.stem for recipe in FOR_GPUS])
 def test_a_recipe_for_gpus_is_planned_as_its_comment_says(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     comment = recipe.read_text(encoding="utf-8").split("\n\n")[0]
     gpus = re.findall(r"`--check --gpus (\S+)`", comment)
     quoted = re.findall(r"GPU \d+: about [\d.]+ of \d+ GiB", comment)
     assert len(gpus) == 1 and quoted
-    flags = replaced(resolve_config(parse_arguments(["--config", str(recipe)])), tmp_path)
+    flags = replaced(configs(recipe)[0], tmp_path)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"problem": "1+1=", "response": "2"}) + "\n")
+    monkeypatch.chdir(tmp_path)
     assert main(["--config", str(recipe), *flags, "--check", "--gpus", gpus[0]]) == 0
     printed = capsys.readouterr().out
     assert "prompts are fine; nothing was started" in printed

@@ -9,4 +9,6 @@ the ledger cannot hide itself here. Even the record has a decoder of its own.
     samples.py   samples skipped, or settled twice or wrongly
     run.py       the other files of a run folder, the whole count, and the command line
     report.py    the findings, as text
+    replayed.py  a replay: whether each batch of a record was trained once in each pass
+    stages.py    all stages of a run with stages, and what one hands over to the next
 """

@@ -42,7 +42,8 @@ usage: stillhouse audit RUN [--record FILE]
 
 Recounts what a run trained, from its record (start the run with --record FILE). It looks for tokens that were trained
 twice or over the staleness bound, and for tasks and samples that were skipped or settled twice. It shares no code with
-the run's own ledger. Exit code 0: all is well; 4: something is wrong, with places; 2: nothing could be counted.
+the run's own ledger. Of a run with stages, every stage that has begun is counted. Exit code 0: all is well;
+4: something is wrong, with places; 2: nothing could be counted.
 
   RUN              folder of a run, or its name in runs/
   --record FILE    path of the record [that in the run's config.yaml]
@@ -88,7 +89,12 @@ def main(arguments: Sequence[str]) -> int:
     if run is None:
         return _refuse(f"no run {words[0]}; expected the folder of a run, or its name in runs/")
     try:
-        report = audit(run, record)
+        if record is None and (run / "stages.json").is_file():
+            from stillhouse.tools.audit.stages import audit_stages  # above this module
+
+            report = audit_stages(run)
+        else:
+            report = audit(run, record)
     except AuditError as error:
         return _refuse(str(error))
     print(f"audit of {run}\n\n{report}")
@@ -317,8 +323,9 @@ class _Progress(NamedTuple):
 
 
 class _Tasks(msgspec.Struct):
-    next_task_id: int
-    outstanding: tuple[_Open, ...]
+    next_task_id: int = 0
+    outstanding: tuple[_Open, ...] = ()
+    """Nothing in checkpoints of replays, which have no tasks."""
     progress: tuple[_Progress, ...] = ()
     """Open tasks, and later tasks with a settled sample."""
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from stillhouse.launch.errors import LaunchError, refuse
 from stillhouse.launch.runfolder import find_run
+from stillhouse.launch.stages.state import read_state
 from stillhouse.launch.stored_run import CONFIG, LAUNCHES
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, MANIFEST, CheckpointError, latest, read_manifest
 from stillhouse.learner.checkpoints.stored import StoredCheckpoints
@@ -84,7 +85,7 @@ def find(run: str, step: int | None, fetched: Path) -> Source:
             raise CheckpointError(f"{given} is not of step {step}; leave --step out, or name the run's folder")
         above = given.resolve().parent
         return Source(given, above.parent if above.name == CHECKPOINTS else None)
-    folder = find_run(run, "export")
+    folder = _last_stage(find_run(run, "export"))
     if step is not None:
         return Source(_of_step(folder / CHECKPOINTS, step), folder)
     found = latest(folder / CHECKPOINTS)
@@ -93,6 +94,13 @@ def find(run: str, step: int | None, fetched: Path) -> Source:
     if found.path is None:
         raise CheckpointError(f"{folder / CHECKPOINTS} has no intact checkpoint; expected one of a run")
     return Source(found.path, folder)
+
+
+def _last_stage(folder: Path) -> Path:
+    """The folder of the newest stage that is done, of a run with stages; else `folder` itself."""
+    state = read_state(folder)
+    done = [one.folder for one in state.stages if one.done] if state is not None else []
+    return folder / done[-1] if done else folder
 
 
 def _of_step(root: Path, step: int) -> Path:
