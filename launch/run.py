@@ -34,7 +34,7 @@ from stillhouse.launch.report.figures import plural
 from stillhouse.launch.report.status import make_status
 from stillhouse.launch.report.summary import add_teachers, write_summary
 from stillhouse.launch.report.summary_table import print_summary
-from stillhouse.launch.report.teacher_accuracy import longest_s, measured_teachers
+from stillhouse.launch.report.teacher_accuracy import evaluate_teachers, longest_s, measured_teachers
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from stillhouse.launch.runfolder import RunFolder, choose_path, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
@@ -181,6 +181,7 @@ def run(
         status.say(line)
     if plan.placement.text:
         status.say(plan.placement.text)
+    evaluate_teachers(config, folder, status.say)
     supervisor = RunSupervisor(plan, folder, status, backend, store=store)
     first_step = found.version.step if plan.resume and found.version is not None else 0
     summary = write_summary(config, folder, supervisor.run(), first_step=first_step)

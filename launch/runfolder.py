@@ -10,6 +10,7 @@ runs/<name>/   config.yaml    the resolved configuration; another run can be sta
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
                shards/        a folder for each further shard of the buffer: its buffer.json, ledger.json and journal
                summary.json   written at the end of every run
+               teacher_eval.json   with learner.eval_teacher: accuracies of the teachers
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
                servers/       <worker>.json: what its inference server can do
                trace/         events of each process, with --trace (tracing.events)

@@ -12,6 +12,8 @@ from stillhouse.learner.checkpoints.writer import CheckpointWriter
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvaluationResult
 from stillhouse.learner.evaluation.figures import describe
+from stillhouse.learner.evaluation.until import StopRule, gap_figures, read_teachers
+from stillhouse.learner.reports.alarms import PASS_AT
 from stillhouse.learner.reports.metrics import MetricsWriter, read_metrics
 from stillhouse.learner.reports.progress import RESTORED, LearnerProgress
 from stillhouse.learner.reports.settings import all_settings, compared_settings
@@ -57,16 +59,23 @@ def open_reports(
     metrics = MetricsWriter(
         run_dir, resume=resume, parent=parent, settings=compared_settings(config), trackers=trackers
     )
-    progress = LearnerProgress(step=step)
+    teachers = read_teachers(run_dir)
+    answers = config.learner.tasks.eval_samples
+    rule = StopRule(config.learner.until, teachers)
+    progress = LearnerProgress(step=step, teachers=teachers, rule=rule, eval_samples=answers)
     if resume is not None:
-        progress.restore(read_metrics(run_dir, RESTORED), step)
+        rows = read_metrics(run_dir, (*RESTORED, f"{PASS_AT}{answers}", rule.tag))
+        progress.restore(rows, step)
+        rule.restore(rows, step)
     return metrics, progress
 
 
 def report_evaluation(metrics: MetricsWriter, progress: LearnerProgress, result: EvaluationResult) -> list[str]:
     """Note the figures of an evaluation. Returns the lines that say them."""
-    metrics.evaluation(result)
+    gap = gap_figures(result, progress.teachers.get(result.name))
+    metrics.evaluation(result, gap)
     progress.add_evaluation(result)
     at = f"evaluation at step {result.step}{f' on {result.name}' if result.name else ''}"
     groups = (*result.tags.items(), *result.environments.items())
-    return [f"{at}: {describe(result)}", *(f"{at}, {group}: {describe(figures)}" for group, figures in groups)]
+    beside = "".join(f", {name.replace('_', ' ')} {value:.3f}" for name, value in gap.items())
+    return [f"{at}: {describe(result)}{beside}", *(f"{at}, {group}: {describe(figures)}" for group, figures in groups)]

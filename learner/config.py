@@ -109,6 +109,34 @@ class EmaConfig(Settings, frozen=True, kw_only=True):
     """Device that holds the average: the CPU, or the learner's device. It takes 4 bytes per parameter."""
 
 
+class UntilConfig(Settings, frozen=True, kw_only=True):
+    """An earlier end than `steps`, in order, by what evaluations find.
+
+    An evaluation in the middle of a run goes on beside training, so the run ends a few steps after it."""
+
+    figure: Literal["accuracy_sampled", "accuracy_greedy", "reward_sampled", "reward_greedy", "reverse_kl"] = (
+        "accuracy_sampled"
+    )
+    """Figure of the evaluations that counts. Lower is better for reverse_kl only."""
+    eval_set: str = ""
+    """Set that it is of: a NAME of learner.eval_sets. Empty: the run's own set."""
+    plateau: NonNegativeInt = 0
+    """End after so many evaluations in a row that are not better than the best before them. 0: never."""
+    min_gain: NonNegativeFloat = 0.0
+    """How much better one must be to count as better."""
+    gap: NonNegativeFloat | None = None
+    """End when the teacher is better than the student by at most this. For accuracies, with learner.eval_teacher.
+    None: never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gap is not None and not self.figure.startswith("accuracy"):
+            raise ValueError(
+                f"gap is {self.gap} with figure = {self.figure!r}: of a teacher only accuracies are measured; expected "
+                "accuracy_sampled or accuracy_greedy"
+            )
+
+
 class LearnerConfig(Settings, frozen=True, kw_only=True):
     """Settings of an optimizer step, and of what happens every few steps."""
 
@@ -208,6 +236,11 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
     eval_sets: dict[str, EvalSetConfig] = msgspec.field(default_factory=dict[str, EvalSetConfig])
     """More evaluation sets, beside the run's own (learner.tasks.eval_prompts): one section `[learner.eval_sets.NAME]`
     each, with its prompts and limits."""
+    eval_teacher: bool = False
+    """Before the first step, let the embedded teacher answer the prompts of all evaluation sets, once. Then evaluations
+    show its accuracy and the student's gap to it."""
+    until: UntilConfig = msgspec.field(default_factory=UntilConfig)
+    """An end before `steps`."""
     checkpoint_every: NonNegativeInt = 50
     """Steps between two checkpoints. The last step always writes one. 0: only the last step does. Training waits only
     while weights and moments are copied into host memory (12 bytes per parameter); they are written while it goes on.
@@ -245,6 +278,7 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
             )
         self.objective.check_tasks(self.tasks)
         self._check_eval_sets()
+        self._check_until()
 
     @property
     def ranks_each(self) -> int:
@@ -272,6 +306,21 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         """Number of the first prompt of a set. Task ids are made of such numbers, so those of two sets differ."""
         before = self.eval_names[: self.eval_names.index(name)]
         return sum(self.eval_tasks(other).eval_prompts_needed for other in before)
+
+    def _check_until(self) -> None:
+        until = self.until
+        ends = until.plateau > 0 or until.gap is not None
+        if (ends or self.eval_teacher) and not self.eval_every:
+            raise ValueError("until, eval_teacher: they read evaluations, and eval_every is 0; expected more")
+        if until.eval_set not in self.eval_names:
+            names = ", ".join(filter(None, self.eval_names)) or "none"
+            raise ValueError(f"until.eval_set: got {until.eval_set!r}, expected a name of learner.eval_sets: {names}")
+        tasks = self.eval_tasks(until.eval_set)
+        half = tasks.eval_greedy if until.figure.endswith("greedy") else tasks.eval_sampled
+        if ends and not half:
+            raise ValueError(f"until.figure: got {until.figure!r}, but the set asks no prompt of that kind")
+        if until.gap is not None and not self.eval_teacher:
+            raise ValueError(f"until.gap is {until.gap}: expected eval_teacher = true, which measures the teacher")
 
     def _check_eval_sets(self) -> None:
         for name in self.eval_sets:

@@ -162,6 +162,7 @@ class LearnerLoop:
             self._stop_if_alarmed,
             self._checkpoint_if_due,
             self._evaluate_if_due,
+            self._end_if_far_enough,
         )
         batches = source if parts.turns is None else InTurns(source, self._aside, self._back)
         self._loop = StepLoop(parts.trainer, batches, observers, version=parts.version, steps=parts.steps)
@@ -204,6 +205,7 @@ class LearnerLoop:
         self._offer_tasks()
         if self._config.eval_every and self.version.step == 0:
             self._evaluate_and_wait()
+        self._loop.ended = self.version.step > 0 and bool(self.progress.rule.reason)  # before it was resumed
 
     # ------------------------------------------------------------------------------------------------- observers
 
@@ -328,6 +330,9 @@ class LearnerLoop:
         if step < self._steps and (due := self._config.evaluated_at(step)):
             self._desk.start(done.version, due)
 
+    def _end_if_far_enough(self, _done: StepDone) -> None:
+        self._loop.ended = bool(self.progress.rule.reason)
+
     # ------------------------------------------------------------------------------- while it waits, and at the end
 
     def _stop_if_all_groups_are_equal(self) -> None:
@@ -437,7 +442,10 @@ class LearnerLoop:
         return snapshot
 
     def _close_run(self) -> None:
+        step, early = self.version.step, self.progress.rule.reason if self.version.step < self._steps else ""
         with self.clock.waiting("weights"):
+            if early and step % self._config.publish_every:  # the last evaluation is of these weights
+                self._publisher.publish(self.version, self._parts.trainer.named_weights())
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
             if self._last_batch_id is not None:
@@ -446,7 +454,7 @@ class LearnerLoop:
         lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
         self._wait_for_average()
         self._heartbeat()
-        reason = f"{self.version.step} step{'s' if self.version.step != 1 else ''} done"
+        reason = f"{step} step{'s' if step != 1 else ''} done{f', as {early}' if early else ''}"
         if lost is not None:
             reason += (
                 f", but the last checkpoint could not be written: {lost}; free some space, or mend the store, and use "

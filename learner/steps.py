@@ -89,9 +89,13 @@ class StepLoop:
         self._observers = observers
         self.version = version
         self._steps = steps
+        self.ended = False
+        """Set by an observer that wants no further step."""
 
     def run(self) -> None:
-        while self.version.step < self._steps and (batch := self._source.next(self.version)) is not None:
+        while not self.ended and self.version.step < self._steps:
+            if (batch := self._source.next(self.version)) is None:
+                return
             began_ns = events.now_ns()
             outcome = finite_step(self._trainer, batch.items, batch.offline)
             self.version = WeightVersion(self.version.epoch, self.version.step + 1)

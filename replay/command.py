@@ -235,7 +235,13 @@ def _base(header: RecordHeader) -> Plain:
     """Configuration to start from. Engines are the embedded ones, and nothing is recorded again."""
     here: Plain = {
         "actors": 1,  # a run that workers joined may have none in its configuration
-        "learner": {"record": "", "frozen": False, "ema": {"decay": 0.0}},
+        "learner": {
+            "record": "",
+            "frozen": False,
+            "ema": {"decay": 0.0},
+            "eval_teacher": False,
+            "until": {"plateau": 0, "gap": None},  # the batches that were recorded are its end
+        },
         "weights": {"backend": "gloo"},
         "actor": {"engine": EMBEDDED, "urls": []},
         "teacher": {"engine": EMBEDDED, "urls": []},

@@ -19,6 +19,7 @@ from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.report.local_evaluation import LocalEvaluator
+from stillhouse.launch.report.teacher_accuracy import evaluate_teachers
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.launch.terminal import StopRequests
 from stillhouse.learner.assembly import TrainingParts, checkpoint_to_resume, open_reports
@@ -103,6 +104,7 @@ def train(
     done = trainer.steps_done
     with closing(RunFolder.open(run_dir, resume=resume, name=name)) as folder, ExitStack() as stack:
         _begin(recording, config, folder, plan, steps_done=done)
+        evaluate_teachers(config, folder, _say)
         stop = stack.enter_context(StopRequests(second_ends=True))
         said = stack.enter_context(_Said(done, config.steps))
         epoch = newest_epoch(folder.path)
@@ -145,6 +147,7 @@ def _run(replay: Replay, account: _Account, stop: StopRequests) -> int:
     account.write()
     try:
         replay.run()
+        reason = replay.ended_early or reason
     except ReplayStopped as asked:
         code, reason = stop.exit_code, str(asked)
         replay.checkpoint()

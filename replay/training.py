@@ -44,8 +44,19 @@ class Replay:
         self.progress = parts.checkpoints.progress
         self._clock = WaitClock()
         self._source = RecordedBatches(recording, turns, self._clock)
-        observers = (self._report, self.announce, self._checkpoint_if_due, self._evaluate_if_due)
+        observers = (
+            self._report,
+            self.announce,
+            self._checkpoint_if_due,
+            self._evaluate_if_due,
+            self._end_if_far_enough,
+        )
         self._loop = StepLoop(parts.trainer, self._source, observers, version=parts.version, steps=parts.steps)
+
+    @property
+    def ended_early(self) -> str:
+        """Why `learner.until` ended it; empty: it did not."""
+        return self.progress.rule.reason if self._loop.ended else ""
 
     def run(self) -> None:
         """Train one batch per turn, and evaluate as in a run: at both ends and every few steps. A checkpoint is written
@@ -53,6 +64,7 @@ class Replay:
         first = self._loop.version.step
         if first < self._parts.steps:
             self._evaluate_now(self._parts.config.evaluated_at(first))
+        self._loop.ended = first > 0 and bool(self.progress.rule.reason)  # before it was resumed
         self._loop.run()
         if self._loop.version.step > first:
             self._evaluate_now(self._parts.config.eval_names)
@@ -93,6 +105,9 @@ class Replay:
 
     def _evaluate_if_due(self, done: StepDone) -> None:
         self._evaluate_now(self._parts.config.evaluated_at(done.version.step))
+
+    def _end_if_far_enough(self, _done: StepDone) -> None:
+        self._loop.ended = bool(self.progress.rule.reason)
 
     def _evaluate_now(self, names: Sequence[str]) -> None:
         step = self._loop.version.step

@@ -24,7 +24,7 @@ from stillhouse.launch.checks.reward_rows import unreadable_rows
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.checks.turn_ends import turn_end_warnings
 from stillhouse.launch.config.consistency import check_consistency
-from stillhouse.launch.config.pools import teacher_pools, without_idle_routes
+from stillhouse.launch.config.pools import measurable_pools, teacher_pools, without_idle_routes
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.machine.devices import lacking_cuda
@@ -106,6 +106,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     mistakes += servers.mistakes
     if not not_found:
         mistakes += refusals(config)
+    mistakes += _unmeasurable(config)
     if mistakes:
         raise ConfigError(*mistakes)
     config = servers.config
@@ -118,6 +119,21 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
     warnings = [*findings.warnings, *_turn_ends(folders, others)]
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
+
+
+def _unmeasurable(config: RunConfig) -> Iterator[str]:
+    """For learner.eval_teacher: pools whose teachers cannot answer prompts."""
+    if config.learner.eval_teacher:
+        able = {pool.name for pool in measurable_pools(config)}
+        for pool in teacher_pools(config):
+            if pool.name not in able:
+                yield (
+                    f"learner.eval_teacher: the teachers of {pool.key} cannot answer the evaluation prompts; expected "
+                    "teacher.engine = torch and actor.engine = torch, at least one teacher that is not the student's "
+                    "average, and evaluations"
+                )
+        if not able and config.learner.until.gap is not None:
+            yield "learner.until.gap: got a gap to a teacher, but no teacher scores anything here; expected one"
 
 
 def _other_tokenizers(config: RunConfig) -> set[str]:

@@ -52,6 +52,22 @@ def teacher_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
     return tuple(found)
 
 
+def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
+    """Pools whose model can write in a process of its own as the student does, for an accuracy of the teachers."""
+    learner, tasks = config.learner, config.learner.tasks
+    asked = any(learner.eval_tasks(name).eval_prompts_needed for name in learner.eval_names)
+    if not learner.eval_every or learner.frozen or not (asked if learner.eval_teacher else tasks.eval_sampled):
+        return ()
+    if not engine_of(config, "actor").loads_model:
+        return ()
+    average = learner.ema.pool if learner.ema.decay else None
+    return tuple(
+        pool
+        for pool in teacher_pools(config)
+        if engine_of(pool.config, "teacher").loads_model and pool.config.teachers and pool.name != average
+    )
+
+
 def _pool(name: str, key: str, model_key: str, first: int, own: RunConfig) -> TeacherPool:
     """An API has no model folder. Its tokenizer must be the student's, and so the student stands for it."""
     if own.teacher.api.url:

@@ -19,10 +19,9 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import unwritten
 from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount
 from stillhouse.launch.report.figures import guests, learner_stats, staleness
-from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import ALARM_EXIT_CODE, EndState, RunFolder, end_state
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, damaged, newest
-from stillhouse.learner.evaluation.figures import EvalPoint
+from stillhouse.learner.evaluation.figures import EvalPoint, MeasuredTeacher
 from stillhouse.learner.reports.alarms import Alarm
 from stillhouse.learner.reports.sample import Sample
 from stillhouse.protocol.atomic_file import write_atomic

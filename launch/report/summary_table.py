@@ -14,9 +14,8 @@ from rich.text import Text
 
 from stillhouse.launch.report.figures import clock, plural
 from stillhouse.launch.report.summary import Summary, TokenCounts
-from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import RunFolder
-from stillhouse.learner.evaluation.figures import EvalPoint, TagFigures
+from stillhouse.learner.evaluation.figures import EvalPoint, MeasuredTeacher, TagFigures
 from stillhouse.learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
 from stillhouse.protocol.messages import ForgottenPeers, LedgerCounts, Role
 

@@ -1,8 +1,9 @@
-"""Measures how well the teachers solve the run's own evaluation prompts.
+"""Measures how well the teachers solve the evaluation prompts.
 
     python -m stillhouse.launch.report.teacher_accuracy RUN_DIR LAUNCHER_PID   measures, and prints the result as JSON
 
-It is measured once, after a run that ended well, by a process of its own, so that no step waits for it.
+It is measured once, by a process of its own: with `learner.eval_teacher` on all sets before the first step, which waits
+for it; else on the run's own set after a run that ended well.
 
 Not measured: teachers on servers, a teacher that is the student's moving average, runs without sampled evaluation
 answers, and measurements that take longer than `longest_s` allows.
@@ -15,21 +16,32 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from stillhouse.launch.checks.threads import threads_alone
 from stillhouse.launch.config.files import read_config
-from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools
+from stillhouse.launch.config.pools import measurable_pools
 from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.errors import LaunchError
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.launch.runfolder import RunFolder
-from stillhouse.protocol.atomic_file import not_a_link
+from stillhouse.learner.evaluation.figures import MeasuredTeacher
+from stillhouse.learner.evaluation.until import TEACHER_EVAL, Measured
+from stillhouse.protocol.atomic_file import not_a_link, write_atomic
 from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.messages import WeightVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from stillhouse.launch.config.pools import TeacherPool
+    from stillhouse.launch.report.local_evaluation import LocalEvaluator
+    from stillhouse.learner.evaluation.evaluation import EvalPrompt
+    from stillhouse.learner.prompts.records import PromptRecord
 
 LEAST_S: Final = 60.0
 SHARE_OF_RUN: Final = 0.1
@@ -37,40 +49,43 @@ SAY_EVERY_S: Final = 5.0
 LOG_FILE: Final = "teacher_accuracy.log"
 
 
-class MeasuredTeacher(msgspec.Struct, frozen=True, kw_only=True):
-    """Accuracy of the teachers of one pool."""
-
-    accuracy_sampled: float
-    """Share of the prompts solved at temperature 1."""
-    n_sampled: int
-    """Prompts, with one answer each: all prompts of the student's evaluation that this pool scores."""
-
-
-def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
-    """Pools whose model can write in this process as the student does."""
-    learner = config.learner
-    if not learner.eval_every or not learner.tasks.eval_sampled or learner.frozen:
-        return ()
-    if not engine_of(config, "actor").loads_model:
-        return ()
-    average = learner.ema.pool if learner.ema.decay else None
-    return tuple(
-        pool
-        for pool in teacher_pools(config)
-        if engine_of(pool.config, "teacher").loads_model and pool.config.teachers and pool.name != average
-    )
-
-
 def longest_s(wall_s: float) -> float:
     """Longest time for the measurement after a run of `wall_s` seconds."""
     return max(LEAST_S, SHARE_OF_RUN * wall_s)
 
 
+def evaluate_teachers(config: RunConfig, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """For `learner.eval_teacher`: measure on all sets and write the file that the learner reads, unless it is there.
+    Raises LaunchError if that fails and the run's end depends on it."""
+    file = folder.path / TEACHER_EVAL
+    if not config.learner.eval_teacher or file.exists():
+        return
+    measured = _measured_teachers(config, folder, config.learner.stall_timeout_s, say)
+    if measured:
+        write_atomic(file, msgspec.json.format(msgspec.json.encode(measured), indent=2))
+    elif config.learner.until.gap is not None:
+        raise LaunchError(
+            f"learner.until.gap: the teacher was not measured, see {folder.logs / LOG_FILE}; expected an embedded "
+            "teacher that answers all evaluation prompts within learner.stall_timeout_s"
+        )
+
+
 def measured_teachers(
     config: RunConfig, folder: RunFolder, timeout_s: float, say: Callable[[str], None]
 ) -> Mapping[str, MeasuredTeacher]:
-    """Run the measurement. Returns results by pool: none where nothing can be measured, or where it fails, takes longer
-    than `timeout_s` or is ended by Ctrl-C. `say` informs the user when it begins, and why there is no figure."""
+    """Results on the run's own set by pool: those of `evaluate_teachers`, or of a measurement now. There are none where
+    nothing can be measured, or where it fails, takes longer than `timeout_s` or is ended by Ctrl-C. `say` informs the
+    user when it begins, and why there is no figure."""
+    file = folder.path / TEACHER_EVAL
+    found = (
+        msgspec.json.decode(file.read_bytes(), type=Measured)
+        if file.is_file()
+        else _measured_teachers(config, folder, timeout_s, say)
+    )
+    return {pool: own[""] for pool, own in found.items() if "" in own and own[""].accuracy_sampled is not None}
+
+
+def _measured_teachers(config: RunConfig, folder: RunFolder, timeout_s: float, say: Callable[[str], None]) -> Measured:
     if not measurable_pools(config):
         return {}
     say(f"measuring the teacher on the same evaluation prompts, for at most {timeout_s:.0f} s (Ctrl-C skips it)")
@@ -93,7 +108,7 @@ def measured_teachers(
     with process:
         try:
             printed = _printed_by(process, timeout_s, say)
-            return msgspec.json.decode(printed.splitlines()[-1], type=dict[str, MeasuredTeacher])
+            return msgspec.json.decode(printed.splitlines()[-1], type=Measured)
         except subprocess.TimeoutExpired:
             why = f"it took longer than {timeout_s:.0f} s"
         except KeyboardInterrupt:
@@ -118,44 +133,75 @@ def _printed_by(process: subprocess.Popen[bytes], timeout_s: float, say: Callabl
             say(f"measuring the teacher: {time.monotonic() - began_s:.0f} of at most {timeout_s:.0f} s")
 
 
-def measure_teachers(config: RunConfig) -> dict[str, MeasuredTeacher]:
-    """Let the teachers of each measurable pool answer the run's own evaluation prompts with the pool's tags: one answer
-    each at temperature 1, with the seeds that the student had. Where a prompt has a privileged text they read that. A
-    pool is left out if any answer is missing or was not judged."""
+def measure_teachers(config: RunConfig) -> Measured:
+    """Let the teachers of each measurable pool answer the evaluation prompts with the pool's tags, one answer each,
+    with the seeds that the student has. Where a prompt has a privileged text they read that. The run's own set is
+    answered at temperature 1; with `learner.eval_teacher` all sets are, and their greedy half too. A set is left out
+    of a pool if any answer is missing or was not judged."""
     # Imported here because they import torch, which the launcher does without.
     from stillhouse.launch.report.local_evaluation import LocalEvaluator
-    from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
-    from stillhouse.learner.prompts.rendering import NONE
-    from stillhouse.learner.prompts.tasks import load_prompts
+    from stillhouse.learner.evaluation.sets import records_of
     from stillhouse.models.tokenizer import load_tokenizer
 
-    tokenizer, tasks = load_tokenizer(config.models.student), config.learner.tasks
-    records = load_prompts(tasks, config.environments).evaluation
-    unscored = msgspec.structs.replace(tasks, eval_greedy=0, eval_samples=1, routes={})
-    version = WeightVersion(0, 0)
-    measured: dict[str, MeasuredTeacher] = {}
+    tokenizer, learner = load_tokenizer(config.models.student), config.learner
+    records = {
+        name: records_of(learner, name, config.environments)
+        for name in (learner.eval_names if learner.eval_teacher else ("",))
+    }
+    measured: Measured = {}
     for pool in measurable_pools(config):
         other = pool.config.teacher.tokenizer == "other"
         own = load_tokenizer(pool.config.models.teacher) if other else tokenizer
-        prompts = render_eval_set(records, tokenizer, tasks, {pool.name: own} if other else {}).prompts
-        read = [
-            dataclasses.replace(
-                prompt, ids=prompt.teacher_ids if len(prompt.teacher_ids) else prompt.ids, teacher_ids=NONE
-            )
-            for prompt in prompts[: tasks.eval_sampled]
-            if pool.name in tasks.teachers_for(prompt.tag)
-        ]
         evaluator = LocalEvaluator(config, check=lambda: None, writer=pool)
         try:
-            evaluation = EvaluationRun(unscored, read, own, version=version, seed=config.seed)
-            result = evaluator.run(evaluation, version, None)
+            for name, rows in records.items():
+                one = _measured(config, pool, name, rows, evaluator, tokenizer, own)
+                if one is not None:
+                    measured.setdefault(pool.name, {})[name] = one
         finally:
             evaluator.close()
-        if result.accuracy_sampled is not None and not (result.failed or result.missing or result.no_reward):
-            measured[pool.name] = MeasuredTeacher(
-                accuracy_sampled=result.accuracy_sampled, n_sampled=result.n_sampled or 0
-            )
     return measured
+
+
+def _measured(
+    config: RunConfig,
+    pool: TeacherPool,
+    name: str,
+    rows: Sequence[PromptRecord],
+    evaluator: LocalEvaluator,
+    tokenizer: PreTrainedTokenizerBase,
+    own: PreTrainedTokenizerBase,
+) -> MeasuredTeacher | None:
+    """The figures of one pool on one set. `own`: the tokenizer of its teachers."""
+    from stillhouse.learner.evaluation.evaluation import EvalPlan, EvaluationRun, render_eval_set
+    from stillhouse.learner.prompts.rendering import NONE
+
+    tasks = config.learner.eval_tasks(name)
+    prompts = render_eval_set(rows, tokenizer, tasks, {pool.name: own} if own is not tokenizer else {}).prompts
+    n_greedy = tasks.eval_greedy if config.learner.eval_teacher else 0
+    version = WeightVersion(0, 0)
+    read: dict[str, list[EvalPrompt]] = {}
+    for half, n in (("greedy", n_greedy), ("sampled", tasks.eval_sampled)):
+        read[half] = [
+            dataclasses.replace(one, ids=one.teacher_ids if len(one.teacher_ids) else one.ids, teacher_ids=NONE)
+            for one in prompts[:n]
+            if pool.name in tasks.teachers_for(one.tag)
+        ]
+    longest = max(read.values(), key=len)  # each half is its beginning
+    unscored = msgspec.structs.replace(
+        tasks, eval_greedy=len(read["greedy"]), eval_sampled=len(read["sampled"]), eval_samples=1, routes={}
+    )
+    plan = EvalPlan.of(config.learner, name)
+    evaluation = EvaluationRun(unscored, longest, own, version=version, seed=config.seed, plan=plan)
+    result = evaluator.run(evaluation, version, None)
+    if result.failed or result.missing or result.no_reward or not longest:
+        return None
+    return MeasuredTeacher(
+        accuracy_sampled=result.accuracy_sampled,
+        n_sampled=result.n_sampled or 0,
+        accuracy_greedy=result.accuracy_greedy,
+        n_greedy=result.n_greedy or 0,
+    )
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.launch.stages.config import TEACHER, Stage
-from stillhouse.learner.config import LoraConfig
+from stillhouse.learner.config import LoraConfig, UntilConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig, check_given
 from stillhouse.learner.prompts.data import open_prompts
 from stillhouse.learner.prompts.records import DataError
@@ -25,9 +25,20 @@ from stillhouse.learner.prompts.records import DataError
 replace = msgspec.structs.replace
 
 
-def writing(config: RunConfig) -> RunConfig:
-    """The configuration with which the teacher of a stage writes its text; its student is not trained."""
-    learner = replace(config.learner, objective=ObjectiveConfig(), lora=LoraConfig(), offline=OfflineConfig())
+def writing(config: RunConfig, text: str) -> RunConfig:
+    """The configuration with which a stage's text is written: by the teacher, whose student is not trained, or from
+    rows, whose columns are not those of the prompts."""
+    if text != TEACHER:
+        tasks = replace(config.learner.tasks, columns={})
+        return replace(config, learner=replace(config.learner, tasks=tasks))
+    learner = replace(
+        config.learner,
+        objective=ObjectiveConfig(),
+        lora=LoraConfig(),
+        offline=OfflineConfig(),
+        until=UntilConfig(),
+        eval_teacher=False,
+    )
     return replace(config, learner=learner)
 
 
@@ -85,7 +96,7 @@ def _runs(stage: Stage) -> list[RunConfig]:
     if stage.own.text != TEACHER:
         return []
     models = replace(stage.config.models, student=stage.config.models.teacher)
-    return [replace(writing(stage.config), models=models)]
+    return [replace(writing(stage.config, TEACHER), models=models)]
 
 
 def _examined(checked: Checked, folder: Path, pretended: Machine | None, *, whole: bool) -> list[Finding]:
@@ -106,7 +117,7 @@ def _check_text(stage: Stage) -> None:
         raise ConfigError(f"learner.ranks: got {config.learner.ranks}, expected 1: one process trains on text")
     try:
         if own.text != TEACHER:
-            open_prompts(own.text, columns=config.learner.tasks.columns, answers=True)
+            open_prompts(own.text, answers=True)
             check_given("data", own.text, config.learner.objective)
     except (DataError, OSError, ValueError) as error:
         raise ConfigError(f"text: {error}") from error

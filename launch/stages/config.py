@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
+from stillhouse.launch.checks.prompt_files import absolute_prompts
 from stillhouse.launch.config.command_line import CommandLine, finish_config
 from stillhouse.launch.config.files import read_plain
 from stillhouse.launch.config.keys import keys_of
@@ -108,6 +109,7 @@ def _tables(file: Path) -> Iterator[tuple[Own, Plain, Plain]]:
             )
         plain = copy.deepcopy(shared)
         if own.text:
+            own = own if own.text == TEACHER else msgspec.structs.replace(own, text=absolute_prompts(own.text))
             for section in ("objective", "offline", "ema"):
                 cast(Plain, plain.get("learner", {})).pop(section, None)
             plain = merge(plain, TEXT_LAYER)
@@ -185,7 +187,7 @@ def _models(table: Plain, earlier: Sequence[Stage]) -> tuple[Plain, dict[str, st
 
 def _changed(config: RunConfig, state: StageState) -> list[str]:
     """The keys that the file has changed; it knows nothing of the flags of the first start."""
-    now, names = msgspec.to_builtins(config), (key.name for key in keys_of(RunConfig))
+    now, names = msgspec.json.decode(msgspec.json.encode(config)), (key.name for key in keys_of(RunConfig))
     pairs = ((name, get(now, name), get(state.config, name)) for name in names if name not in state.flags)
     return [f"{name}: got {got!r}, expected {was!r}, as it was" for name, got, was in pairs if got != was]
 

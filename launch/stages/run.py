@@ -31,7 +31,7 @@ from stillhouse.learner.config import ADAPTER_CONFIG
 from stillhouse.protocol.atomic_file import write_atomic
 
 ACCOUNTS: Final = ("summary.json", "replay.json")
-"""Of a run, and of a replay."""
+"""Accounts of a run, and of a replay."""
 
 
 def is_staged(line: CommandLine) -> bool:
@@ -42,7 +42,7 @@ def is_staged(line: CommandLine) -> bool:
 def run_stages(line: CommandLine) -> int:
     """Check all stages, and run them. Returns the exit code. Raises LaunchError."""
     former = read_state(_former_folder(line)) if line.resume else None
-    if line.resume and former is None:
+    if line.resume and former is None and (_former_folder(line) / "config.yaml").exists():
         raise ConfigError(f"--resume: {_former_folder(line)} is a run without stages; expected a file without them")
     stages = read_stages(line, former.stages if former is not None else ())
     path = choose_path(line.run_dir, resume=line.resume, name=line.name)
@@ -153,8 +153,8 @@ class Chain:
             build(RunConfig, one.config), {key: self._path / folder for key, folder in one.models.items()}
         )
         write_config(training(config) if one.text else config, self._beside(one, ".yaml"))
-        if one.text == TEACHER:
-            write_config(writing(config), self._beside(one, "-text.yaml"))
+        if one.text:
+            write_config(writing(config, one.text), self._beside(one, "-text.yaml"))
         return config
 
     def _beside(self, one: StageState, suffix: str) -> Path:
@@ -177,11 +177,10 @@ class Chain:
             steps = ["--steps", str(config.steps)] if one.steps_given and one.text != TEACHER else []
             epochs = ["--epochs", str(one.epochs), "--order", order]
             return ["replay", record, *by, "--run-dir", str(folder), *epochs, *steps]
+        text, of_text = self._beside(one, "-text"), ["--config", str(self._beside(one, "-text.yaml"))]
         if one.text != TEACHER:
-            return ["write", record, "--from", one.text, *by]
-        text = self._beside(one, "-text")
-        by = ["--config", str(self._beside(one, "-text.yaml"))]
-        return ["write", record, *by, "--run-dir", str(text), *_going_on(text, "config.yaml")]
+            return ["write", record, "--from", one.text, *of_text]
+        return ["write", record, *of_text, "--run-dir", str(text), *_going_on(text, "config.yaml")]
 
     def _summarise(self, code: int, wall_s: float) -> None:
         """Write summary.json, and print a line for each stage."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import msgspec
@@ -46,6 +46,8 @@ class EvalRollout:
     version_tokens: int
     version_steps: int
     """Sum over sampled tokens of their version's step."""
+    written_N: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Ids of the sampled tokens."""
 
     @classmethod
     def of(cls, item: BatchItem, frames: Sequence[np.ndarray], env: str = "") -> EvalRollout:
@@ -69,6 +71,7 @@ class EvalRollout:
             version_min=min((s.version for s, n in zip(item.spans, tokens, strict=True) if n), default=None),
             version_tokens=sum(tokens),
             version_steps=sum(n * span.version.step for n, span in zip(tokens, item.spans, strict=True)),
+            written_N=ids_N[sampled_N],
         )
 
 
@@ -96,7 +99,7 @@ class TagFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts received. None in accounts of older versions, like `missing` and `failed`."""
     n_sampled: int | None = None
     at_k: dict[str, float] = {}
-    """Figures of several answers per prompt at temperature 1 (`at_k`); empty with one answer."""
+    """Figures of several answers per prompt at temperature 1 (`at_k`, `diversity`); empty with one answer."""
 
 
 class EvalPoint(TagFigures, frozen=True, kw_only=True):
@@ -113,6 +116,32 @@ class EvalPoint(TagFigures, frozen=True, kw_only=True):
     """Figures by tag; empty if the tasks have only one."""
     environments: dict[str, TagFigures] = {}
     """Figures by environment; empty if the tasks have only one, or if their tags are the environments."""
+
+
+class MeasuredTeacher(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Accuracy of the teachers of one pool on one evaluation set."""
+
+    accuracy_sampled: float | None
+    """Share of the prompts solved at temperature 1."""
+    n_sampled: int
+    """Prompts, with one answer each: all prompts of the student's evaluation that this pool scores."""
+    accuracy_greedy: float | None = None
+    n_greedy: int = 0
+
+
+def whole_teacher(pools: Sequence[MeasuredTeacher]) -> MeasuredTeacher:
+    """All pools together, each by its number of prompts."""
+    means: dict[str, float | None] = {}
+    for half in ("sampled", "greedy"):
+        measured = [(getattr(one, f"accuracy_{half}"), getattr(one, f"n_{half}")) for one in pools]
+        measured = [(value, n) for value, n in measured if value is not None]
+        means[half] = ratio(sum(value * n for value, n in measured), sum(n for _, n in measured))
+    return MeasuredTeacher(
+        accuracy_sampled=means["sampled"],
+        n_sampled=sum(one.n_sampled for one in pools),
+        accuracy_greedy=means["greedy"],
+        n_greedy=sum(one.n_greedy for one in pools),
+    )
 
 
 def figures_by(
@@ -174,6 +203,22 @@ def at_k(rollouts: Sequence[EvalRollout]) -> dict[str, float]:
     return found
 
 
+def diversity(rollouts: Sequence[EvalRollout]) -> dict[str, float]:
+    """How different the answers to one prompt are: distinct_n for n = 1, 2 and 4 (Li et al. 2016, arXiv 1510.03055),
+    the number of different n-grams of tokens in all answers to a prompt, divided by that of all n-grams; and distinct,
+    the share of different answers. Each is the mean over the prompts with several answers, for distinct_n of those with
+    an n-gram. N equal answers without repetition have 1 / N. Empty if no prompt has several answers."""
+    answers: dict[int, list[tuple[int, ...]]] = {}
+    for rollout in rollouts:
+        answers.setdefault(rollout.task_id, []).append(tuple(rollout.written_N.tolist()))
+    several = [own for own in answers.values() if len(own) > 1]
+    shares: dict[str, list[float]] = {"distinct": [len(set(own)) / len(own) for own in several]}
+    for n in (1, 2, 4):
+        grams = [[ids[i : i + n] for ids in own for i in range(len(ids) - n + 1)] for own in several]
+        shares[f"distinct_{n}"] = [len(set(own)) / len(own) for own in grams if own]
+    return {name: sum(values) / len(values) for name, values in shares.items() if values}
+
+
 def mean(values: Sequence[float]) -> float | None:
     return ratio(sum(values), len(values))
 
@@ -191,7 +236,7 @@ def figures_of(greedy: Sequence[EvalRollout], sampled: Sequence[EvalRollout]) ->
         reverse_kl=reverse_kl(sampled),
         n_greedy=len(greedy),
         n_sampled=len(sampled),
-        at_k=at_k(sampled),
+        at_k=at_k(sampled) | diversity(sampled),
     )
 
 

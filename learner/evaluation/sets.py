@@ -12,9 +12,16 @@ from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvalPrompt, render_eval_set
 from stillhouse.learner.prompts.records import PromptRecord
 from stillhouse.learner.prompts.rendering import NO_READERS, Readers
-from stillhouse.learner.prompts.tasks import separate_eval_prompts
+from stillhouse.learner.prompts.tasks import load_prompts, separate_eval_prompts
 
 log = logging.getLogger(__name__)
+
+
+def records_of(config: LearnerConfig, name: str, environments: Collection[str] | None = None) -> Sequence[PromptRecord]:
+    """The rows of one set; "" is the run's own. Raises DataError for a file that cannot be read."""
+    if name:
+        return separate_eval_prompts(config.eval_tasks(name), environments)
+    return load_prompts(config.tasks, environments).evaluation
 
 
 def render_eval_sets(
@@ -29,7 +36,7 @@ def render_eval_sets(
     found: dict[str, tuple[EvalPrompt, ...]] = {}
     for name in config.eval_names if config.eval_every else ("",):
         tasks = config.eval_tasks(name)
-        records = separate_eval_prompts(tasks, environments) if name else own
+        records = records_of(config, name, environments) if name else own
         rendered = render_eval_set(records, tokenizer, tasks, readers)
         if rendered.dropped:
             log.warning(

@@ -12,7 +12,7 @@ begins, and each answer is still trained once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -39,6 +39,8 @@ def answer_lines(
 ) -> list[Line]:
     """The sequences of a row that was read with `answers`. `stop_token_ids`: those that end a turn of the student.
     Raises TokenizerError."""
+    if record.document:
+        return document_lines(record.response or "", tokenizer, config.max_new_tokens)
     record = with_template(record, config)
     stops = [str(tokenizer.convert_ids_to_tokens(i)) for i in stop_token_ids]
     turns: list[dict[str, Any]] = [_without_stop(turn, stops) for turn in record.messages or ()]
@@ -71,6 +73,16 @@ def answer_lines(
         lines.append(Line(ids, (*answers, (start, len(ids)))))
         text = prompt + answer
     return lines
+
+
+def document_lines(text: str, tokenizer: PreTrainedTokenizerBase, most: int) -> list[Line]:
+    """A document in pieces of at most `most` trained tokens: with the tokens that the tokenizer puts before a text, and
+    the one that ends a text. Each token but the first is trained once. A later piece begins with the last token of the
+    piece before, which predicts its first one."""
+    end = [] if tokenizer.eos_token_id is None else [cast(int, tokenizer.eos_token_id)]
+    ids = np.asarray([*prompt_ids(as_chat_tokenizer(tokenizer), text), *end], np.int32)
+    pieces = [ids[start : start + most + 1] for start in range(0, max(1, len(ids) - 1), most)]
+    return [Line(piece, ((1, len(piece)),)) for piece in pieces if len(piece) > 1]
 
 
 def _without_stop(turn: dict[str, Any], stops: Sequence[str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from stillhouse.learner.prompts.records import (
     PromptRecord,
     RowError,
     check_columns,
+    document_record,
     expect_known_environment,
     json_columns,
     record_from_columns,
@@ -98,6 +99,8 @@ def open_prompts(
         raise DataError(
             f"no file {path!r}{_nearest(file)}; expected a JSONL or Parquet file, a datasets folder or hf:NAME"
         )
+    if answers and file.suffix == ".txt":
+        return TextSource(file)
     with file.open("rb") as stream:
         head = stream.read(256)
     if head.startswith(b"PAR1"):
@@ -159,7 +162,8 @@ class JsonlSource:
     def _check_columns(self) -> None:
         with self._file.open("rb") as stream:
             stream.seek(int(self._starts_N[0]))
-            check_columns(json_columns(stream.readline()), self.path, self._reading.columns)
+            found = json_columns(stream.readline())
+        check_columns(found, self.path, self._reading.columns, answers=self._reading.answers)
 
     def _where(self, row: int) -> str:
         """File and line; the line is counted only when an error has to name it."""
@@ -169,6 +173,26 @@ class JsonlSource:
                 chunk = stream.read(min(left, _CHUNK_BYTES))
                 line, left = line + chunk.count(b"\n"), left - len(chunk)
         return f"{self.path}, line {line}"
+
+
+class TextSource:
+    """A file of plain text in UTF-8: one document."""
+
+    blocks: tuple[int, ...] = ()
+
+    def __init__(self, file: Path) -> None:
+        self.path, self._file, self.fingerprint = str(file), file, _fingerprint(1, (file,))
+        self.read(0)
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, row: int) -> PromptRecord:
+        try:
+            text = self._file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        return document_record(text, row, lambda: self.path)
 
 
 class ParquetSource:
@@ -182,7 +206,7 @@ class ParquetSource:
         self._groups: list[tuple[int, int]] = []  # (file, row group in it), in order
         rows: list[int] = []
         for i, file in enumerate(files):
-            for group, n_rows in enumerate(_row_groups(file, reading.columns)):
+            for group, n_rows in enumerate(_row_groups(file, reading)):
                 self._groups.append((i, group))
                 rows.append(n_rows)
         self.blocks = tuple(rows)
@@ -234,7 +258,7 @@ class DatasetsSource:
         """`files` tell it from others."""
         self._reading = reading
         self.path = path
-        check_columns(dataset.column_names, self.path, reading.columns)
+        check_columns(dataset.column_names, self.path, reading.columns, answers=reading.answers)
         self._rows: Any = dataset
         if len(self) == 0:
             raise DataError(f"{self.path}: no rows")
@@ -375,10 +399,10 @@ def _rows_to_check(n_rows: int, *, first: int, spread: int = 2_000) -> Iterable[
         yield from np.unique(np.linspace(first, n_rows - 1, spread, dtype=np.int64)).tolist()
 
 
-def _row_groups(file: Path, columns: Mapping[str, str]) -> list[int]:
+def _row_groups(file: Path, reading: Reading) -> list[int]:
     """Rows of each row group. Raises DataError for a broken file or missing columns."""
     with _parquet_file(file) as parquet:
-        check_columns(parquet.schema_arrow.names, str(file), columns)
+        check_columns(parquet.schema_arrow.names, str(file), reading.columns, answers=reading.answers)
         metadata = parquet.metadata
         return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
 

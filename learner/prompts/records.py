@@ -4,6 +4,8 @@
     {"messages": [{"role": "user", "content": "8293+4758="}], "ground_truth": "13051"}
     {"prompt": "Guess!", "env": "guess", "env_options": {"highest": 63}}
 
+Where rows are read with their answers, one with neither `prompt` nor `messages` may have `text`: a document.
+
 A row has either `prompt` (text; a list of chat turns is read as `messages`) or `messages`. Optional are `tag`,
 `ground_truth`, `hint` (text for teachers only, see `learner.prompts.rendering`), `env` (an environment of the run) and
 `env_options` (its options for this row), `tools` and `chat_template_kwargs` (both for the chat template). A row with an
@@ -68,6 +70,8 @@ class PromptRecord(msgspec.Struct, frozen=True):
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     response: str | None = None
     """The answer to `prompt`, if rows are read with their answers. Those to `messages` are among them."""
+    document: bool = False
+    """`response` is a whole document, and `prompt` is empty."""
 
 
 class ColumnsFault(NamedTuple):
@@ -103,6 +107,7 @@ class _Fields(msgspec.Struct):
     reward_model: Any = None
     response: Any = None
     completion: Any = None
+    text: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Fields)
@@ -179,16 +184,18 @@ def _renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str,
     return others | {field: row.get(column) for field, column in columns.items()}
 
 
-def check_columns(found: Sequence[str], where: str, columns: Mapping[str, str] = NO_COLUMNS) -> None:
-    """Raises DataError for a column of `columns` that is not there, and unless a column `prompt` or `messages` is;
-    warns of misspelt optional ones."""
+def check_columns(
+    found: Sequence[str], where: str, columns: Mapping[str, str] = NO_COLUMNS, *, answers: bool = False
+) -> None:
+    """Raises DataError for a column of `columns` that is not there, and unless a column `prompt` or `messages` is, or
+    with `answers` one with documents (`text`); warns of misspelt optional ones."""
     for field, column in columns.items():
         if column not in found:
             near = difflib.get_close_matches(column, found, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, found)) or 'none'}"
             raise DataError(f"{where}: learner.tasks.columns.{field}: no column {column!r}; {hint}")
     found = list(_renamed(dict.fromkeys(found), columns))
-    if "prompt" not in found and "messages" not in found:
+    if not {"prompt", "messages", *(("text",) if answers else ())} & set(found):
         raise DataError(f"{where}: {_no_prompt(found)}")
     unread = [name for name in found if name not in FIELDS]
     for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs") if unread else ():
@@ -217,6 +224,8 @@ def _record(
         messages = read["messages"] = fields.prompt
     prompt = fields.prompt if messages is None and isinstance(fields.prompt, str) else None
     response = None
+    if answers and prompt is None and messages is None and isinstance(fields.text, str):
+        return document_record(fields.text, row, where, fields.tag or "")
     if answers:
         prompt, messages, response = _with_answer(prompt, messages, fields, where)
     turns = None if messages is None else _turns(messages, where, answers)
@@ -239,6 +248,13 @@ def _record(
         chat_template_kwargs=plain["chat_template_kwargs"] or {},
         response=response,
     )
+
+
+def document_record(text: str, row: int, where: Callable[[], str], tag: str = "") -> PromptRecord:
+    """A text that is trained as a whole. Raises RowError."""
+    if not text.strip():
+        raise RowError(f"{where()}: 'text' is blank; expected a document")
+    return PromptRecord(row=row, prompt="", messages=None, tag=tag, response=text, document=True)
 
 
 def _with_answer(

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,8 @@ BEST_NOISE: Final = 7.0
 LENGTH, REWARD, TRUNCATED = "rollouts/length_mean", "rollouts/reward_mean", "rollouts/truncated_share"
 ENTROPY, REVERSE_KL, PER_ANSWER = "train/entropy", "train/reverse_kl", "rollouts/reverse_kl_per_answer"
 REPETITION, ENDING_GAP, ACCURACY = "rollouts/repetition", "rollouts/ending_gap", "eval/accuracy_sampled"
+DISTINCT, EVAL_KL, PASS_AT = "eval/distinct_2", "eval/reverse_kl", "eval/pass_at_"
+OF_EVALUATIONS: Final = (ACCURACY, DISTINCT)
 
 
 class FigureHistory:
@@ -163,6 +165,7 @@ WATCHED: Final = {
     "reward": Watched(
         REWARD, "the student earns less than before", lambda best: best - 0.4 * abs(best), above=False, best=True
     ),
+    "diversity": Watched(DISTINCT, "answers to one prompt become alike", lambda start: start / 2, above=False),
     "accuracy": Watched(ACCURACY, "the evaluation gets worse", lambda best: 0.6 * best, above=False, best=True),
 }
 """By the name of the alarm. docs/metrics.md says why these limits."""
@@ -189,6 +192,35 @@ class Alarm(msgspec.Struct, frozen=True):
     """Step at which the mean was back within the limit; None: it is not."""
 
 
+class Diversity(NamedTuple):
+    """What an evaluation says of several answers to each prompt."""
+
+    distinct: float
+    """distinct_2 (learner.evaluation.figures.diversity)."""
+    prompts: int
+    pass_at: float | None
+    """Share of the prompts that any of the answers solves; None without rewards."""
+    reverse_kl: float | None
+
+    def excused(self, first: Diversity) -> bool:
+        """Whether the change since the first evaluation was a wanted one."""
+        nearer = first.reverse_kl is not None and self.reverse_kl is not None and self.reverse_kl < first.reverse_kl / 2
+        if self.pass_at is None or first.pass_at is None:
+            return nearer
+        error = math.sqrt(0.25 / max(1, first.prompts) + 0.25 / max(1, self.prompts))
+        return self.pass_at - first.pass_at > error or (nearer and self.pass_at >= first.pass_at)
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any], answers: int) -> Diversity | None:
+        """`figures` by tag; `answers`: to each prompt. None if there was one answer, or none was compared."""
+        distinct = figures.get(DISTINCT)
+        if not isinstance(distinct, int | float):
+            return None
+        other = [figures.get(tag) for tag in (f"{PASS_AT}{answers}", EVAL_KL)]
+        pass_at, reverse_kl = (value if isinstance(value, int | float) else None for value in other)
+        return cls(distinct, int(figures.get("eval/n_sampled") or 0) // answers, pass_at, reverse_kl)
+
+
 class Alarms:
     """Watches the figures of each step. Owned by the learner's loop, which gives a resumed run its former figures
     (`Progress.restore`), so that the start stays that of the run."""
@@ -197,6 +229,7 @@ class Alarms:
         self._of = {tag: FigureHistory() for tag in FIGURES}
         self._on: dict[str, Alarm] = {}
         self._best_accuracy = (0.0, 1)
+        self._first_diversity: Diversity | None = None
         self.raised_total = 0
         self.raised: list[Alarm] = []
         """All so far, in the order in which they were raised; at most MOST."""
@@ -207,7 +240,7 @@ class Alarms:
         for tag, value in new.items():
             self._of[tag].add(step, value)
         for name, watched in WATCHED.items():
-            if watched.tag in new and name != "accuracy":
+            if watched.tag in new and watched.tag not in OF_EVALUATIONS:
                 self._judge(step, name, watched)
 
     def add_accuracy(self, step: int, accuracy: float, n: int) -> None:
@@ -221,6 +254,19 @@ class Alarms:
         elif "accuracy" in self._on and not watched.beyond(accuracy, (best + limit) / 2):
             self._end("accuracy", step)
         self._best_accuracy = max(self._best_accuracy, (accuracy, max(1, n)))
+
+    def add_diversity(self, step: int, now: Diversity) -> None:
+        """That of an evaluation, all of the same prompts as before. Answers that become alike are no alarm where more
+        of the prompts are solved by any of them, or where the student has come much nearer to its teacher, who may be
+        as sure. What is bounded by 0 and 1 and has the mean m has at most the variance m (1 - m)."""
+        first = self._first_diversity = self._first_diversity or now
+        error = math.sqrt(sum(one.distinct * (1.0 - one.distinct) / max(1, one.prompts) for one in (first, now)))
+        watched, limit = WATCHED["diversity"], WATCHED["diversity"].limit(first.distinct)
+        if watched.beyond(now.distinct, limit) and first.distinct - now.distinct > SURE * error:
+            if "diversity" not in self._on and not now.excused(first):
+                self._raise(Alarm("diversity", DISTINCT, step, first.distinct, now.distinct, step))
+        elif "diversity" in self._on and not watched.beyond(now.distinct, (first.distinct + limit) / 2):
+            self._end("diversity", step)
 
     def _judge(self, step: int, name: str, watched: Watched) -> None:
         """Raise an alarm, or end it. It ends when the mean is back half-way to where it was, so that a figure near its

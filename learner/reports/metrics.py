@@ -45,6 +45,7 @@ from stillhouse.recording.format import Branches
 METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 TENSORBOARD_FOLDER: Final = "tensorboard"
+NO_FIGURES: Final[Mapping[str, float]] = {}
 _BLOCK_BYTES: Final = 64 << 10
 
 Row = dict[str, Any]
@@ -137,15 +138,17 @@ class MetricsWriter:
         }
         return self._record("step", step, scalars, extra, _histogram("staleness/tokens", staleness))
 
-    def evaluation(self, result: EvaluationResult) -> Row:
-        """Record one evaluation, and its samples as text; returns its line. Figures of a tag are `eval/<tag>/<name>`,
-        those of an environment `eval/environments/<env>/<name>`; on another set than the run's own, they begin with
-        `eval/sets/<set>/`. Figures that could not be measured are null in the line and left out of TensorBoard."""
+    def evaluation(self, result: EvaluationResult, beside: Mapping[str, float] = NO_FIGURES) -> Row:
+        """Record one evaluation with the figures `beside` it, and its samples as text; returns its line. Figures of a
+        tag are `eval/<tag>/<name>`, those of an environment `eval/environments/<env>/<name>`; on another set than the
+        run's own, they begin with `eval/sets/<set>/`. Figures that could not be measured are null in the line and left
+        out of TensorBoard."""
         plain = msgspec.to_builtins(result)
         left_out = ("step", "name", "samples", "tags", "environments")
         figures = _flat({name: value for name, value in plain.items() if name not in left_out})
         groups = plain["tags"] | {f"environments/{env}": own for env, own in plain["environments"].items()}
         figures |= {f"{group}/{name}": value for group, own in groups.items() for name, value in _flat(own).items()}
+        figures |= beside
         version_min = result.version_min
         figures["version_min"] = None if version_min is None else version_min.step
         lines = [_json_line({"step": result.step, **msgspec.to_builtins(sample)}) for sample in result.samples]

@@ -12,8 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
+from stillhouse.learner.config import UntilConfig
 from stillhouse.learner.evaluation.evaluation import EvaluationResult
-from stillhouse.learner.reports.alarms import ACCURACY, ALARM_SINCE, FIGURES, MEAN, Alarms
+from stillhouse.learner.evaluation.figures import MeasuredTeacher
+from stillhouse.learner.evaluation.until import StopRule
+from stillhouse.learner.reports.alarms import ACCURACY, ALARM_SINCE, EVAL_KL, FIGURES, MEAN, Alarms, Diversity
 from stillhouse.learner.reports.attribution import RunLimits
 from stillhouse.learner.reports.sample import Sample
 from stillhouse.learner.reports.step_metrics import StepMetrics
@@ -26,8 +29,8 @@ from stillhouse.weights.publisher import Publisher, PublisherStats
 log = logging.getLogger(__name__)
 
 ACCOUNT_FILE: Final = "learner.json"
-RESTORED: Final = (*FIGURES, "train/tokens", "train/offline_tokens", "eval/n_sampled")
-"""Figures of the metrics that `LearnerProgress.restore` reads."""
+RESTORED: Final = (*FIGURES, EVAL_KL, "train/tokens", "train/offline_tokens", "eval/n_sampled")
+"""Figures of the metrics that `LearnerProgress.restore` reads, and pass@k of all answers to a prompt."""
 DOUBTFUL_SHARE: Final = 0.75
 """An error is logged if the teacher's mean log-prob on the first batch is below this fraction of a uniform guess."""
 
@@ -60,6 +63,11 @@ class LearnerProgress:
     flops: float = 0.0
     """Operations of the steps since the learner's start; 0 if not known."""
     alarms: Alarms = field(default_factory=Alarms)
+    teachers: Mapping[str, MeasuredTeacher] = field(default_factory=dict[str, MeasuredTeacher])
+    """Name of an evaluation set -> its teachers, if they were measured."""
+    eval_samples: int = 1
+    """Answers to each sampled prompt of the run's own set."""
+    rule: StopRule = field(default_factory=lambda: StopRule(UntilConfig()))
     stopped_by_alarm: bool = False
     sample: Sample | None = None
     limits: RunLimits = field(default_factory=RunLimits)
@@ -87,12 +95,20 @@ class LearnerProgress:
             figures = {tag: value for tag in FIGURES if isinstance(value := row.get(tag), int | float)}
             if row["kind"] == "step":
                 self.alarms.add(row["step"], figures)
-            elif ACCURACY in figures:
-                self.alarms.add_accuracy(row["step"], figures[ACCURACY], int(row.get("eval/n_sampled", 0)))
+            else:
+                if ACCURACY in figures:
+                    self.alarms.add_accuracy(row["step"], figures[ACCURACY], int(row.get("eval/n_sampled", 0)))
+                if (now := Diversity.of(row, self.eval_samples)) is not None:
+                    self.alarms.add_diversity(row["step"], now)
 
     def add_evaluation(self, result: EvaluationResult) -> None:
         if result.accuracy_sampled is not None and not result.name:
             self.alarms.add_accuracy(result.step, result.accuracy_sampled, result.n_sampled or 0)
+        shown = {f"eval/{name}": value for name, value in result.at_k.items()}
+        shown |= {EVAL_KL: result.reverse_kl, "eval/n_sampled": result.n_sampled}
+        if not result.name and (now := Diversity.of(shown, self.eval_samples)) is not None:
+            self.alarms.add_diversity(result.step, now)
+        self.rule.add(result)
         self.evaluations.append(msgspec.structs.replace(result, samples=()))  # samples.jsonl has them
 
     def checkpoint_failed(self, why: str) -> None:

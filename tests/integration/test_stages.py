@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ buffer.release = "rollout"
 
 
 @contextmanager
-def started(run: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(run: Path, *words: str) -> Generator[subprocess.Popen[bytes]]:
     with run.with_suffix(".out").open("ab") as output:
         command = [sys.executable, str(ROOT / "launch" / "cluster.py"), f"--run-dir={run}", *words]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ})

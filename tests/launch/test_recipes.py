@@ -76,7 +76,7 @@ def published(name: str) -> PretrainedConfig:
         "head_dim": 128,
         "max_position_embeddings": 40960,
         "dtype": "bfloat16",
-        "tie_word_embeddings": name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"),
+        "tie_word_embeddings": name.removesuffix("-Base") in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"),
     }
     if "A3B" not in name:
         return Qwen3Config(architectures=["Qwen3ForCausalLM"], num_key_value_heads=8, **common)
@@ -122,7 +122,8 @@ def test_a_recipe_for_gpus_is_planned_as_its_comment_says(
     quoted = re.findall(r"GPU \d+: about [\d.]+ of \d+ GiB", comment)
     assert len(gpus) == 1 and quoted
     flags = replaced(configs(recipe)[0], tmp_path)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"problem": "1+1=", "response": "2"}) + "\n")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    (tmp_path / "documents.jsonl").write_text(json.dumps({"text": "1+1=2"}) + "\n")
     monkeypatch.chdir(tmp_path)
     assert main(["--config", str(recipe), *flags, "--check", "--gpus", gpus[0]]) == 0
     printed = capsys.readouterr().out

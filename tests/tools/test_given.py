@@ -131,3 +131,43 @@ def test_a_text_that_only_teachers_read_is_refused(tmp_path: Path, capsys: pytes
     assert write.main(words) == WRONG_CONFIG_EXIT_CODE
     assert "learner.tasks.privileged: got a text that only teachers read" in capsys.readouterr().err
     assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet"])
+def test_documents_are_trained_as_a_whole_each_token_once(tmp_path: Path, kind: str) -> None:
+    """In pieces of at most max_new_tokens, with the end of the text. The built-in tokenizer puts nothing before a text,
+    so nothing predicts its first token."""
+    texts = ["1+2=3;4+5=9;" * 9, "7"] if kind != "txt" else ["1+2=3;4+5=9;" * 9]
+    file = tmp_path / f"documents.{kind}"
+    if kind == "txt":
+        file.write_text(texts[0])
+    elif kind == "jsonl":
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="extra data")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table({"text": texts}), file)
+    keys = ("--buffer.batch_rollouts=2", "--learner.tasks.max_new_tokens=20", "--learner.tasks.shuffle=false")
+    record = tmp_path / "documents.record"
+    assert write.main([str(record), "--from", str(file), *keys]) == 0
+    tokenizer = load_tokenizer(STUDENT_DIR)
+    whole = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    with Recording(record) as recording:
+        items = [offline_item(one) for batch in recording.batches for one in recording.rollouts(batch)]
+        for row, ids in enumerate(whole):
+            own = [item for item in items if item.item.task_id == row]
+            assert [token for item in own for token in item.tokens_L[item.train_mask_L].tolist()] == ids[1:]
+            assert all(item.n_trained <= 20 and item.train_mask_L[1:].all() for item in own)
+            before = [ids[0], *(int(item.tokens_L[-1]) for item in own)]
+            assert [int(item.tokens_L[0]) for item in own] == before[:-1]
+    assert replay([str(record), f"--run-dir={tmp_path / 'run'}", "--learner.eval_every=0"]) == 0
+
+
+def test_rows_without_any_text_say_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"content": "1"}) + "\n")
+    assert write.main([str(tmp_path / "f"), "--from", str(tmp_path / "rows.jsonl")]) == WRONG_CONFIG_EXIT_CODE
+    assert "no 'prompt' and no 'messages'" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": " "}) + "\n")
+    assert write.main([str(tmp_path / "f"), "--from", str(tmp_path / "rows.jsonl")]) == WRONG_CONFIG_EXIT_CODE
+    assert "'text' is blank" in capsys.readouterr().err

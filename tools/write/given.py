@@ -1,4 +1,5 @@
-"""Writes text that is there, prompts with responses, as a recording on which a student can be trained off-policy:
+"""Writes text that is there, prompts with responses or whole documents, as a recording on which a student can be
+trained off-policy:
 
     stillhouse write FILE --from ROWS --student DIR      (any key of a run)
 
@@ -155,11 +156,11 @@ def _lines(
         except TokenizerError as error:
             drop(row, "unrenderable", str(error))
             continue
-        n_prompt = max(line.answers[0][0] for line in lines)
+        n_prompt = max((line.answers[0][0] for line in lines), default=0)
         n_answer = sum(end - start for line in lines for start, end in line.answers)
         if n_prompt > tasks.max_prompt_tokens:
             drop(row, "prompt_too_long", f"{n_prompt} tokens, max_prompt_tokens is {tasks.max_prompt_tokens}")
-        elif n_answer > tasks.max_new_tokens:
+        elif n_answer > tasks.max_new_tokens and not record.document:
             drop(row, "answer_too_long", f"{n_answer} tokens, max_new_tokens is {tasks.max_new_tokens}")
         else:
             for number, line in enumerate(lines):

@@ -16,9 +16,9 @@ from stillhouse.launch.config.tree import build
 from stillhouse.launch.processes.slots import Ending, RunOutcome
 from stillhouse.launch.report.summary import Summary, add_teachers, write_summary
 from stillhouse.launch.report.summary_table import print_summary
-from stillhouse.launch.report.teacher_accuracy import MeasuredTeacher
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
+from stillhouse.learner.evaluation.figures import MeasuredTeacher
 from stillhouse.learner.reports.alarms import Alarm
 from stillhouse.protocol.messages import (
     ForgottenPeers,

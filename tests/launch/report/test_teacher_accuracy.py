@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -79,14 +80,31 @@ def run_config(eval_prompts: Path, tasks: dict[str, Any] | None = None, **others
 
 def test_it_is_the_teachers_accuracy_on_these_prompts(tmp_path: Path) -> None:
     """Against the built-in task's own way to measure it, with other random numbers; and with answers that are wrong."""
-    (measured,) = measure_teachers(run_config(eval_file(tmp_path / "right.jsonl"))).values()
+    (sets,) = measure_teachers(run_config(eval_file(tmp_path / "right.jsonl"))).values()
+    measured = sets[""]
     model = load_causal_lm(builtin.TEACHER_DIR, device="cpu", dtype="float32", attention="sdpa")
     tokenizer = cast(Any, load_tokenizer(builtin.TEACHER_DIR))
     expected = accuracy(model, tokenizer, read_problems(builtin.EVAL_JSONL)[:N], temperature=1.0)
     assert measured.n_sampled == N
+    assert sets.keys() == {""} and measured.accuracy_greedy is None
     assert measured.accuracy_sampled == pytest.approx(expected, abs=0.2)
     wrong = measure_teachers(run_config(eval_file(tmp_path / "wrong.jsonl", ground_truth="none of them")))
-    assert wrong == {"default": MeasuredTeacher(accuracy_sampled=0.0, n_sampled=N)}
+    assert wrong == {"default": {"": MeasuredTeacher(accuracy_sampled=0.0, n_sampled=N)}}
+
+
+def test_before_a_run_all_sets_are_answered_also_greedily(tmp_path: Path) -> None:
+    """For learner.eval_teacher. Greedy answers are compared with those of transformers on the same prompts."""
+    right, wrong = eval_file(tmp_path / "right.jsonl"), eval_file(tmp_path / "wrong.jsonl", ground_truth="none of them")
+    plain = msgspec.to_builtins(run_config(right, {"eval_greedy": N}))
+    sets = {"wrong": {"prompts": str(wrong), "greedy": 4, "sampled": 0}}
+    plain["learner"] |= {"eval_teacher": True, "eval_sets": sets}
+    (measured,) = measure_teachers(build(RunConfig, plain)).values()
+    model = load_causal_lm(builtin.TEACHER_DIR, device="cpu", dtype="float32", attention="sdpa")
+    tokenizer = cast(Any, load_tokenizer(builtin.TEACHER_DIR))
+    expected = accuracy(model, tokenizer, read_problems(builtin.EVAL_JSONL)[:N], temperature=0.0)
+    assert (measured[""].n_greedy, measured[""].n_sampled) == (N, N)
+    assert measured[""].accuracy_greedy == expected
+    assert measured["wrong"] == MeasuredTeacher(accuracy_sampled=None, n_sampled=0, accuracy_greedy=0.0, n_greedy=4)
 
 
 def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> None:
@@ -96,9 +114,9 @@ def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> 
     file.write_text("".join(f"{json.dumps(row | {'tag': 'ab'[i % 3 == 0]})}\n" for i, row in enumerate(rows)))
     pools = {"strong": {"model": str(builtin.TEACHER_DIR)}, "weak": {"model": str(builtin.STUDENT_DIR)}}
     config = run_config(file, {"routes": {"strong": ["a"], "weak": ["b"]}}, pools=pools, teachers=2)
-    measured = measure_teachers(config)
+    measured = {pool: sets[""] for pool, sets in measure_teachers(config).items()}
     assert {pool: one.n_sampled for pool, one in measured.items()} == {"strong": 16, "weak": 8}
-    assert measured["strong"].accuracy_sampled > 0.75 > measured["weak"].accuracy_sampled
+    assert (measured["strong"].accuracy_sampled or 0) > 0.75 > (measured["weak"].accuracy_sampled or 0)
 
 
 @pytest.mark.parametrize(

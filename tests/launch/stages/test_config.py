@@ -50,7 +50,7 @@ def state_of(stage: Stage, **more: Any) -> StageState:
         folder="",
         text=stage.own.text,
         epochs=stage.own.epochs,
-        config=msgspec.to_builtins(stage.config),
+        config=msgspec.json.decode(msgspec.json.encode(stage.config)),  # as it comes from stages.json
         models_from=stage.models_from,
         steps_given=stage.steps_given,
         flags=stage.flags,
@@ -81,7 +81,10 @@ def test_a_table_lies_over_what_is_shared_and_flags_over_both(tmp_path: Path) ->
         (('name = "distil"', 'name = "warmup"'), "several with the name 'warmup'"),
         (('name = "distil"', 'name = "Distil!"'), "expected a name of small letters"),
         (('name = "distil"', 'name = "distil"\nepochs = 2'), "above 1 only with text"),
-        (('name = "distil"', 'name = "distil"\nlearner.learning_rate = 1'), "stage distil: learner.learning_rate: unknown key"),
+        (
+            ('name = "distil"', 'name = "distil"\nlearner.rate = 1'),
+            "stage distil: learner.rate: unknown key",
+        ),
         (("stage:distil", "stage:later"), "expected the name of an earlier stage: warmup, distil"),
         (("actors = 3", 'actors = 3\nstore = "s3://a/b"'), "stages go on from their folder only"),
         (("[learner]", '[learner]\nrecord = "/tmp/x.record"'), "for several stages, expected {run}"),

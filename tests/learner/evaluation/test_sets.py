@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
-from stillhouse.learner.evaluation.figures import EvalRollout, at_k, describe
+from stillhouse.learner.evaluation.figures import EvalRollout, at_k, describe, diversity
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
 from stillhouse.protocol.messages import BatchItem, EvalResult, WeightVersion
 
@@ -53,6 +54,40 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_answers(seed: int) -> None:
     assert at_k(rollouts) == pytest.approx(slowly(prompts))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_diversity_is_distinct_n_counted_the_slow_way(seed: int) -> None:
+    """Every n-gram is compared with those before it; answers of a few tokens, so that some have no 4-gram."""
+    rng = random.Random(seed)
+    answers = {
+        i: [[rng.randint(0, 3) for _ in range(rng.randint(0, 7))] for _ in range(rng.randint(1, 5))] for i in range(6)
+    }
+    answers[9] = [[1, 2, 3, 4]] * 4
+    written = [(i, np.array(ids, np.int32)) for i, own in answers.items() for ids in own]
+    rollouts = [dataclasses.replace(rollout(i, None), written_N=ids_N) for i, ids_N in written]
+    rng.shuffle(rollouts)
+    several = [own for own in answers.values() if len(own) > 1]
+    expected: dict[str, float] = {}
+    for n in (1, 2, 4):
+        shares: list[float] = []
+        for own in several:
+            seen: list[list[int]] = []
+            total = 0
+            for ids in own:
+                for start in range(len(ids)):
+                    gram = ids[start : start + n]
+                    if len(gram) == n:
+                        total += 1
+                        if all(gram != other for other in seen):
+                            seen.append(gram)
+            if total:
+                shares.append(len(seen) / total)
+        expected[f"distinct_{n}"] = float(np.mean(shares))
+    alike = [sum(all(ids != other for other in own[:i]) for i, ids in enumerate(own)) / len(own) for own in several]
+    assert diversity(rollouts) == pytest.approx({"distinct": np.mean(alike), **expected})
+    assert diversity([one for one in rollouts if one.task_id == 9])["distinct_2"] == 0.25
+    assert diversity(rollouts[:1]) == {}
+
+
 def send(evaluation: EvaluationRun, task_id: int, sample_index: int, reward: float) -> None:
     eval_id = next(o.task.eval_id for o in evaluation.tasks() if o.task.task_id == task_id)
     item = BatchItem(f"e-{task_id}-{sample_index}", task_id, sample_index, 3, "t", (), 3, (), True, "stop", reward, 1)
@@ -76,7 +111,10 @@ def test_each_answer_to_a_prompt_is_waited_for_and_counted_once(small_tokenizer:
     assert evaluation.done
     result = evaluation.result()
     assert (result.n_greedy, result.n_sampled, result.missing, result.duplicates) == (1, 6, 0, 6)
-    assert result.at_k == pytest.approx({"avg_at_3": 1 / 6, "pass_at_2": 1 / 3, "pass_at_3": 0.5})
+    assert {name: value for name, value in result.at_k.items() if "_at_" in name} == pytest.approx(
+        {"avg_at_3": 1 / 6, "pass_at_2": 1 / 3, "pass_at_3": 0.5}
+    )
+    assert result.at_k["distinct"] == result.at_k["distinct_1"] == pytest.approx(1 / 3)  # all wrote the same token
     assert "avg@3 0.167, pass@2 0.333, pass@3 0.500" in describe(result)
     shown = [(sample.half, sample.ground_truth) for sample in result.samples]
     assert shown == [("greedy", "0"), *[("sampled", truth) for truth in "0101"]]  # other prompts before other answers

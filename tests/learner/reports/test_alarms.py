@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stillhouse.learner.reports.alarms import WATCHED, Alarms
+from stillhouse.learner.reports.alarms import WATCHED, Alarms, Diversity, describe_alarm
 from stillhouse.learner.reports.figures import REPEATED_TOKENS, RolloutFigures
 from tests.learner.reports.test_figures import frames, item
 
@@ -143,6 +143,31 @@ def test_an_evaluation_that_gets_worse_is_seen_if_it_is_large_enough() -> None:
         assert [alarm.began for alarm in alarms.raised] == ([50] if raised else [])
     alarms.add_accuracy(100, 0.85, 256)
     assert alarms.on == {} and alarms.raised[0].over == 100
+
+
+@pytest.mark.parametrize(
+    ("later", "raised"),
+    [
+        (Diversity(0.15, 64, 0.7, 0.4), True),  # the prompts that any answer solves are no more than before
+        (Diversity(0.15, 64, 0.95, 0.4), False),  # it has learnt them
+        (Diversity(0.15, 64, 0.7, 0.2), False),  # its teacher is as sure
+        (Diversity(0.15, 64, 0.5, 0.2), True),
+        (Diversity(0.15, 64, None, 0.4), True),
+        (Diversity(0.15, 64, None, 0.2), False),
+        (Diversity(0.45, 64, 0.7, 0.4), False),
+        (Diversity(0.15, 4, 0.7, 0.4), False),  # too few prompts to say
+    ],
+)
+def test_answers_that_become_alike(later: Diversity, raised: bool) -> None:
+    alarms = Alarms()
+    alarms.add_diversity(0, Diversity(0.8, later.prompts, later.pass_at and 0.7, 0.5))
+    alarms.add_diversity(20, later)
+    assert names(alarms) == ({"diversity"} if raised else set())
+    alarms.add_diversity(40, later._replace(distinct=0.7))
+    assert alarms.on == {}
+    assert [describe_alarm(one)[:68] for one in alarms.raised] == (
+        ["alarm diversity: answers to one prompt become alike since step 20: e"] if raised else []
+    )
 
 
 def test_a_figure_near_its_limit_raises_one_alarm() -> None:
