@@ -44,7 +44,9 @@ def test_all_text_is_read_and_written_as_utf8() -> None:
 def test_a_configuration_and_what_is_printed_under_a_locale_without_these_characters(tmp_path: Path) -> None:
     """And the script runs from any folder."""
     config = tmp_path / "c.toml"
-    config.write_text(f'[learner.tasks]\nsystem_prompt = "{TEXT}"\n', encoding="utf-8")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "1+1=", "ground_truth": "2"}\n' * 300, encoding="utf-8")
+    config.write_text(f'[learner.tasks]\nprompts = "{prompts}"\nsystem_prompt = "{TEXT}"\n', encoding="utf-8")
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "--config", str(config), "--check"]
     done = subprocess.run(command, env=ascii_only, cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, check=False)

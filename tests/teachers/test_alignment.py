@@ -83,7 +83,7 @@ def check(student: FileTokenizer, teacher: FileTokenizer, ids: Sequence[int], go
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=TEXT)
 def test_finished_text_is_covered_by_spans_of_the_same_bytes(ours: str, theirs: str, text: str) -> None:
     student, teacher = tiny(ours, 340), tiny(theirs, 400)
@@ -98,7 +98,7 @@ def test_finished_text_is_covered_by_spans_of_the_same_bytes(ours: str, theirs: 
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_whatever_the_student_samples(ours: str, theirs: str, data: st.DataObject) -> None:
     """Random tokens: bytes that are no text, control tokens, the end of a turn in the middle, tokens of one byte."""
@@ -120,7 +120,7 @@ def test_whatever_the_student_samples(ours: str, theirs: str, data: st.DataObjec
 
 @pytest.mark.parametrize("theirs", [kind for kind in KINDS if kind != "bytes_without_words"])
 @pytest.mark.parametrize("ours", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(text=TEXT, more=TEXT)
 def test_what_is_scored_of_unfinished_text_stays_as_it_is(ours: str, theirs: str, text: str, more: str) -> None:
     """A streamed answer is scored in parts. (Without words, BPE gives no such promise: `LONGEST_WORD`.)"""

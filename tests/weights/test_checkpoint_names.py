@@ -25,7 +25,6 @@ from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.buckets import PackedLayout, manifest_of
 from stillhouse.weights.checkpoint_names import NamesError, checkpoint_pieces
-from stillhouse.weights.manifest import TensorPiece
 from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.staged_weights import StagedWeights, Weight
 
@@ -105,19 +104,6 @@ def test_a_mixture_of_experts_is_sent_as_the_tensors_of_its_checkpoint(
     assert got.keys() == trained
     for name in trained:
         assert torch.equal(got[name], expected[name]), name
-
-
-def test_the_pieces_are_the_experts_one_after_the_other() -> None:
-    model = tiny("qwen3_moe")
-    pieces = checkpoint_pieces(model, model.named_parameters())
-    layer = "model.layers.1.mlp.experts"
-    assert pieces[f"{layer}.down_proj"] == tuple(
-        TensorPiece(f"{layer}.{e}.down_proj.weight", (16, 8)) for e in range(4)
-    )
-    assert pieces[f"{layer}.gate_up_proj"] == tuple(
-        TensorPiece(f"{layer}.{e}.{half}_proj.weight", (8, 16)) for e in range(4) for half in ("gate", "up")
-    )
-    assert len(pieces) == 4  # two layers; all else has its own name
 
 
 def test_they_are_cast_as_others_are_and_keep_their_places_between_other_dtypes() -> None:

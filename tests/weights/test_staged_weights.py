@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stillhouse.protocol.messages import Membership, WeightVersion
-from stillhouse.weights.buckets import PackedLayout, manifest_of
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.publisher import Publisher
@@ -46,12 +45,6 @@ def test_copies_are_equal_and_do_not_change_with_the_originals(members: GroupMem
     assert [name for name, _ in staged.named] == ["half", "full", "count"]
     for (_, copy), tensor in zip(staged.named, kept, strict=True):
         assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
-
-
-def test_for_servers_they_lie_in_buckets_of_whole_tensors() -> None:
-    staged = StagedWeights(SERVERS, bucket_bytes=16)
-    staged.fill(V1, originals())
-    assert PackedLayout(manifest_of(staged.named), 16).run_of(staged.named) is not None
 
 
 def test_floating_point_copies_are_cast_and_others_are_not() -> None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +24,11 @@ from stillhouse.actors.running_episode import Ask, EpisodeEnd, Response
 from tests.patience import PATIENCE_S
 
 MADE_BY = "make agents installs what this needs"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Looks for the package without importing it: every process that collects tests would."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=MADE_BY)
 
 
 class Played(NamedTuple):

@@ -17,10 +17,10 @@ from stillhouse.actors.envs.base import TextTokenizer
 from stillhouse.actors.envs.registry import check_options
 from stillhouse.actors.failures import Failure
 from stillhouse.actors.running_episode import EpisodeEnd
-from tests.actors.adapters.conftest import MADE_BY, Talk
+from tests.actors.adapters.conftest import Talk, needs
 from tests.patience import SLOWNESS, Limit
 
-pytest.importorskip("mcp", reason=MADE_BY)
+pytestmark = needs("mcp")
 ROOT = Path(__file__).parents[3]
 SERVER = str(ROOT / "examples" / "agents" / "mcp_calculator.py")
 STDIO: Mapping[str, Any] = {"command": ["{python}", SERVER]}

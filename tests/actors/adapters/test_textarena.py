@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from stillhouse.actors.envs.registry import check_options
-from tests.actors.adapters.conftest import MADE_BY, Talk
+from tests.actors.adapters.conftest import Talk, needs
 
-package: Any = pytest.importorskip("textarena", reason=MADE_BY)
+pytestmark = needs("textarena")
 
 GUESS: dict[str, Any] = {"id": "GuessTheNumber-v0"}
 OFFLINE = (

@@ -20,12 +20,11 @@ from stillhouse.actors.rewards import Answered, checkers, make_reward
 from stillhouse.actors.rewards.base import Verdict
 from stillhouse.actors.rewards.checked import _PLAIN  # pyright: ignore[reportPrivateUsage]
 from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost, Checkers
-from tests.actors.adapters.conftest import MADE_BY
+from tests.actors.adapters.conftest import needs
 from tests.actors.rewards.conftest import Judge
 from tests.patience import PATIENCE_S
 
-pytest.importorskip("math_verify", reason=MADE_BY)
-pytest.importorskip("jsonschema", reason=MADE_BY)
+pytestmark = [needs("math_verify"), needs("jsonschema")]
 TOO_HARD = Verdict(0.0, {"reward_too_hard": 1.0})
 PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 

@@ -311,7 +311,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int]]:
     return draw(st.lists(action, max_size=40))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories(), shuffle=st.booleans())
 def test_a_run_killed_anywhere_settles_every_task_once_and_keeps_the_order(
     write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast, history: list[tuple[str, int]], shuffle: bool

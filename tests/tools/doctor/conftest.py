@@ -19,6 +19,12 @@ Examine = Callable[..., list[Finding]]
 ENGINES = "tests.tools.doctor.faulty_engines"
 
 
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows of the built-in prompts, not all 8,448 each time."""
+    monkeypatch.setattr("stillhouse.launch.checks.check_command.ROWS_READ", 300)
+
+
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[Callable[..., ModelCase]]:
     """`case(*arguments)`: the run of a command line."""

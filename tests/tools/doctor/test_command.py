@@ -10,6 +10,7 @@ import msgspec
 import psutil
 import pytest
 
+from stillhouse import builtin
 from stillhouse.launch.checks.finding import Finding
 from stillhouse.tools.doctor.command import DoctorReport, main, split_own
 from stillhouse.tools.doctor.table import CHECKS
@@ -24,10 +25,14 @@ def findable_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def test_all_checks_of_the_built_in_run_pass(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In another process, as a user sees them, each exactly once."""
+def test_all_checks_of_the_built_in_run_pass(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """In another process, as a user sees them, each exactly once. Of its prompts, the first: all are read."""
+    prompts = tmp_path_factory.mktemp("prompts") / "first.jsonl"
+    prompts.write_text("".join(builtin.TRAIN_JSONL.read_text().splitlines(keepends=True)[:200]))
     report, before = tmp_path / "report.json", set(psutil.Process().children(recursive=True))
-    assert main([f"--json={report}", "--device=cpu", f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert main([f"--json={report}", "--device=cpu", f"--run-dir={tmp_path / 'run'}", f"--prompts={prompts}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = msgspec.json.decode(report.read_bytes(), type=DoctorReport)
     assert found.ok and list(dict.fromkeys(one.check for one in found.findings)) == [check.name for check in CHECKS]
@@ -50,6 +55,7 @@ def test_a_check_that_hangs_costs_itself_alone(capsys: pytest.CaptureFixture[str
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.slow
 def test_a_check_that_crashes_costs_itself_alone(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--device=cpu", f"--teacher.engine={ENGINES}:CRASHES", "--only=known-text,disk"]
     assert main(arguments) == 1
