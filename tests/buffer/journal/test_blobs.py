@@ -250,6 +250,20 @@ def test_a_sweep_takes_bounded_steps_and_begins_again_after_a_death(tmp_path: Pa
     store.close()
 
 
+def test_an_image_that_comes_during_a_sweep_is_compared_with_what_the_sweep_has_passed(tmp_path: Path) -> None:
+    n = 3 * LOOKED_AT
+    store = JournalStore(tmp_path, sync="process")
+    store.begin(b"meta")
+    store.append([b"turn"], [(i, blob(b"x")) for i in range(1, n + 1)])
+    put_image(store, set(range(1, n + 1)))
+    store.append([b"turn"])
+    put_image(store, {n})
+    for _ in range(8):
+        store.append([b"turn"])
+    assert numbers_in(store) == [n]
+    store.close()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_course_of_turns_images_and_deaths_keeps_what_is_needed_and_only_that(tmp_path: Path, seed: int) -> None:
     """Beside a model: the blobs that an image referred to, and all that came after it."""
