@@ -56,10 +56,11 @@ class ServerConfig(Settings, frozen=True, kw_only=True):
     """The inference servers that the launcher starts, one per worker. Not used with `urls`."""
 
     python: str = ""
-    """Interpreter that has SGLang. Empty: .venv-sglang of this project if it exists, else the interpreter of the
-    launcher."""
+    """Interpreter that has SGLang (or vLLM). Empty: .venv-sglang (.venv-vllm) of this project if it exists, else the
+    interpreter of the launcher."""
     args: tuple[str, ...] = ()
-    """Further arguments of sglang.launch_server, e.g. --mem-fraction-static,0.8; they win over ours."""
+    """Further arguments of sglang.launch_server, or of vllm serve, e.g. --mem-fraction-static,0.8. They win over
+    ours."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the servers; auto: cuda when there is a GPU. With `urls` the running servers say it."""
     gpus: tuple[NonNegativeInt, ...] = ()
@@ -105,12 +106,20 @@ class ServerLinkConfig(Settings, frozen=True, kw_only=True):
     """Seconds between two health checks (SGLang: GET /model_info)."""
 
 
+class StudentLinkConfig(ServerLinkConfig, frozen=True, kw_only=True):
+    """An actor's connection to its server (`engines.http.engine`)."""
+
+    pause_timeout_s: PositiveFloat = 120.0
+    """Longest pause for new weights before waiting requests fail."""
+
+
 class WorkerSettings(Settings, frozen=True, kw_only=True):
     """The keys by which actors and teachers choose and reach their engine."""
 
     engine: str = "auto"
     """`torch` runs the model in the worker's process; `sglang` gives each worker an SGLang server; `auto` takes sglang
-    where there are GPUs and server.python has SGLang (or with urls), else torch. Other engines: the name in an
+    where there are GPUs and server.python has SGLang (or with urls), else torch; `vllm` (actors) gives each a vLLM
+    server. Other engines: the name in an
     installed package's entry points, or `module:attribute` (docs/engines.md)."""
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     """Settings of the servers that the launcher starts for these workers."""

@@ -257,6 +257,8 @@ class ServerCommand(NamedTuple):
 class ServerEngine:
     """The launcher's view of an engine's servers, which it starts or finds at `urls`."""
 
+    takes_ipc: bool = True
+    """Its actors' servers can be given weights by memory that the learner shares (weights.transport = ipc)."""
     modules: tuple[str, ...] = ()
     """Modules that the servers' interpreter must have; they are looked up, not imported."""
     experts_args: tuple[str, ...] = ()

@@ -22,6 +22,7 @@ BUILT_IN: Final = {
     "torch": "stillhouse.engines.torch.provider:PROVIDER",
     "sglang": "stillhouse.engines.sglang.provider:PROVIDER",
     "api": "stillhouse.engines.api.provider:PROVIDER",
+    "vllm": "stillhouse.engines.vllm.provider:PROVIDER",
 }
 AUTO: Final = "auto"
 """The launcher chooses: the first of `AUTO_ORDER` that fits, else EMBEDDED (launch.checks.placement)."""
@@ -35,8 +36,8 @@ class UnknownEngine(ValueError):
 
 
 class EngineOptions(Members):
-    """Sections of keys that installed engines bring: `actor.NAME.KEY` or `teacher.NAME.KEY`. Those of built-in engines
-    are fields of `actor` and `teacher`."""
+    """Sections of keys that engines bring: `actor.NAME.KEY` or `teacher.NAME.KEY`. Those of torch, sglang and api are
+    fields of `actor` and `teacher`."""
 
     beside = True
 
@@ -45,7 +46,7 @@ class EngineOptions(Members):
 
     def known(self) -> Mapping[str, type[Settings]]:
         found: dict[str, type[Settings]] = {}
-        for name in installed(ENTRY_POINT_GROUP).keys() - BUILT_IN.keys():
+        for name in known_engines():
             try:
                 found[name] = self.section(name, with_options=True)
             except ValueError:
@@ -54,7 +55,7 @@ class EngineOptions(Members):
 
     def section(self, name: str, *, with_options: bool) -> type[Settings]:
         section = find_engine(name).options.get(self._role)
-        if section is None or name in BUILT_IN:
+        if section is None:
             raise ValueError(f"engine {name} brings no section of options for a {self._role}; expected none")
         return section
 

@@ -41,9 +41,13 @@ NO_TEXT: Final = "\N{REPLACEMENT CHARACTER}"
 _PLACEHOLDER: Final = "token_id:"
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True):
     logprob: float | None = None
     decoded_token: str | None = None
+
+
+Sets: TypeAlias = list[dict[int, Entry] | None]
+"""Per token of a prompt the token itself and the likeliest ones; None for the first."""
 
 
 class _Logprobs(msgspec.Struct, frozen=True):
@@ -54,7 +58,7 @@ class _Logprobs(msgspec.Struct, frozen=True):
 
 class _Choice(msgspec.Struct, frozen=True):
     logprobs: _Logprobs | None = None
-    prompt_logprobs: list[dict[int, _Entry] | None] | None = None
+    prompt_logprobs: Sets | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -88,7 +92,7 @@ class Answer(NamedTuple):
     """None: it names no ids."""
     texts_T: list[str | None]
     """None where it has no text of the token."""
-    sets_T: Sequence[Mapping[int, _Entry] | None] | None
+    sets_T: Sequence[Mapping[int, Entry] | None] | None
     """The token itself and the likeliest ones."""
     charged_tokens: int
     """Tokens of the prompt by the API's own count; 0: it does not say."""
@@ -107,7 +111,7 @@ def read_answer(body: bytes, ids_T: Int32s, form: str) -> Answer:
     counted = reply.usage.prompt_tokens if reply.usage is not None else None
     charged = counted if counted is not None and 0 <= counted <= 2 * n + 64 else 0
     if form == "prompt_logprobs":
-        return _of_prompt_logprobs(choice, ids_T, charged)
+        return of_prompt_logprobs(choice.prompt_logprobs, choice.prompt_token_ids, ids_T, charged)
     lists = parts[0].logprobs if parts else choice.logprobs
     if lists is None:
         raise Unusable("malformed", "it has no logprobs of the prompt")
@@ -117,8 +121,10 @@ def read_answer(body: bytes, ids_T: Int32s, form: str) -> Answer:
     return answer
 
 
-def _of_prompt_logprobs(choice: _Choice, ids_T: Int32s, charged: int) -> Answer:
-    sets = choice.prompt_logprobs
+def of_prompt_logprobs(
+    sets: Sets | None, prompt_token_ids: list[int] | None, ids_T: Int32s, charged: int = 0
+) -> Answer:
+    """Raises Unusable for log-probs of other tokens, or of another number of them."""
     if sets is None:
         raise Unusable("malformed", "it has no prompt_logprobs")
     if len(sets) != len(ids_T):
@@ -128,7 +134,7 @@ def _of_prompt_logprobs(choice: _Choice, ids_T: Int32s, charged: int) -> Answer:
         raise Unusable("ids", "it has no log-prob of a token that was sent")
     logprobs = [None if one is None else one.logprob for one in own]
     texts = [None if one is None else one.decoded_token for one in own]
-    return Answer(logprobs, choice.prompt_token_ids, texts, sets, charged)
+    return Answer(logprobs, prompt_token_ids, texts, sets, charged)
 
 
 def _of_echo(lists: _Logprobs, choice: _Choice, n: int, charged: int) -> Answer:

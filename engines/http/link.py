@@ -124,6 +124,8 @@ class ServerLink:
         self.requests_total = 0
         self.sent_bytes_total = 0
         self.received_bytes_total = 0
+        self.updating = False
+        """The server takes new weights: it may be too busy to name them, and the name is not settled."""
         self.on_info: Callable[[ModelInfo, float], None] | None = None
         """Called on the loop with every answer to the monitor, and the time of its request (time.monotonic)."""
         self._lost: str | None = None
@@ -199,6 +201,10 @@ class ServerLink:
 
     async def model_info(self) -> ModelInfo:
         return msgspec.json.decode(await self.get(self.info_path), type=ModelInfo)
+
+    async def answers(self) -> None:
+        """Return when the server answers, busy or not. Raises ServerUnavailable."""
+        await self.model_info()
 
     async def wait_until_up(self) -> None:
         """Raises ServerUnavailable past connect_timeout_s."""
@@ -313,9 +319,12 @@ class ServerLink:
         while True:
             try:
                 asked_s = time.monotonic()
-                info = await self.model_info()
-                if self.on_info is not None:
-                    self.on_info(info, asked_s)
+                if self.updating:
+                    await self.answers()
+                elif self.on_info is not None:
+                    self.on_info(await self.model_info(), asked_s)
+                else:
+                    await self.model_info()
             except (ServerUnavailable, RequestRefused, ValueError) as error:
                 log.warning("health: %s", error)
                 self._lose_if_away_for_long(error)

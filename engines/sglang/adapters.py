@@ -26,9 +26,10 @@ from typing import Any, Final
 import msgspec
 
 from stillhouse.engines.http.link import RequestRefused, ServerUnavailable
+from stillhouse.engines.http.weights import STUDENT, fetch_file
 from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.features import ListedModels
-from stillhouse.engines.sglang.weights import STUDENT, ServerWeights, fetch_file
+from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.errors import Interrupted, WeightsRefused

@@ -15,10 +15,10 @@ import msgspec
 
 from stillhouse.engines.config import ServerLinkConfig, WorkerSettings
 from stillhouse.engines.http.link import RequestRefused, ServerUnavailable, tls_context
+from stillhouse.engines.http.stream import StreamError
 from stillhouse.engines.provider import EngineRole, ServerFacts
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.features import Features, probe_server, why_unfit
-from stillhouse.engines.sglang.stream import StreamError
 from stillhouse.engines.sglang.tokenizer import compare_tokenizers
 from stillhouse.protocol.addresses import is_local
 

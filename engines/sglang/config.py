@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from stillhouse.engines.config import ServerLinkConfig
-from stillhouse.protocol.settings import PositiveFloat, PositiveInt
+from stillhouse.engines.config import StudentLinkConfig
+from stillhouse.protocol.settings import PositiveInt
 
 SwapMode: TypeAlias = Literal["in_place", "retract", "abort", "keep"]
 
 
-class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):
+class SGLangConfig(StudentLinkConfig, frozen=True, kw_only=True):
     """An actor's connection to its SGLang server (`engines.sglang.engine`)."""
 
     stream_tokens: PositiveInt = 16
@@ -26,5 +26,3 @@ class SGLangConfig(ServerLinkConfig, frozen=True, kw_only=True):
     is not for max_staleness = 0. `keep`, only for adapters (weights.adapters): requests keep the version that they
     began with to their end. With adapters `abort` works too; `in_place` and `retract` do not, because a server cannot
     change the adapter of a request."""
-    pause_timeout_s: PositiveFloat = 120.0
-    """Longest pause for new weights before waiting requests fail."""

@@ -1,76 +1,29 @@
-"""A student on an SGLang server: requests go out over HTTP, tokens come back as a stream.
-
-    submit --> a task per request: gate --> slot (max_concurrent) --> POST /generate, chunk by chunk --> deltas --> poll
-                                    ^
-    pause, resume (weights) --------+
-
-`submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `SGLangLink`. Weights
-arrive on the server itself, between `pause` and `resume`, which the weight sink calls from its own thread. While the
-gate is closed nothing new is sent; `update_mode` decides about running requests. Every token carries a version that the
-server has confirmed (engines.sglang.stream).
-
-While a server is paused its label says so (`Labels.updating`), until `resume`. If this process dies in between, its
-successor does not know how far the update got, and keeps the gate closed until whole weights have arrived.
-"""
+"""A student on an SGLang server. `update_mode` decides about running requests at a weight swap."""
 
 # Why it is so: docs/decisions/sglang-engine.md
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
-import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
-from stillhouse.engines.backoff import backoffs
-from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
-from stillhouse.engines.http.link import ModelInfo, RequestRefused, ServerUnavailable
+from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.http.engine import StudentOnServer
+from stillhouse.engines.http.live import LiveRequest
+from stillhouse.engines.http.stream import ExpertsAsked, Labels, StreamChunk, UnderAdapter, decode_chunk
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.engines.sglang.deltas import DeltaBox
 from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
 from stillhouse.engines.sglang.http import SGLangLink
-from stillhouse.engines.sglang.requests import (
-    EngineTotals,
-    LiveRequest,
-    check_request,
-    ended_anyway,
-    experts_asked,
-    generate_body,
-    why_give_up,
-)
-from stillhouse.engines.sglang.stream import (
-    START_LABEL,
-    FinishReason,
-    Labels,
-    NewTokens,
-    StreamError,
-    TokenStream,
-    UnderAdapter,
-    decode_chunk,
-)
+from stillhouse.engines.sglang.requests import check_sampling, experts_asked, generate_body
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
 
-_WATCH_EVERY_S: Final = 0.25
-_ABORT_GRACE_S: Final = 2.0
-"""Time after which an aborted request is dropped if the server does not end it: the abort may have overtaken it."""
-_ABORT_REPEAT_S: Final = 0.2
-"""Interval at which an abort is repeated: the server ignores one that overtakes its request."""
-_CUT_POLL_S: Final = 0.005
 
-
-class SGLangEngine:
-    """A GenerationEngine (engines.base). `pause` and `resume` are for the weight sink that updates its server, from one
-    thread."""
-
+class SGLangEngine(StudentOnServer[SGLangConfig, Features]):
     def __init__(
         self,
         url: str,
@@ -81,106 +34,14 @@ class SGLangEngine:
         api_key: str = "",
         on_output: Callable[[], None] | None = None,
     ) -> None:
-        """Connects. `run_id` is in the names of weights on the server (`labels`). `on_output` is called from another
-        thread when there is something to poll, at most every hundredth of a second. Raises ServerUnavailable when the
-        server does not answer within connect_timeout_s, ServerMismatch when it cannot do what `config` asks,
-        StreamError for unusable answers."""
-        self.config: Final = config
-        self.vocab_size: Final = vocab_size
-        self.labels: Final = Labels(run_id)
-        self._deltas = DeltaBox(on_output)
-        self._totals = EngineTotals()
-        self._live: dict[str, LiveRequest] = {}
-        self._session_id = secrets.token_hex(4)
-        self._n_sent = 0
-        self._closed = False
         self._told_of_experts = False
         self._server_paused = False
         """Paused by this engine, in mode `retract`: its requests wait there."""
-        self._pause_began: tuple[int, int] | None = None
-        """When it was paused for new weights (`tracing.events.now_ns`), and how many requests were under way."""
         self._adapter = ""
         """Name of the adapter of new requests; empty: the server's own weights."""
         self._idle_adapters: set[str] = set()
-        self.server: Final = SGLangLink(url, config, api_key=api_key)
-        try:
-            self.features: Final[Features] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
-        except BaseException:
-            self.server.close()
-            raise
-        for line in (f"SGLang server at {url}", *self.features.table().splitlines()):
-            log.info("%s", line)
-
-    @property
-    def works_in_poll(self) -> bool:
-        return False
-
-    @property
-    def version(self) -> WeightVersion:
-        return self._version
-
-    @property
-    def weights_known(self) -> bool:
-        """True when the server has weights of this run. If not, all requests wait for the first `resume`."""
-        return self._label is not None
-
-    @property
-    def max_context(self) -> int:
-        """Longest sequence that the server accepts, prompt and answer together."""
-        return self.features.max_context
-
-    @property
-    def stats(self) -> EngineStats:
-        """`decode_steps_total` counts stream chunks: a server's steps are not visible from here."""
-        running = sum(1 for live in list(self._live.values()) if live.rid)
-        slots = self.config.max_concurrent
-        return self._totals.stats(
-            self.server, n_open=len(self._deltas), running=running, slots=slots, version=self._version
-        )
-
-    def submit(self, request: GenerationRequest) -> None:
-        """See the interface. Also raises ValueError for sampling whose log-probs the server cannot give (top-p, top-k),
-        RuntimeError after close(). The seed is ignored: the server has its own random stream."""
-        self._refuse_closed()
-        check_request(request, self.features, self.vocab_size)
-        if request.sampling.experts is not None and not (self.features.routed_experts or self._told_of_experts):
-            self._told_of_experts = True
-            log.warning(
-                "learner.routing_replay: this server does not say which experts it chose, so the student's routers "
-                "choose freely; expected a server with --enable-return-routed-experts, and another update_mode than "
-                "retract"
-            )
-        self._deltas.open(request.request_id)
-        self.server.call_soon(self._begin, LiveRequest(request))
-
-    def abort(self, request_id: str) -> None:
-        self._refuse_closed()
-        self.server.call_soon(self._abort, request_id)
-
-    def poll(self, timeout_s: float) -> list[GenerationDelta]:
-        """New output, at most one delta per request; waits up to `timeout_s` for the first. Raises ServerLost."""
-        self._refuse_closed()
-        self.server.raise_if_lost()
-        return self._deltas.take(timeout_s)
-
-    def pause(self, timeout_s: float, *, cut: bool = False) -> None:
-        """Prepare for new weights, before the update is posted: send nothing more, and stop running requests where the
-        server can take the weights. `cut` ends them in any mode, so that a canary can be scored before they continue.
-        Raises ServerUnavailable; the gate then stays closed."""
-        self._pause_began = self._pause_began or (events.now_ns(), len(self._live))
-        self.server.run(self._pause(cut=cut), timeout_s=timeout_s)
-
-    def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
-        """Continue under `version`, after the update was acknowledged. `name`: also label the server's weights, which
-        the update did not. Raises StreamError when the server does not report these weights, and ServerUnavailable; the
-        gate then stays closed."""
-        self.server.run(self._resume(version, name=name), timeout_s=timeout_s)
-        if self._pause_began is not None:
-            (began_ns, n_running), self._pause_began = self._pause_began, None
-            events.done("engine", "swap", began_ns, version=str(version), running=n_running)
-            if n_running:
-                self._totals.pauses += 1
-                self._totals.pause_s += (events.now_ns() - began_ns) / 1e9
+        link = SGLangLink(url, config, api_key=api_key)
+        super().__init__(link, config, vocab_size=vocab_size, run_id=run_id, on_output=on_output)
 
     def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
         """Send new requests with the adapter `name`, which the server has loaded. Running requests end and continue
@@ -193,21 +54,10 @@ class SGLangEngine:
         either, so that the server has noticed the end of the last one. Raises ServerUnavailable."""
         return self.server.run(self._unused_adapters(set(loaded)), timeout_s=timeout_s)
 
-    def abort_leftovers(self, timeout_s: float) -> None:
-        """Abort requests that a former worker left on the server. Only for a server without other users, before the
-        first request. Raises ServerUnavailable."""
-        self.server.run(self.server.post("/abort_request", {"abort_all": True}), timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Drop every request without a last delta; the server aborts what it sees disconnected. Idempotent."""
-        self._closed = True
-        self.server.close()
-
     # -------------------------------------------------------------------------------------- on the event loop
 
-    async def _connect(self) -> Features:
+    async def _detect(self) -> Features:
         # A former worker may have died between pause and resume. A paused server would not answer the probes.
-        await self.server.wait_until_up()
         if await self.server.has_endpoint("/continue_generation"):
             await self.server.post("/continue_generation", {})
         features = await detect_features(self.server)
@@ -216,112 +66,22 @@ class SGLangEngine:
         if features.routed_experts and self.config.update_mode == "retract":
             # What was computed again under new weights would be said of tokens that the old ones sampled.
             features = msgspec.structs.replace(features, routed_experts=False)
-        self._gate = asyncio.Event()
-        self._paused_s = self._version_set_s = time.monotonic()
-        self._silent_since_s = 0.0
-        """Time of the first request since the last token of any request; 0 when none is awaited."""
-        self._slots = asyncio.Semaphore(self.config.max_concurrent)
-        version = self.labels.parse(features.weights_label)
-        self._version = version or WeightVersion(0, 0)
-        self._label = features.weights_label if version is not None else None
-        if version is not None:
-            self._gate.set()
-        else:
-            log.warning(
-                "the server's weights %r are not of this run: nothing is sent until new ones have arrived",
-                features.weights_label,
-            )
-        self.server.on_info = self._note_info
-        self.server.start_monitor()
-        self.server.spawn(self._watch())
         return features
 
-    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
-        """Follow the server's label. Between pause and resume the updater sets it. Otherwise a change to another
-        version of this run was made elsewhere and applies to requests sent from now on; any other change means that the
-        server was restarted, or taken by another run."""
-        label = info.weight_version
-        if not self._gate.is_set() or asked_s < self._version_set_s or label == self._label:
-            return
-        version = self.labels.parse(label)
-        if version is None or label == START_LABEL or self._adapter:
-            self.server.declare_lost(
-                f"its weights were {self._label!r} and are {label!r} now: this is not the same server"
+    def _check_sampling(self, request: GenerationRequest) -> None:
+        check_sampling(f"request {request.request_id!r}", request.sampling, self.features)
+        if request.sampling.experts is not None and not (self.features.routed_experts or self._told_of_experts):
+            self._told_of_experts = True
+            log.warning(
+                "learner.routing_replay: this server does not say which experts it chose, so the student's routers "
+                "choose freely; expected a server with --enable-return-routed-experts, and another update_mode than "
+                "retract"
             )
-            self._deltas.notify()
-        else:
-            self._set_version(version, label)
 
-    def _set_version(self, version: WeightVersion, label: str) -> None:
-        self._totals.swaps += version != self._version
-        self._version, self._label = version, label
-        self._version_set_s = time.monotonic()
+    def _experts(self, live: LiveRequest) -> ExpertsAsked | None:
+        return experts_asked(live.request, len(live.ids), self.features)
 
-    def _begin(self, live: LiveRequest) -> None:
-        if not self._live:
-            self._totals.busy_since_s = time.monotonic()
-        self._live[live.request.request_id] = live
-        live.task = self.server.start_task(self._serve(live))
-        live.task.add_done_callback(lambda _: self._cancelled(live))
-
-    def _cancelled(self, live: LiveRequest) -> None:
-        """End a cancelled request. Not in `_serve`, because a task that is cancelled before its first step never
-        runs."""
-        if self._closed or live.request.request_id not in self._live:
-            return
-        if live.given_up:
-            self._end(live, "error", live.given_up)
-        else:
-            self._end(live, "aborted")
-
-    async def _serve(self, live: LiveRequest) -> None:
-        """Serve a request from the gate to its last delta; `_cancelled` gives that of a cancelled one."""
-        try:
-            async with self._slots:
-                while True:
-                    await self._gate.wait()
-                    if await self._attempt(live):
-                        return
-                    self._totals.restarts += 1
-        except (ServerUnavailable, RequestRefused, StreamError) as error:
-            self._end(live, "error", f"{type(error).__name__}: {error}")
-        except Exception as error:
-            log.exception("request %s", live.request.request_id)
-            self._end(live, "error", f"{type(error).__name__}: {error}")
-
-    async def _attempt(self, live: LiveRequest) -> bool:
-        """Send the request, repeatedly while the server is away, until a stream has begun; then read it to its end.
-        False: cut for new weights, to be continued."""
-        deadline_s = time.monotonic() + self.config.start_timeout_s
-        for backoff_s in backoffs():
-            await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
-            await self._gate.wait()
-            labels = UnderAdapter(self._version, self._label or "") if self._adapter else self.labels
-            stream = TokenStream(
-                incremental=self.features.incremental_stream,
-                floor=self._version,
-                labels=labels,
-                top_ids=live.request.sampling.top_ids,
-                kept=live.request.sampling.kept,
-                experts=experts_asked(live.request, len(live.ids), self.features),
-            )
-            try:
-                return await self._read(live, stream)
-            except ServerUnavailable:
-                self._silent_since_s = 0.0
-                if stream.n_seen or time.monotonic() + backoff_s >= deadline_s:
-                    raise
-            finally:
-                live.rid = ""
-            await asyncio.sleep(backoff_s)
-        raise AssertionError("backoffs() ended")
-
-    async def _read(self, live: LiveRequest, stream: TokenStream) -> bool:
-        self._n_sent += 1
-        self._silent_since_s = self._silent_since_s or time.monotonic()
-        live.rid = f"{self._session_id}-{self._n_sent}"
-        live.heard_s = time.monotonic()
-        live.restarting = False
+    def _request(self, live: LiveRequest) -> tuple[str, dict[str, Any]]:
         body = generate_body(live.request, live.ids, live.rid, self.features, self.config.stream_tokens)
         live.adapter = self._adapter
         if live.adapter:
@@ -330,104 +90,32 @@ class SGLangEngine:
             # The prefix cache is not flushed: only requests that began under the old weights may use their entries.
             live.cache_key = live.cache_key or self.labels.of(self._version)
             body["extra_key"] = live.cache_key
-        async with aclosing(self.server.stream("/generate", body)) as texts:
-            async for text in texts:
-                live.heard_s = time.monotonic()
-                self._silent_since_s = 0.0
-                chunk = decode_chunk(text)
-                self._totals.chunks += 1
-                self._give(live, stream.take(chunk))
-                if stream.finish is not None:
-                    self._totals.cached_tokens += chunk.meta_info.cached_tokens
-        return self._finish(live, stream)
+        return "/generate", body
 
-    def _finish(self, live: LiveRequest, stream: TokenStream) -> bool:
-        finish = stream.finish
-        if finish is None:
-            raise StreamError("the stream ended without a finish reason")
-        if finish.type in ("stop", "length"):
-            self._end(live, "stop" if finish.type == "stop" else "length")
-        elif finish.type != "abort":
-            raise StreamError(f"finish reason {finish.type!r}; expected stop, length or abort")
-        elif live.aborting_since_s is not None:
-            self._end(live, "aborted")
-        elif live.restarting:
-            if (reason := ended_anyway(live, self.features)) is None:
-                return False
-            self._end(live, reason)
-        else:
-            refused = finish.status_code is not None and 400 <= finish.status_code < 500
-            kind = RequestRefused if refused else ServerUnavailable
-            raise kind(f"the server aborted the request: {finish.message or 'no reason given'}")
-        return True
+    def _decode(self, live: LiveRequest, text: bytes) -> StreamChunk:
+        return decode_chunk(text)
 
-    def _give(self, live: LiveRequest, new: NewTokens) -> None:
-        if not new.ids:
-            return
-        live.ids += new.ids
-        self._totals.sampled_tokens += len(new.ids)
-        self._deltas.give(live.request.request_id, new)
+    def _labels_now(self) -> Labels:
+        return UnderAdapter(self._version, self._label or "") if self._adapter else self.labels
 
-    def _end(self, live: LiveRequest, reason: FinishReason, error: str | None = None) -> None:
-        name = live.request.request_id
-        del self._live[name]
-        if not self._live:
-            self._totals.idle()
-        self._deltas.end(name, reason, error)
-
-    def _abort(self, request_id: str) -> None:
-        live = self._live.get(request_id)
-        if live is None or live.aborting_since_s is not None:
-            return
-        live.aborting_since_s = time.monotonic()
-        if live.rid:
-            self.server.spawn(self.server.abort(live.rid))
-        elif live.task is not None:
-            live.task.cancel()
-
-    async def _watch(self) -> None:
-        """Cancel requests that are silent for too long, and aborted ones that continue. Declare a server lost that
-        answers health checks but sends no token of any request."""
-        longest_s = self.config.stall_timeout_s + self.config.start_timeout_s
-        while True:
-            await asyncio.sleep(_WATCH_EVERY_S)
-            now_s = time.monotonic()
-            if self._gate.is_set() and self._silent_since_s and now_s - self._silent_since_s > longest_s:
-                self.server.declare_lost(
-                    f"no token of any request for {longest_s:g} s, though it answers health checks"
-                )
-                self._deltas.notify()
-            paused_s = None if self._gate.is_set() else self._paused_s
-            for live in self._live.values():
-                live.given_up = live.given_up or why_give_up(live, self.config, now_s, paused_s)
-                overdue = live.aborting_since_s is not None and now_s - live.aborting_since_s > _ABORT_GRACE_S
-                if live.task is not None and (live.given_up or overdue):
-                    live.task.cancel()
-
-    async def _pause(self, *, cut: bool) -> None:
-        if self._gate.is_set():
-            self._paused_s = time.monotonic()
-        self._gate.clear()
+    async def _stop(self, *, cut: bool) -> None:
         if cut or self.config.update_mode != "retract":
             await self._cut([live for live in self._live.values() if live.rid])
-            await self._continue()
+            await self._go_on()
             if self.config.update_mode != "in_place":
                 await self.server.flush_cache()
         else:
             self._server_paused = True
             await self.server.post("/pause_generation", {"mode": "retract"})
-        await self._set_label(self.labels.updating(self._version))
 
-    async def _cut(self, running: Sequence[LiveRequest]) -> None:
-        sent_as = {live.rid: live for live in running}
-        for live in running:
-            live.restarting = live.aborting_since_s is None
-        sent_s = -math.inf
-        while rids := [rid for rid, live in sent_as.items() if live.rid == rid]:
-            if time.monotonic() - sent_s > _ABORT_REPEAT_S:
-                await asyncio.gather(*(self.server.abort(rid) for rid in rids))
-                sent_s = time.monotonic()
-            await asyncio.sleep(_CUT_POLL_S)
+    async def _go_on(self) -> None:
+        if self._server_paused:
+            await self.server.post("/continue_generation", {})
+            self._server_paused = False
+
+    async def _set_label(self, label: str) -> None:
+        if self.features.labels_settable:
+            await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def _switch_adapter(self, version: WeightVersion, name: str) -> None:
         self._adapter = name
@@ -439,34 +127,3 @@ class SGLangEngine:
         used = {self._adapter, *(live.adapter for live in self._live.values())}
         idle_before, self._idle_adapters = self._idle_adapters, loaded - used
         return sorted(idle_before & self._idle_adapters)
-
-    async def _continue(self) -> None:
-        if self._server_paused:
-            await self.server.post("/continue_generation", {})
-            self._server_paused = False
-
-    async def _set_label(self, label: str) -> None:
-        if self.features.labels_settable:
-            await self.server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-
-    async def _resume(self, version: WeightVersion, *, name: bool) -> None:
-        if name:
-            await self._set_label(self.labels.of(version))
-        label = (await self.server.model_info()).weight_version
-        if label == self.labels.updating(version) and version == self._version and self._label is not None:
-            label = self._label  # no update came: the caller confirms that the old weights are intact
-            await self._set_label(label)
-        if self.labels.parse(label) != version:
-            raise StreamError(
-                f"the server has weights {label!r}; expected {self.labels.of(version)!r} after the update"
-            )
-        await self._continue()
-        self._set_version(version, label)
-        self._silent_since_s = 0.0
-        for live in self._live.values():
-            live.heard_s = time.monotonic()
-        self._gate.set()
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise RuntimeError("the engine is closed")

@@ -11,11 +11,11 @@ import msgspec
 
 from stillhouse.engines.base import EngineMismatch
 from stillhouse.engines.config import ServerConfig, ServerLinkConfig
-from stillhouse.engines.http.link import RequestRefused
+from stillhouse.engines.http.link import RequestRefused, ServerLink
+from stillhouse.engines.http.stream import StreamChunk, StreamError, decode_chunk
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.http import SGLangLink
-from stillhouse.engines.sglang.stream import StreamChunk, StreamError, decode_chunk
 from stillhouse.weights.checks import Precision
 
 LogprobTemperature: TypeAlias = Literal["as_sampled", "one"]
@@ -201,7 +201,7 @@ def why_unfit(features: Features, config: SGLangConfig) -> str | None:
     )
 
 
-async def detect_features(link: SGLangLink) -> Features:
+async def detect_features(link: ServerLink) -> Features:
     """Wait until the server answers, then measure. Raises ServerUnavailable past connect_timeout_s, StreamError for
     unusable answers."""
     await link.wait_until_up()
@@ -246,7 +246,7 @@ def _body(temperature: float, n_tokens: int, interval: int = 0, **more: Any) -> 
     return {"input_ids": _PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
 
 
-async def _top_two(link: SGLangLink, temperature: float) -> tuple[tuple[float, float], bool]:
+async def _top_two(link: ServerLink, temperature: float) -> tuple[tuple[float, float], bool]:
     """Log-probs of the two likeliest next tokens, and True if the reply has version spans."""
     try:
         text = await link.post(
@@ -259,7 +259,7 @@ async def _top_two(link: SGLangLink, temperature: float) -> tuple[tuple[float, f
     return (first, second), meta.weight_versions is not None
 
 
-async def _returns_masks(link: SGLangLink) -> bool:
+async def _returns_masks(link: ServerLink) -> bool:
     """Older servers ignore the request, or refuse it."""
     body = _body(1.0, 1, return_sampling_mask=True)
     body["sampling_params"]["top_k"] = 2
@@ -293,7 +293,7 @@ def _logprob_temperature(at_one: tuple[float, float], at_probe: tuple[float, flo
     return "one" if abs(at_probe[0] - at_one[0]) < _SAME_NATS else "as_sampled"
 
 
-async def _probe_stream(link: SGLangLink, info: ServerInfo) -> tuple[bool, bool, float]:
+async def _probe_stream(link: ServerLink, info: ServerInfo) -> tuple[bool, bool, float]:
     """(chunks are increments, a request may set their size, log-prob of the first greedy token). Servers refuse unknown
     sampling parameters."""
     may_set = True
@@ -311,7 +311,7 @@ async def _probe_stream(link: SGLangLink, info: ServerInfo) -> tuple[bool, bool,
     return incremental, may_set, entries[0][0]
 
 
-async def _greedy_stream(link: SGLangLink, interval: int) -> list[StreamChunk]:
+async def _greedy_stream(link: ServerLink, interval: int) -> list[StreamChunk]:
     body = _body(0.0, _STREAM_TOKENS, interval, stream=True)
     async with asyncio.timeout(link.config.stall_timeout_s), aclosing(link.stream("/generate", body)) as texts:
         return [decode_chunk(text) async for text in texts]

@@ -10,26 +10,20 @@ sent when the one before has been answered, because the server then has its pref
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import math
-import time
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from stillhouse.engines.base import LOGPROBS_ONLY, Int32s, ScoreRequest, ScoreResult, check_scoring
+from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult
 from stillhouse.engines.config import ServerLinkConfig
-from stillhouse.engines.http.link import ModelInfo, ServerUnavailable
+from stillhouse.engines.http.scorer import ScorerOnServer
+from stillhouse.engines.http.stream import StreamError
 from stillhouse.engines.sglang.features import Features, detect_features
 from stillhouse.engines.sglang.http import SGLangLink
-from stillhouse.engines.sglang.stream import StreamError
-from stillhouse.protocol.payloads.kind import ScoreOptions
-
-log = logging.getLogger(__name__)
 
 _Entry: TypeAlias = tuple[float | None, int, Any]
 
@@ -50,38 +44,13 @@ _PIECE: Final = 32
 """Positions per request where each has its own ids. All values of a reply are those of up to 32 k ids per position."""
 
 
-class SGLangScorer:
-    """A ScoringEngine (engines.base). `score` is called from one thread."""
-
+class SGLangScorer(ScorerOnServer[Features]):
     def __init__(self, url: str, config: ServerLinkConfig, *, vocab_size: int, api_key: str = "") -> None:
-        """Connects. Raises ServerUnavailable when the server does not answer within connect_timeout_s."""
-        self._config = config
-        self._vocab_size = vocab_size
         self._cached_tokens = 0
-        self._answered_s = 0.0
-        self._closed = False
-        self.server: Final = SGLangLink(url, config, api_key=api_key)
-        try:
-            self.features: Final[Features] = self.server.run(
-                detect_features(self.server), timeout_s=2 * config.connect_timeout_s
-            )
-        except BaseException:
-            self.server.close()
-            raise
-        self._model: ModelInfo | None = None
-        self.server.on_info = self._note_info
-        self.server.start_monitor()
-        for line in (f"SGLang server at {url}", *self.features.table().splitlines()):
-            log.info("%s", line)
+        super().__init__(SGLangLink(url, config, api_key=api_key), config, vocab_size=vocab_size)
 
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of a request; SGLang takes somewhat fewer than the model's window."""
-        return self.features.max_prompt
+    async def _detect(self) -> Features:
+        return await detect_features(self.server)
 
     @property
     def stats(self) -> dict[str, float]:
@@ -93,54 +62,10 @@ class SGLangScorer:
             "prompt_tokens_cached_total": float(self._cached_tokens),
         }
 
-    def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
-        """See the interface; results in the order of the requests. Also raises ValueError for more than max_context
-        tokens and top_k outside [0, vocab_size], ServerUnavailable when one request got no answer in time (the others
-        are cancelled, because repeating them is cheap), ServerLost when none did, RuntimeError after close()."""
-        if self._closed:
-            raise RuntimeError("the scorer is closed")
-        self.server.raise_if_lost()
-        top_k = options.top_k
-        check_scoring(requests, top_k, vocab_size=self._vocab_size, max_tokens=self.max_context)
-        one_s = self._config.start_timeout_s + self._config.stall_timeout_s
-        rounds = 1 + math.ceil(len(requests) / self._config.max_concurrent)
-        asked_s = time.monotonic()
-        try:
-            return self.server.run(self._score_all(requests, top_k), timeout_s=rounds * one_s)
-        except ServerUnavailable as error:
-            if self._answered_s < asked_s:
-                self.server.declare_lost(f"no score in {time.monotonic() - asked_s:.0f} s: {error}")
-            self.server.raise_if_lost()
-            raise
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._closed = True
-        self.server.close()
-
-    def _note_info(self, info: ModelInfo, asked_s: float) -> None:
-        """A teacher's weights never change. If they do, another server answers, or another run has taken this one."""
-        if self._model is not None and info != self._model:
-            self.server.declare_lost(f"it had {self._model} and has {info} now")
-        self._model = self._model or info
-
-    async def _score_all(self, requests: Sequence[ScoreRequest], top_k: int) -> list[ScoreResult]:
-        slots = asyncio.Semaphore(self._config.max_concurrent)
-
-        async def score_in_turn(request: ScoreRequest) -> ScoreResult:
-            if request.start == len(request.token_ids):
-                return ScoreResult.empty(top_k if request.top_ids is None else request.top_ids.shape[1])
-            async with slots:
-                if request.top_ids is None:
-                    return await self._score_one(request, top_k)
-                return joined([await self._score_one(piece, 0) for piece in pieces(request)])
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(score_in_turn(request)) for request in requests]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+    async def _score_request(self, request: ScoreRequest, top_k: int) -> ScoreResult:
+        if request.top_ids is None:
+            return await self._score_one(request, top_k)
+        return joined([await self._score_one(piece, 0) for piece in pieces(request)])
 
     async def _score_one(self, request: ScoreRequest, top_k: int) -> ScoreResult:
         body: dict[str, Any] = {
@@ -154,12 +79,7 @@ class SGLangScorer:
         given_U = None if request.top_ids is None else np.unique(request.top_ids)
         if given_U is not None:
             body["token_ids_logprob"] = given_U.tolist()
-        deadline_s = time.monotonic() + self._config.start_timeout_s
-        text = await self.server.post_again(
-            "/generate", body, timeout_s=self._config.stall_timeout_s, deadline_s=deadline_s
-        )
-        self._answered_s = time.monotonic()
-        meta = _DECODER.decode(text).meta_info
+        meta = _DECODER.decode(await self._post("/generate", body)).meta_info
         self._cached_tokens += meta.cached_tokens
         scores = read_scores(request, meta.input_token_logprobs, meta.input_top_logprobs, top_k, self._vocab_size)
         if given_U is None or request.top_ids is None:

@@ -27,6 +27,9 @@ class VLLMLink(ServerLink):
     async def post_abort(self, rids: Sequence[str]) -> None:
         await self.post("/abort_requests", {"request_ids": [f"{RID_PREFIX}{rid}" for rid in rids]})
 
+    async def answers(self) -> None:
+        await self.get("/health")
+
     async def flush_cache(self) -> None:
         """The server refuses while a request holds a part of the cache."""
         while not msgspec.json.decode(await self.post("/reset_prefix_cache", None), type=_Flushed).success:

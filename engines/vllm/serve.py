@@ -73,6 +73,7 @@ def main() -> None:
 
 
 if __name__ == "__mp_main__":
+    own("protocol.children").die_with_parent(os.getppid())  # vLLM's engine and workers would stay, with their memory
     process = own("sglang_server.serve")  # as in the process that spawned this one
     process.hide(os.environ["VLLM_API_KEY"])
     process.keep_stores_here()

@@ -29,8 +29,11 @@ DEFAULT_PYTHON: Final = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
 SERVE: Final = HERE / "serve.py"
 CPU_ARGS: Final = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", "268435456")
 """Without a dtype vLLM turns float32 into float16. Compiling takes minutes."""
-CPU_ENVIRONMENT: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-"""vLLM would bind the threads of all servers to the same cores."""
+CPU_ENVIRONMENT: Final = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else the threads of all servers are bound to the same cores
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else the first log-probs of a prompt take a minute, for a compilation
+}
 SAMPLED: Final = "processed_logprobs"
 """Log-probs of the distribution that is sampled from, with its temperature; vLLM's default gives those at 1."""
 COMMON_ARGS: Final = (
@@ -55,7 +58,9 @@ CACHE: Final = Option(("--kv-cache-memory-bytes",), ("--kv-cache-m",))
 FRACTION: Final = Option(("--gpu-memory-utilization",), ("--gpu-m",))
 DEFAULT_FRACTION: Final = 0.92
 """--gpu-memory-utilization where nobody sets it (0.32, vllm/config/cache.py)."""
-LOGIT_ROWS: Final = 256
+LOGIT_ROWS: Final = {"actor": 256, "teacher": 1024}
+"""Logits that a server computes at one time. For log-probs of prompts it is CHUNK_SIZE of
+vllm/v1/worker/gpu/sample/prompt_logprob.py (0.32)."""
 BATCH_TOKENS: Final = 8192
 """Tokens of a prefill on a GPU, at most (--max-num-batched-tokens)."""
 FROM_LOGITS: Final = 2.6
@@ -63,6 +68,7 @@ FROM_LOGITS: Final = 2.6
 
 
 class VLLMServers(ServerEngine):
+    takes_ipc = False
     modules = ("vllm",)
     own_python = DEFAULT_PYTHON
 
@@ -144,7 +150,7 @@ class VLLMServers(ServerEngine):
         weights = _width(server) * shape.parameters / server.tp
         likely = {
             "activations": BATCH_TOKENS * (10 * shape.hidden + 4 * shape.mlp) * _width(server) / server.tp,
-            "logits": FROM_LOGITS * 4 * LOGIT_ROWS * shape.vocabulary,
+            "logits": FROM_LOGITS * 4 * LOGIT_ROWS[role] * shape.vocabulary,
         }
         cache = room.cache if room.cache is not None else _number(server.args, CACHE)
         if cache is None:

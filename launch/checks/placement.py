@@ -183,6 +183,9 @@ def shares_memory(config: RunConfig, places: Places) -> bool:
     asked |= config.launch.share == "turns"  # two buckets would stay on the device, whoever's turn it is
     if asked or weights.adapters == "on" or not is_local(weights.host):
         return False
+    servers = engine_of(config, "actor").servers
+    if servers is not None and not servers.takes_ipc:
+        return False
     one_gpu = places.seats.get(LEARNER) is not None and config.learner.ranks == 1
     return one_gpu and config.actors > 0 and not config.actor.urls and not [*_elsewhere(config, places)]
 

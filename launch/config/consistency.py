@@ -292,6 +292,9 @@ def _transport(config: RunConfig) -> Iterator[str]:
             f"weights.transport: got ipc with {got}; expected actors on this machine, with servers that the launcher "
             "starts; or use auto"
         )
+    servers = engine_of(config, "actor").servers
+    if config.weights.way == "ipc" and servers is not None and not servers.takes_ipc:
+        yield f"weights.transport: got ipc with actor.engine = {config.actor.engine}, which has no such way; use auto"
 
 
 def _delta_of_servers(config: RunConfig) -> Iterator[str]:

@@ -65,7 +65,7 @@ def join_line(view: RunView) -> str:
     if view.restarts:
         parts.append(f"restarts {view.restarts}")
     if view.servers_up < view.servers:
-        parts.append(f"{view.servers_up} of {view.servers} SGLang servers answer")
+        parts.append(f"{view.servers_up} of {view.servers} inference servers answer")
     return " | ".join(parts)
 
 

@@ -251,7 +251,7 @@ def _held_back(f: Figures) -> str:
 
 
 def _servers(f: Figures) -> str:
-    return f"{f.view.servers_up} of {f.view.servers} SGLang servers answer"
+    return f"{f.view.servers_up} of {f.view.servers} inference servers answer"
 
 
 def _lost(f: Figures) -> str:

@@ -132,7 +132,7 @@ def _work_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     restarts = sum(worker.restarts for worker in summary.workers.values())
     of_servers = sum(server.restarts for server in summary.servers.values())
     if restarts or of_servers:
-        yield "restarts", str(restarts) + (f", and {of_servers} of SGLang servers" if of_servers else "")
+        yield "restarts", str(restarts) + (f", and {of_servers} of inference servers" if of_servers else "")
 
 
 def efficiency_text(summary: Summary) -> str:

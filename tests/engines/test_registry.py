@@ -57,7 +57,7 @@ def test_a_third_engine_is_found_and_configured_by_its_name(name: str) -> None:
     assert build(RunConfig, {"actor": {"engine": name}}).actor.engine == name
     with pytest.raises(ValueError, match="for actor only, got it for a teacher"):
         TeacherConfig(engine=name)
-    with pytest.raises(ValueError, match=r"urls are for engine sglang, got engine scripted"):
+    with pytest.raises(ValueError, match=r"urls are for engine sglang, vllm, got engine scripted"):
         ActorConfig(engine=name, urls=("http://h:1",))
 
 

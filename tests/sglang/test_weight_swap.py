@@ -15,9 +15,9 @@ import torch
 from transformers import AutoTokenizer
 
 from stillhouse.engines.http.link import ServerLost
+from stillhouse.engines.http.stream import Labels, StreamError
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.stream import Labels, StreamError
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.sglang_server.servers import Servers, SGLangServer

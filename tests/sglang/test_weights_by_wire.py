@@ -59,7 +59,7 @@ def test_a_file_that_its_server_cannot_see_is_refused_by_name_and_the_next_one_a
     (actor,) = run.actors.values()
     from_disk = actor.weights._from_disk  # pyright: ignore[reportPrivateUsage]
 
-    def from_another_disk(folder: str, label: dict[str, str]) -> dict[str, Any]:
+    def from_another_disk(folder: str, label: dict[str, str]) -> tuple[str, dict[str, Any]]:
         return from_disk(f"{folder}-elsewhere", label)
 
     with monkeypatch.context() as elsewhere:

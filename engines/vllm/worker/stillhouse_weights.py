@@ -1,8 +1,8 @@
 """Weights from the learner, in vLLM's worker processes (--worker-extension-cls). vLLM calls these methods for POST
 /collective_rpc. Rank 0 of the group is the learner's weights.transports.servers, which says what goes over the wire.
 
-An error here is an answer with status 500 to the actor, which sets the server's label only after the last step. What
-vLLM has loaded when a broadcast breaks is unknown until whole weights have arrived.
+Each method returns {} or {"error": why}. What vLLM has loaded when a broadcast breaks is unknown until whole weights
+have arrived.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -10,14 +10,17 @@ vLLM has loaded when a broadcast breaks is unknown until whole weights have arri
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import vllm
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 POLL_S = 0.001
@@ -25,9 +28,32 @@ SCRATCH = "scratch"
 """In place of a tensor's name: it is received and thrown away."""
 
 
+def _said(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    """Turns an exception, for which the server would answer with its own words, into the reply."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args, **named) or {}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    return call
+
+
 class WeightGroup:
     """Methods that vLLM adds to its worker class, all beginning with `stillhouse_`."""
 
+    def stillhouse_about(self) -> dict[str, Any]:
+        return {
+            "device": self.device.type,
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "quantized": bool(self.model_config.quantization) or "fp8" in str(self.cache_config.cache_dtype),
+            "version": vllm.__version__,
+        }
+
+    @_said
     def stillhouse_join(
         self, host: str, port: int, rank_offset: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> None:
@@ -46,9 +72,9 @@ class WeightGroup:
             options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host, port), lazy_init=False)]
             options._timeout = limit
             group = ProcessGroupGloo(store, rank, world_size, options)
-        self.stillhouse_leave()
         self.stillhouse_group = (name, backend, group)
 
+    @_said
     def stillhouse_receive(self, name: str, buckets: list[list[Any]], timeout_s: float) -> None:
         """Receive all weights, one broadcast for each bucket of whole tensors, and load them. `buckets`: for each a
         list of [name, dtype, shape]."""
@@ -57,16 +83,33 @@ class WeightGroup:
             raise RuntimeError(f"this worker is in weight group {group_name}, expected {name}")
         deadline_s = time.monotonic() + timeout_s
         arriving = self._stillhouse_arriving(buckets, deadline_s)
-        self.reload_weights(weights_iterator=((name, tensor) for name, tensor in arriving if name != SCRATCH))
+        self._stillhouse_load(weights_iterator=((name, tensor) for name, tensor in arriving if name != SCRATCH))
         for _ in arriving:
             raise RuntimeError("vLLM did not take all tensors")
         if backend == "nccl":
             torch.cuda.synchronize()
 
-    def stillhouse_leave(self) -> None:
-        _, backend, group = self.__dict__.pop("stillhouse_group", ("", "", None))
+    @_said
+    def stillhouse_reload(self, folder: str) -> None:
+        """Load a checkpoint's weights."""
+        self._stillhouse_load(weights_path=folder)
+
+    @_said
+    def stillhouse_leave(self, name: str) -> None:
+        former, backend, group = self.__dict__.get("stillhouse_group", ("", "", None))
+        if former != name:
+            raise RuntimeError(f"this worker is not in weight group {name}")
+        del self.stillhouse_group
         if backend == "nccl":
             group.abort()
+
+    def _stillhouse_load(self, **source: Any) -> None:
+        """vLLM's reload in place. On a CPU an output head that is tied to the embedding computes with a packed copy of
+        it, which vLLM 0.32 leaves as it was."""
+        self.reload_weights(**source)
+        for module in self.model_runner.get_model().modules():
+            if hasattr(module, "cpu_linear") and module.weight.numel():
+                module.quant_method.process_weights_after_loading(module)
 
     def _stillhouse_arriving(self, buckets: list[list[Any]], deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
         _, backend, group = self.stillhouse_group

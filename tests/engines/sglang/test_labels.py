@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stillhouse.engines.sglang.stream import Labels
+from stillhouse.engines.http.stream import Labels
 from stillhouse.protocol.messages import WeightVersion
 
 LABELS = Labels("run-7")

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from stillhouse.engines.sglang.deltas import PendingDelta
+from stillhouse.engines.http.deltas import PendingDelta
 from stillhouse.engines.sglang.features import chunks_are_increments
-from stillhouse.engines.sglang.stream import ExpertsAsked, Labels, NewTokens, StreamChunk, StreamError, TokenStream
+from stillhouse.engines.http.stream import ExpertsAsked, Labels, NewTokens, StreamChunk, StreamError, TokenStream
 from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from stillhouse.engines.http.link import RequestRefused
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.verify import ServerVerifier
+from stillhouse.engines.sglang.verify import SGLangVerifier
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.control_messages import WeightCheck
@@ -57,8 +57,8 @@ def unreadable(ref: WeightsRef) -> None:
     raise SnapshotRefused(f"{ref.path}: no such file")
 
 
-def verifier(server: Pretender) -> ServerVerifier:
-    return ServerVerifier(cast(SGLangEngine, server))
+def verifier(server: Pretender) -> SGLangVerifier:
+    return SGLangVerifier(cast(SGLangEngine, server))
 
 
 def test_a_version_is_good_when_checksums_and_canary_are() -> None:

@@ -330,7 +330,7 @@ def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
     def wrong(*_: object) -> None:
         raise WeightsDiffer("version 0.1: log-probs of a canary prompt")
 
-    monkeypatch.setattr("stillhouse.engines.sglang.verify.ServerVerifier.check_canary", wrong)
+    monkeypatch.setattr("stillhouse.engines.http.verify.ServerVerifier.check_canary", wrong)
     with pytest.raises(WeightsDiffer, match="canary"):
         rig.take(WeightCheck(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
     assert rig.sink.version is None

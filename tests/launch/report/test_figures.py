@@ -360,7 +360,7 @@ def test_those_who_joined_show_their_own_now_and_then(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == (
         "[1:05] step 10/40 | actors 1 of 2 run, 1 connected, tokens written 1500 | "
         "teachers 1 of 1 run, 0 connected, tokens scored 0 | weights 0.9 x1 | restarts 2 | "
-        "1 of 2 SGLang servers answer\n"
+        "1 of 2 inference servers answer\n"
     )
     JoinStatus(None, now_s=0.0).show(seen)
     assert capsys.readouterr().out == ""

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import BroadcastOptions
 
+from stillhouse.engines.http.stream import Labels
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.http import SGLangLink
-from stillhouse.engines.sglang.stream import Labels
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.group_operations import AnyStore, connect_store, prefixed
 

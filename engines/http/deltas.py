@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from stillhouse.engines.base import GenerationDelta
-from stillhouse.engines.sglang.stream import FinishReason, NewTokens
+from stillhouse.engines.http.stream import FinishReason, NewTokens
 
 _NOTIFY_EVERY_S: Final = 0.01
 """Shortest time between two notifications: tokens of many requests arrive one by one, and one wake-up serves
