@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from stillhouse.engines.http.deltas import PendingDelta
-from stillhouse.engines.sglang.features import chunks_are_increments
 from stillhouse.engines.http.stream import ExpertsAsked, Labels, NewTokens, StreamChunk, StreamError, TokenStream
+from stillhouse.engines.sglang.features import chunks_are_increments
 from stillhouse.protocol.messages import ExpertShape, TopIdsWanted, VersionSpan, WeightVersion
 
 START, NEXT = WeightVersion(0, 0), WeightVersion(0, 1)
