@@ -76,7 +76,7 @@ class ServerVerifier:
         raise NotImplementedError
 
     def _checksums(self, ask: Ask) -> Checksums:
-        """Of all tensors. Raises NotComparedError."""
+        """The checksums of all tensors. Raises NotComparedError."""
         raise NotImplementedError
 
     def skip(self, why: str) -> None:

@@ -169,7 +169,7 @@ def test_a_wrong_key_of_a_pool_is_told_with_the_nearest_right_one() -> None:
         ({"pools": {"a": {"top_mass": 2.0}}}, "pools.a.top_mass: got 2.0 (float), expected float > 0 and <= 1"),
         (
             {"pools": {"a": {"urls": ["http://x"], "engine": "torch"}}},
-            "pools.a: urls are for engine sglang, got engine torch",
+            "pools.a: urls are for engine sglang, vllm, got engine torch",
         ),
         ({"pools": {"a": {"count": -1}}}, "pools.a.count: got -1 (int), expected int >= 0"),
     ],
