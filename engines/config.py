@@ -117,9 +117,8 @@ class WorkerSettings(Settings, frozen=True, kw_only=True):
     """The keys by which actors and teachers choose and reach their engine."""
 
     engine: str = "auto"
-    """`torch` runs the model in the worker's process; `sglang` gives each worker an SGLang server; `auto` takes sglang
-    where there are GPUs and server.python has SGLang (or with urls), else torch; `vllm` (actors) gives each a vLLM
-    server. Other engines: the name in an
+    """`torch` runs the model in the worker's process; `sglang` and `vllm` give each worker a server; `auto` takes
+    sglang where there are GPUs and server.python has SGLang (or with urls), else torch. Other engines: the name in an
     installed package's entry points, or `module:attribute` (docs/engines.md)."""
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     """Settings of the servers that the launcher starts for these workers."""

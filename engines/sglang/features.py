@@ -273,7 +273,7 @@ async def _returns_masks(link: ServerLink) -> bool:
     ) == 1
 
 
-async def _returns_experts(link: SGLangLink) -> bool:
+async def _returns_experts(link: ServerLink) -> bool:
     """Only servers that were started with --enable-return-routed-experts do."""
     try:
         text = await link.post(

@@ -74,11 +74,7 @@ class VLLMWeights(WeightsOverHTTP[VLLMEngine]):
         said: list[list[Any]] = [[[spec.name, spec.dtype, spec.shape] for spec in one.tensors] for one in buckets]
         if self._confirms:  # an operation that was aborted looks finished; the next one then fails
             said.append([[_SCRATCH, spec.dtype, spec.shape] for spec in smallest_tensor_bucket(buckets).tensors])
-        try:
-            self._call("stillhouse_receive", {"name": self._group_name, "buckets": said}, deadline_s, interrupted)
-        except Exception as error:  # vLLM (0.32) cannot load again what it has loaded in part: `leave` gives it up
-            self._wrong = f"an update broke off, after which vLLM takes no other: {error}"
-            raise
+        self._call("stillhouse_receive", {"name": self._group_name, "buckets": said}, deadline_s, interrupted)
 
     def _from_disk(self, folder: str, label: dict[str, str]) -> tuple[str, dict[str, Any]]:
         return _RPC, {"method": "stillhouse_reload", "kwargs": {"folder": folder}}

@@ -27,6 +27,8 @@ _NAMES: Final = {
     "learner.tasks.top_p": "rollout_top_p",
     "learner.tasks.top_k": "rollout_top_k",
     "learner.objective.cost_discount": "kl_discount_factor",
+    "actor.engine": "use_vllm",
+    "actor.server.tp": "vllm_tensor_parallel_size rollout_num_gpus_per_engine",
     "actor.torch.max_context": "max_model_len vllm_max_model_length",
     "models.student": "model_name_or_path hf_checkpoint",
     "models.teacher": "teacher_model_name_or_path",

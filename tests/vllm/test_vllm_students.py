@@ -15,12 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from stillhouse.engines.base import EngineLost, EngineMismatch
 from stillhouse.engines.vllm.engine import VLLMEngine
 from stillhouse.engines.vllm.weights import VLLMWeights
 from stillhouse.protocol.messages import TopIdsWanted, WeightVersion
+from stillhouse.weights.errors import GroupBroken
 from stillhouse.weights.receiver import WeightReceiver
+from stillhouse.weights.transports.servers import ServerGroup
 from tests.patience import PATIENCE_S
 from tests.sglang.conftest import STUDENT, TOLERANCE, Answer, Named, Reference, collect, generate, request, take
 from tests.sglang.test_weight_push import V1, V2, WAIT_S, ReferenceOf, Run, wait_until
@@ -106,7 +109,8 @@ def test_an_aborted_request_ends_with_the_tokens_that_it_has(engine: VLLMEngine,
 def test_every_route_wants_the_key(server: VLLMServer, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{server.url}{path}", timeout=PATIENCE_S)
-    assert refused.value.code == 401
+    with refused.value as answer:  # else its socket stays open
+        assert answer.code == 401
     assert server.api_key not in server.log.read_text(encoding="utf-8")
 
 
@@ -145,7 +149,7 @@ def run(tmp_path: Path, student_weights: Named) -> Iterator[VLLMRun]:
     run.close()
 
 
-@pytest.mark.parametrize("transport", ["collective", "folder"])
+@pytest.mark.parametrize("transport", ["collective", "folder", "wire"])
 def test_the_server_answers_under_the_version_that_was_published(
     run: VLLMRun, server: VLLMServer, transport: str
 ) -> None:
@@ -194,6 +198,38 @@ def test_a_push_in_the_middle_of_requests_and_every_token_has_the_version_that_s
         crossed += {span.version for span in answer.spans} == {V0, V1}
         assert all(difference < TOLERANCE for _, difference in differences(answer, prompt_of(i), old, new))
     assert crossed >= 2
+
+
+def test_what_a_push_that_broke_off_has_left_is_never_sampled_from_and_the_server_takes_the_next_one(
+    run: VLLMRun, server: VLLMServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's end closes after two buckets of five."""
+    publisher = run.start([], check_by="canary")
+    run.join([server])
+    engine = run.actors["actor-0"].engine
+    wait_until(lambda: engine.weights_known)
+    answers = {"long": Answer()}
+    engine.submit(request("long", prompt_of(3), 900))
+    while len(answers["long"].ids) < 4:
+        take(engine, answers, 0.1)
+    start, started = ServerGroup._start, itertools.count()
+
+    def break_off(group: ServerGroup, tensor: torch.Tensor, deadline_s: float) -> None:
+        if next(started) == 2:
+            raise GroupBroken("broken off by a test")
+        start(group, tensor, deadline_s)
+
+    monkeypatch.setattr(ServerGroup, "_start", break_off)
+    run.publish(V1)
+    collect(engine, answers)
+    run.delivered(V1)
+    answer, old, new = answers["long"], ReferenceOf(run.weights(V0)), ReferenceOf(run.weights(V1))
+    assert (answer.error, len(answer.ids), {span.version for span in answer.spans}) == (None, 900, {V0, V1})
+    assert all(difference < TOLERANCE for _, difference in differences(answer, prompt_of(3), old, new))
+    assert (publisher.stats.failed_groups_total, publisher.stats.rebuilds_total) == (1, 2)
+    run.publish(V2)
+    assert publisher.wait_idle(WAIT_S)
+    run.delivered(V2)
 
 
 def test_a_server_that_dies_is_lost_and_leaves_no_process(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Weights from the learner, in vLLM's worker processes (--worker-extension-cls). vLLM calls these methods for POST
 /collective_rpc. Rank 0 of the group is the learner's weights.transports.servers, which says what goes over the wire.
 
-Each method returns {} or {"error": why}. What vLLM has loaded when a broadcast breaks is unknown until whole weights
-have arrived.
+Each method returns {} or {"error": why}. After a broadcast that broke off the weights are partly new ones, until whole
+weights have arrived.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 import vllm
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
 POLL_S = 0.001
 SCRATCH = "scratch"
@@ -104,10 +106,17 @@ class WeightGroup:
             group.abort()
 
     def _stillhouse_load(self, **source: Any) -> None:
-        """vLLM's reload in place. On a CPU an output head that is tied to the embedding computes with a packed copy of
-        it, which vLLM 0.32 leaves as it was."""
-        self.reload_weights(**source)
-        for module in self.model_runner.get_model().modules():
+        """vLLM's reload in place. One that broke off is brought to an end, else vLLM (0.32) fails in the next one. On a
+        CPU an output head that is tied to the embedding computes with a packed copy of it, which vLLM leaves as it
+        was."""
+        model = self.model_runner.get_model()
+        try:
+            self.reload_weights(**source)
+        except Exception:
+            with set_current_vllm_config(self.vllm_config):
+                finalize_layerwise_reload(model, self.model_config)
+            raise
+        for module in model.modules():
             if hasattr(module, "cpu_linear") and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
 

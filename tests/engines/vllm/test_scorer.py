@@ -45,7 +45,7 @@ def put(at: int, entries: dict[str, Any] | None) -> Callable[[list[Any]], object
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda sets: sets.pop(), "log-probs of 3 tokens, expected 4"),
+        (list[Any].pop, "log-probs of 3 tokens, expected 4"),
         (put(3, {"8": {"logprob": -0.2}, "1": {"logprob": -2.5}}), "no log-prob of a token that was sent"),
         (put(3, None), "no log-prob of a token|no score"),
         (put(3, {"9": {"logprob": 0.5}, "1": {"logprob": -2.5}}), "impossible|positive"),
