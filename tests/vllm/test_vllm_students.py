@@ -212,7 +212,7 @@ def test_what_a_push_that_broke_off_has_left_is_never_sampled_from_and_the_serve
     engine.submit(request("long", prompt_of(3), 900))
     while len(answers["long"].ids) < 4:
         take(engine, answers, 0.1)
-    start, started = ServerGroup._start, itertools.count()
+    start, started = ServerGroup._start, itertools.count()  # pyright: ignore[reportPrivateUsage]
 
     def break_off(group: ServerGroup, tensor: torch.Tensor, deadline_s: float) -> None:
         if next(started) == 2:
