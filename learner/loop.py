@@ -444,8 +444,6 @@ class LearnerLoop:
     def _close_run(self) -> None:
         step, early = self.version.step, self.progress.rule.reason if self.version.step < self._steps else ""
         with self.clock.waiting("weights"):
-            if early and step % self._config.publish_every:  # the last evaluation is of these weights
-                self._publisher.publish(self.version, self._parts.trainer.named_weights())
             self._publisher.wait_idle(self._config.stall_timeout_s)
         if self._config.eval_every:
             if self._last_batch_id is not None:

@@ -274,8 +274,8 @@ def _with_answer(
             pass
     if not any(turn.get("role") == "assistant" for turn in turns):
         raise RowError(
-            f"{where()}: no answer, expected 'response' or 'completion' (text or turns), or 'messages' with turns of "
-            "the assistant"
+            f"{where()}: no answer, expected 'response' or 'completion' (text or turns), 'messages' with turns of "
+            "the assistant, or 'text' (a document)"
         )
     return None, turns, None
 

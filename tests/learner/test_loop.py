@@ -28,8 +28,9 @@ import stillhouse.learner.loop
 import stillhouse.learner.steps
 from stillhouse.buffer.config import BufferConfig
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
-from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.config import LearnerConfig, UntilConfig
 from stillhouse.learner.evaluation.evaluation import EvaluationRun, render_eval_set
+from stillhouse.learner.evaluation.until import StopRule
 from stillhouse.learner.feed import LearnerStalled
 from stillhouse.learner.inbox import RunStopped, StopAsked, StopRequest
 from stillhouse.learner.loop import LearnerLoop, LearnerParts
@@ -287,6 +288,31 @@ def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(
                 made.loop.run()
         assert ended.result(WAIT_S) == 1
     assert not stopped.value.shutdown.ok and [saved.version.step for saved in made.saved] == [2]
+
+
+def test_it_ends_in_order_when_its_evaluations_say_so(
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer earns 1, so no evaluation is better than the first. The batch that was asked for ahead is not
+    trained, and is accounted for."""
+    finished: list[m.RunFinished] = []
+    send = Client.send
+
+    def sent(self: Client, message: Any, *frames: Any) -> None:
+        finished.extend([message] if isinstance(message, m.RunFinished) else [])
+        send(self, message, *frames)
+
+    monkeypatch.setattr(Client, "send", sent)
+    with real_buffer(BUFFER, tmp_path) as (address, ended):
+        with learning(address, steps=500, eval_every=2) as made, crowd(address):
+            made.loop.progress.rule = StopRule(UntilConfig(plateau=1))
+            made.loop.run()
+        assert ended.result(WAIT_S) == 0
+    step = made.loop.version.step
+    assert 2 < step < 500 and [saved.version.step for saved in made.saved] == [step]
+    assert finished[0].ok and f"{step} steps done, as eval/accuracy_sampled was not better" in finished[0].reason
+    assert made.loop.progress.evaluations[-1].step == step, "it was evaluated once more"
+    assert msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=m.Snapshot).ledger.balanced
 
 
 def test_asked_to_leave_in_a_step_it_finishes_it_and_leaves_a_checkpoint_of_it(

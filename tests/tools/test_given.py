@@ -167,7 +167,7 @@ def test_documents_are_trained_as_a_whole_each_token_once(tmp_path: Path, kind: 
 def test_rows_without_any_text_say_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"content": "1"}) + "\n")
     assert write.main([str(tmp_path / "f"), "--from", str(tmp_path / "rows.jsonl")]) == WRONG_CONFIG_EXIT_CODE
-    assert "no 'prompt' and no 'messages'" in capsys.readouterr().err
+    assert "turns of the assistant, or 'text' (a document)" in capsys.readouterr().err
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": " "}) + "\n")
     assert write.main([str(tmp_path / "f"), "--from", str(tmp_path / "rows.jsonl")]) == WRONG_CONFIG_EXIT_CODE
     assert "'text' is blank" in capsys.readouterr().err

@@ -23,6 +23,7 @@ lr = 1e-4
 [learner.objective]
 divergence = "k1"
 importance = "truncated"
+coef = 0.5
 [[stage]]
 name = "warmup"
 text = "teacher"
@@ -65,6 +66,7 @@ def test_a_table_lies_over_what_is_shared_and_flags_over_both(tmp_path: Path) ->
     assert {one.config.actors for one in (warmup, distil, reward)} == {2}
     # Text is trained by cross-entropy, whatever the student's own tokens are trained by.
     assert warmup.config.learner.objective.divergence.name == "seq_kd"
+    assert [one.config.learner.objective.coef for one in (warmup, distil, reward)] == [1.0, 0.5, 0.0]
     assert distil.config.learner.objective.importance.name == "truncated"
     assert reward.config.learner.objective.importance.name == "truncated"
     assert reward.config.learner.objective.advantage.name == "grpo"
