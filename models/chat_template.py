@@ -105,7 +105,7 @@ def expect_read(templates: Templates, given: Mapping[str, Any]) -> None:
     if templates is None:
         raise TokenizerError(f"{', '.join(given)}: only a chat template reads this, got a tokenizer without one")
     named = template_for(templates, None, given[BY_NAME]) if BY_NAME in given else None
-    texts = [named or templates] if isinstance(templates, str) or named else templates.values()
+    texts = [named] if named else [templates] if isinstance(templates, str) else templates.values()
     try:
         read = frozenset[str]().union(*map(template_variables, texts))
     except jinja2.TemplateError as error:

@@ -36,7 +36,9 @@ def unreadable_rows(
     default, found = next(iter(environments)), list[str]()
     try:
         for record in source.read_all():
-            config = None if isinstance(record, RowError) else judging.get(record.env or default)
+            if isinstance(record, RowError):
+                continue
+            config = judging.get(record.env or default)
             if config is not None and (why := _why(config, record)):
                 found.append(f"row {record.row}: {why}")
     except DataError:

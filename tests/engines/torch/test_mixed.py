@@ -92,7 +92,7 @@ def test_a_teacher_with_another_number_of_rows_is_mixed_by_ids() -> None:
     teacher = make_model("qwen3", 1)
     teacher.resize_token_embeddings(VOCAB + 8, mean_resizing=False)
     with torch.no_grad():
-        teacher.get_output_embeddings().weight[VOCAB:] = 0.0
+        teacher.get_input_embeddings().weight[VOCAB:] = 0.0  # pyright: ignore
     requests = make_requests(3, teacher_share=0.5)
     found = run(make_engine(teacher=teacher), requests)
     assert all(token < VOCAB for output in found.values() for token in output.ids)
