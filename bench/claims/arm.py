@@ -1,0 +1,305 @@
+"""One training of the grid, in a process of its own: what it is, and how it is run.
+
+An arm writes JSON lines: one per evaluation, with what was spent up to it, and a last one with `done`. The file appears
+under its name only when the arm is complete, so one that was killed is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, flops_of, item_of, renumbered
+from stillhouse.builtin.tally import Tally, tallies
+from stillhouse.learner.batch import TrainItem
+from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
+from stillhouse.learner.objectives.options import Distributions, Grpo, Jsd, LogRatio, Null
+from stillhouse.models.flops import ForwardFlops
+from stillhouse.protocol.settings import Member
+
+Method: TypeAlias = Literal["reverse_kl", "forward_kl", "jsd", "k1", "null", "grpo", "seq_kd"]
+
+EVAL_SEED: Final = 7
+EVAL_PROMPTS: Final = 128
+"""During an arm, sampled. At its end twice as many, and as many greedy."""
+TEXTS_SEED: Final = 50
+WARMUP_STEPS: Final = 5
+OF_PAIR: Final = {"teacher": "pair-teacher", "start": "pair-start", "weak": "pair-start"}
+"""Model of the pair -> the arm that builds it."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some steps with one objective."""
+
+    method: Method
+    steps: int
+    lr: float
+    batch: int = 32
+    """Rollouts or texts of a step."""
+    own: float = 1.0
+    """Share of the batch that the student writes; the rest is the teacher's text."""
+    group_size: int = 1
+    prompts: int = 0
+    """Different prompts, in turn. 0: always new ones."""
+    staleness: int = 0
+    """Steps between the weights that write and those that are trained."""
+    constant: bool = False
+    """Learning rate constant; otherwise it falls to a tenth (cosine)."""
+    eval_every: int = 0
+    """Steps between two evaluations. 0: only at the end."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    claim: str
+    row: str
+    """What the page calls it."""
+    seed: int
+    phases: tuple[Phase, ...]
+    start: str = "weak"
+    """Name of a model of the pair, or of an arm that keeps its model."""
+    teacher: tuple[str, ...] = ("teacher",)
+    """The same. Of several: that with the best last sampled accuracy. Empty: none."""
+    keeps: bool = False
+    """Its model is needed by another arm."""
+
+    @property
+    def name(self) -> str:
+        words = f"{self.claim}-{self.row}-{self.phases[-1].lr:g}-s{self.seed}"
+        return "".join(c if c.isalnum() or c in "-." else "_" for c in words)
+
+    @property
+    def needs(self) -> set[str]:
+        """Arms that must be done before."""
+        texts = {"texts"} if any(reads_texts(one) for one in self.phases) else set[str]()
+        return texts | {OF_PAIR.get(name, name) for name in (self.start, *self.teacher)}
+
+
+def reads_texts(phase: Phase) -> bool:
+    return phase.own < 1.0
+
+
+def objective_of(phase: Phase) -> ObjectiveConfig:
+    """The loss of the student's own rollouts, or of texts alone."""
+    alone = phase.own == 0.0
+    none = {"importance": Member(name="none")} if alone else {}
+    match phase.method:
+        case "grpo":
+            return ObjectiveConfig(coef=0.0, advantage=Grpo())
+        case "null":
+            return ObjectiveConfig(divergence=Null())
+        case "k1":
+            return ObjectiveConfig(divergence=LogRatio())
+        case "seq_kd":
+            return ObjectiveConfig(divergence=Member(name="seq_kd"), importance=Member(name="none"))
+        case "jsd":
+            return ObjectiveConfig(divergence=Jsd(beta=0.5), **none)
+        case "reverse_kl" | "forward_kl":
+            return ObjectiveConfig(divergence=Distributions(name=phase.method), **none)
+
+
+def config_of(phase: Phase) -> LearnerConfig:
+    objective = objective_of(phase)
+    return LearnerConfig(
+        lr=phase.lr,
+        warmup_steps=WARMUP_STEPS,
+        schedule="constant" if phase.constant else "cosine",
+        objective=objective,
+        offline=OfflineConfig(divergence=objective.divergence) if 0.0 < phase.own < 1.0 else OfflineConfig(),
+        device="cpu",
+    )
+
+
+@cache
+def eval_tasks(count: int) -> list[Tally]:
+    return list(islice(tallies(EVAL_SEED), count))
+
+
+def prompts_of(phase: Phase, seed: int, number: int) -> Iterator[Tally]:
+    fresh = tallies(1_000 + 100 * number + seed)
+    return cycle(list(islice(fresh, phase.prompts))) if phase.prompts else fresh
+
+
+class Run:
+    """Runs an arm in `folder`, which has the models, the texts and the other arms."""
+
+    def __init__(self, arm: Arm, folder: Path) -> None:
+        self._arm, self._folder = arm, folder
+        self._lines: list[dict[str, Any]] = []
+        self._spent: dict[str, float] = {}
+        self._began_s = time.process_time()
+        self._eval_s = 0.0
+        self._student: Student | None = None
+        self._steps = 0
+
+    def make(self) -> None:
+        """Write the file of the arm."""
+        teacher, start = self._teacher(), model_folder(self._folder, self._arm.start)
+        for number, phase in enumerate(self._arm.phases):
+            self._phase(phase, number, start, teacher)
+            start = self._folder / "models" / self._arm.name
+            if number < len(self._arm.phases) - 1 or self._arm.keeps:
+                assert self._student is not None
+                self._student.trainer.model.save_pretrained(start)
+                TOKENIZER.save_pretrained(start)
+        self._evaluate(last=True)
+        self._lines.append({"done": True, "cpu_s": self._cpu_s, "eval_cpu_s": self._eval_s, "arm": asdict(self._arm)})
+        write_lines(result_file(self._folder, self._arm.name), self._lines)
+
+    @property
+    def _cpu_s(self) -> float:
+        return time.process_time() - self._began_s
+
+    def _teacher(self) -> Teacher | None:
+        if not self._arm.teacher:
+            return None
+        best = max(self._arm.teacher, key=lambda name: last_sampled(self._folder, name))
+        return Teacher(model_folder(self._folder, best))
+
+    def _phase(self, phase: Phase, number: int, start: Path, teacher: Teacher | None) -> None:
+        grades = phase.method not in ("seq_kd", "grpo", "null")
+        student = Student(
+            start, config_of(phase), phase.steps, teacher if grades else None, 100 * number + self._arm.seed
+        )
+        if self._student is not None:
+            student.flops, student.tokens = self._student.flops, self._student.tokens
+        self._student = student
+        if number == 0:
+            self._evaluate()
+        prompts, texts = prompts_of(phase, self._arm.seed, number), self._texts(phase)
+        behind: deque[list[tuple[str, Any]]] = deque(maxlen=phase.staleness + 1)
+        for step in range(1, phase.steps + 1):
+            self._step(student, phase, prompts, texts)
+            if phase.staleness:
+                behind.append([(name, tensor.detach().clone()) for name, tensor in student.trainer.named_weights()])
+            if phase.eval_every and step % phase.eval_every == 0 and step < phase.steps:
+                self._evaluate()
+            if phase.staleness:
+                student.writer.take(behind[0])
+
+    def _step(self, student: Student, phase: Phase, prompts: Iterator[Tally], texts: Iterator[Rollout]) -> None:
+        n_own = round(phase.batch * phase.own)
+        own, offline = list[TrainItem](), list[TrainItem]()
+        if n_own:
+            tasks = list(islice(prompts, n_own // phase.group_size))
+            rollouts = student.write(tasks, group_size=phase.group_size)
+            student.tokens["student"] += sum(one.written for one in rollouts)
+            own = student.items(rollouts, group_size=phase.group_size)
+        if n_own < phase.batch:
+            read = renumbered(list(islice(texts, phase.batch - n_own)))
+            offline = self._text_items(student, read)
+        student.train(own or offline, offline if own else ())
+        self._steps += 1
+
+    def _text_items(self, student: Student, read: Sequence[Rollout]) -> list[TrainItem]:
+        """A teacher has the log-probs and states of what it writes, so their second computation is not counted."""
+        student.tokens["teacher"] += sum(one.written for one in read)
+        teacher = text_flops(self._folder)
+        student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in read)
+        if student.teacher is not None:
+            graded = student.teacher.grade(read)
+        else:
+            graded = [(one.logprobs_L[one.prompt_tokens :], b"") for one in read]
+        return [
+            item_of(one, 10**6 + n, group_size=1, graded=own)
+            for n, (one, own) in enumerate(zip(read, graded, strict=True))
+        ]
+
+    def _texts(self, phase: Phase) -> Iterator[Rollout]:
+        """Those of the file, each seed from another place."""
+        if not reads_texts(phase):
+            return iter(())
+        texts = read_texts(self._folder / "texts.npz")
+        first = len(texts) * self._arm.seed // 3
+        texts = texts[first:] + texts[:first]
+        return cycle(texts[: phase.prompts] if phase.prompts else texts)
+
+    def _evaluate(self, *, last: bool = False) -> None:
+        student, began_s = self._student, time.process_time()
+        assert student is not None
+        student.writer.take((name, tensor.detach()) for name, tensor in student.trainer.named_weights())
+        tasks = eval_tasks(EVAL_PROMPTS * (1 + last))
+        line: dict[str, Any] = {
+            "step": self._steps,
+            "sampled": student.writer.accuracy(tasks, greedy=False, seed=self._arm.seed),
+            "prompts": len(tasks),
+            "flops": asdict(student.flops),
+            "tokens": dict(student.tokens),
+        }
+        if last:
+            line["greedy"] = student.writer.accuracy(tasks[:EVAL_PROMPTS], greedy=True)
+        self._eval_s += time.process_time() - began_s
+        self._lines.append(line | {"cpu_s": self._cpu_s})
+
+
+def model_folder(folder: Path, name: str) -> Path:
+    return folder / "models" / name
+
+
+def result_file(folder: Path, name: str) -> Path:
+    return folder / "arms" / f"{name}.jsonl"
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_arm(folder: Path, name: str) -> list[dict[str, Any]] | None:
+    """Its evaluations, and the last line; None if it is not done."""
+    path = result_file(folder, name)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else None
+
+
+def last_sampled(folder: Path, name: str) -> float:
+    """Sampled accuracy at the end of an arm; 1 for a model of the pair."""
+    lines = read_arm(folder, name)
+    return 1.0 if lines is None else float(lines[-2]["sampled"])
+
+
+@cache
+def text_flops(folder: Path) -> ForwardFlops:
+    return flops_of(model_folder(folder, "teacher"))
+
+
+def write_texts(folder: Path, count: int) -> None:
+    """What the teacher of the pair writes, sampled, right or wrong."""
+    writer, tasks = Writer(model_folder(folder, "teacher")), tallies(TEXTS_SEED)
+    began_s, parts = time.process_time(), list[Rollout]()
+    for first in range(0, count, 256):
+        some = list(islice(tasks, min(256, count - first)))
+        parts += writer.write(some, [TEXTS_SEED * 10**6 + first + n for n in range(len(some))])
+    arrays = {
+        "ids": np.concatenate([one.ids_L for one in parts]),
+        "logprobs": np.concatenate([one.logprobs_L for one in parts]),
+        "lengths": np.array([len(one.ids_L) for one in parts]),
+        "prompts": np.array([one.prompt_tokens for one in parts]),
+    }
+    draft = folder / "texts.draft.npz"
+    np.savez(draft, **arrays)
+    draft.replace(folder / "texts.npz")
+    right = sum(one.reward for one in parts) / len(parts)
+    cpu_s = time.process_time() - began_s
+    write_lines(result_file(folder, "texts"), [{"texts": count, "sampled": right}, {"done": True, "cpu_s": cpu_s}])
+
+
+def read_texts(path: Path) -> list[Rollout]:
+    with np.load(path) as file:
+        ends = np.cumsum(file["lengths"])[:-1]
+        ids, logprobs = (np.split(file[name], ends) for name in ("ids", "logprobs"))
+        prompts = file["prompts"].tolist()
+    tasks = islice(tallies(TEXTS_SEED), len(prompts))
+    return [Rollout(task, n, own, mu, "stop") for task, n, own, mu in zip(tasks, prompts, ids, logprobs, strict=True)]

@@ -1,0 +1,226 @@
+"""Writes docs/results/claims.md between its markers, the plot and the numbers, from the arms that are done.
+
+The numbers, docs/results/claims.jsonl, are the arms' own lines, one arm per line. Where the folder has no arms, the
+page is written from them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from bench.claims import judge
+from bench.claims.grid import NOT_RUN, RULES, SEEDS, TIMES, grid
+from bench.claims.judge import TOTAL, Lines, Mean, Results, Row
+
+DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
+PAIR: Final = ("pair-teacher", "pair-start", "texts")
+HEAD: Final = (
+    "| | rate | seeds | sampled | greedy | GFLOPs: student writes | teacher | training | all |",
+    "|---|---:|---:|---|---|---:|---:|---:|---:|",
+)
+
+
+def write_page(folder: Path, docs: Path = DOCS) -> None:
+    arms, notes = read(folder, docs)
+    numbers = {"notes": notes, "arms": arms}
+    rows = [json.dumps({"notes": notes}), *(json.dumps({"name": name, "lines": lines}) for name, lines in arms.items())]
+    (docs / "claims.jsonl").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
+    results = Results.of(list(arms.values()))
+    page = docs / "claims.md"
+    text = page.read_text(encoding="utf-8")
+    for name, part in {"verdicts": overview(results, arms), "provenance": provenance(**numbers)}.items():
+        text = filled(text, name, part)
+    for claim, part in tables(results).items():
+        text = filled(text, f"claim {claim}", [f"Rule: {RULES[claim][1]}", "", *part])
+    page.write_text(text, encoding="utf-8")
+    plot(results, docs / "claims.png")
+    print(f"written: {page}")
+
+
+def read(folder: Path, docs: Path) -> tuple[dict[str, Lines], list[dict[str, Any]]]:
+    """(arms by name, notes about machines): those of the grid, in its order."""
+    files = {path.stem: path for path in (folder / "arms").glob("*.jsonl")}
+    names = [*PAIR, *(arm.name for arm in grid())]
+    arms = {name: [json.loads(row) for row in _rows(files[name])] for name in names if name in files}
+    if arms:
+        return arms, [json.loads(row) for row in _rows(folder / "machines.jsonl")]
+    rows = [json.loads(row) for row in _rows(docs / "claims.jsonl")]
+    return {row["name"]: row["lines"] for row in rows[1:]}, rows[0]["notes"] if rows else []
+
+
+def _rows(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def filled(text: str, name: str, part: Iterable[str]) -> str:
+    """With the lines between the markers of `name` replaced. Raises ValueError for a page without them."""
+    pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    body = "\n".join(part)
+    filled_text, n = pattern.subn(lambda found: f"{found[1]}\n{body}\n\n{found[2]}", text)
+    if n != 1:
+        raise ValueError(f"the page has {n} places 'begin {name}', expected 1")
+    return filled_text
+
+
+def overview(results: Results, arms: Mapping[str, Lines]) -> list[str]:
+    lines = ["| claim | verdict | arms done |", "|---|---|---:|"]
+    for claim, (title, _) in RULES.items():
+        own = [arm.name for arm in grid() if arm.claim == claim]
+        verdict = judge.verdicts(TIMES)[claim](results)
+        done = sum(name in arms for name in own)
+        if verdict == "not run" and done:
+            verdict = "incomplete"
+        note = "" if done == len(own) or verdict in ("not run", "incomplete") else " (so far)"
+        lines.append(f"| {claim}. {title} | **{verdict}**{note} | {done} of {len(own)} |")
+    return [*lines, "", "Not run, and not in the command: " + "; ".join(NOT_RUN) + "."]
+
+
+def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) -> list[str]:
+    cpu_s = sum(lines[-1]["cpu_s"] for lines in arms.values())
+    eval_s = sum(lines[-1].get("eval_cpu_s", 0.0) for lines in arms.values())
+    pair = {name: arms[name] for name in PAIR if name in arms}
+    commits = list(dict.fromkeys(note["commit"] for note in notes))
+    lines = [
+        f"{len(arms)} of {len(grid()) + len(PAIR)} arms are done; they took {cpu_s / 60:.0f} CPU minutes "
+        f"({eval_s / 60:.0f} of these for evaluations), that is {cpu_s / 120:.0f} minutes of two quiet cores.",
+    ]
+    if notes:
+        loads = ", ".join(f"{note['load']:.0f}" for note in notes)
+        lines.append(
+            f"Commit {', '.join(commits)}; {notes[0]['at']} to {notes[-1]['at']} (starts of the command); "
+            f"{notes[0]['cpu']}; load of the machine at each start: {loads}."
+        )
+    for name, own in pair.items():
+        right = f"right {own[-2]['sampled']:.2f} of the time, sampled"
+        size = (
+            f"{own[0]['parameters']:,} parameters, "
+            if "parameters" in own[0]
+            else f"{own[0].get('texts', 0):,} texts, "
+        )
+        lines.append(f"{name}: {size}{right}, {own[-1]['cpu_s']:.0f} CPU seconds.")
+    return lines
+
+
+def tables(results: Results) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {
+        "1": [*table(results.rows("1")), "", *race_table(results)],
+        "2": [*table(results.rows("2")), "", *cheapest_table(results)],
+        "3": table(judge.order_rows(results)),
+        "4": table(results.rows("4")),
+        "6": share_table(results),
+    }
+    return {claim: lines if any(line for line in lines) else ["No arm is done."] for claim, lines in found.items()}
+
+
+def table(rows: Mapping[str, Row]) -> list[str]:
+    if not rows:
+        return []
+    return [*HEAD, *(_line(name, row) for name, row in rows.items())]
+
+
+def _line(name: str, row: Row) -> str:
+    parts = " | ".join(f"{row.flops(*which) / 1e9:,.0f}" for which in (*((one,) for one in TOTAL), TOTAL))
+    return f"| {name} | {row.rate:g} | {len(row.arms)} | {row.end('sampled')} | {row.end('greedy')} | {parts} |"
+
+
+def race_table(results: Results) -> list[str]:
+    grpo = judge.race(results, "GRPO")
+    if grpo is None:
+        return []
+    lines = [
+        "| to 0.95 x R, by seed | steps | GRPO's steps / its | GRPO's tokens / its | GRPO's FLOPs / its |",
+        "|---|---|---|---|---|",
+    ]
+    for name in results.rows("1"):
+        own = judge.race(results, name)
+        if own is None or len(own.steps) != len(grpo.steps):
+            continue
+        cells = [", ".join("never" if step is None else str(step) for step in own.steps)]
+        for slow, fast in zip(grpo, own, strict=True):
+            cells.append("-" if name == "GRPO" else ", ".join(f"{one:.1f}" for one in judge.ratios(slow, fast)))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def cheapest_table(results: Results) -> list[str]:
+    lines = [
+        "| at the accuracy of | by | least SFT that has it | its FLOPs / the row's | without the teacher's writing |",
+        "|---|---|---|---:|---:|",
+    ]
+    for name in ("OPD, reverse KL", "OPD, forward KL"):
+        for kind in ("sampled", "greedy"):
+            found = judge.cheapest_sft(results, name, kind, TIMES)
+            if found is not None:
+                least, more = (f"{found.times}x", "") if found.times else (f"none up to {max(TIMES)}x", "> ")
+                lines.append(
+                    f"| {name} | {kind} | {least} | {more}{found.ratio:.1f} | {more}{found.without_writing:.1f} |"
+                )
+    return lines if len(lines) > 2 else []
+
+
+def share_table(results: Results) -> list[str]:
+    if not results.rows("6"):
+        return []
+    lines = [
+        f"| sampled | {' | '.join(f'lambda {own:g}' for own in judge.SHARES)} |",
+        f"|---|{'---|' * len(judge.SHARES)}",
+    ]
+    for beta in judge.BETAS:
+        rows = [judge.share_row(results, beta, own) for own in judge.SHARES]
+        lines.append(f"| {beta} | {' | '.join('' if row is None else str(row.end('sampled')) for row in rows)} |")
+    return lines
+
+
+def curve(row: Row) -> tuple[list[int], list[Mean]]:
+    """(steps, sampled accuracy) of the evaluations that every seed has."""
+    by_step: dict[int, list[float]] = {}
+    for lines in row.arms.values():
+        for line in lines[:-1]:
+            by_step.setdefault(line["step"], []).append(line["sampled"])
+    steps = [step for step, values in by_step.items() if len(values) == len(row.arms)]
+    return steps, [judge.mean(by_step[step]) for step in steps]
+
+
+def plot(results: Results, place: Path) -> None:
+    """Without matplotlib (extra `claims`) there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (make claims installs it)")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+    dense, cost, bars = axes
+    for name, row in results.rows("1").items():
+        steps, values = curve(row)
+        dense.errorbar(steps, [v.value for v in values], [v.error for v in values], label=name, capsize=2)
+    dense.set(title="1. Dense against sparse", xlabel="steps of 64 rollouts", ylabel="sampled accuracy")
+    rows = results.rows("2")
+    sft = [rows[name] for name in (f"SFT, {n}x" for n in TIMES) if name in rows]
+    _points(cost, "SFT, 1x to 10x", sft, "-o")
+    for name in ("OPD, reverse KL", "OPD, forward KL"):
+        _points(cost, name, [rows[name]] if name in rows else [], "s")
+    cost.set(title="2. Against more off-policy text", xlabel="GFLOPs", xscale="log", ylabel="sampled accuracy")
+    ordered = judge.order_rows(results)
+    ends = [row.end("sampled") for row in ordered.values()]
+    bars.barh(list(ordered), [one.value for one in ends], xerr=[one.error for one in ends], capsize=3)
+    bars.set(title="3. Order", xlabel="sampled accuracy")
+    for one in (dense, cost):
+        if one.get_legend_handles_labels()[0]:
+            one.legend(fontsize=8)
+    figure.suptitle(f"Mean and standard error over {len(SEEDS)} seeds, each method at the better of its rates")
+    figure.savefig(place, dpi=90, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _points(axis: Any, name: str, rows: Sequence[Row], style: str) -> None:
+    if rows:
+        ends = [row.end("sampled") for row in rows]
+        costs = [row.flops(*TOTAL) / 1e9 for row in rows]
+        axis.errorbar(costs, [v.value for v in ends], [v.error for v in ends], fmt=style, label=name, capsize=3)

@@ -1,0 +1,100 @@
+"""The models of the grid: a teacher, and a student at two moments of its first training. Built once, on right
+solutions, by the plain loop of the built-in models (builtin.sft).
+
+    teacher   2 layers of 128
+    start     2 layers of 64, a quarter of the teacher's parameters, stopped when it is right START of the time, sampled
+    weak      the same a little earlier, while it was right at most WEAK of the time
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import torch
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+from bench.claims.arm import model_folder, result_file, write_lines
+from bench.claims.student import END_ID, TOKENIZER, Writer
+from stillhouse.builtin.sft import IGNORED, Example, Recipe, train
+from stillhouse.builtin.tally import TERMS, tallies
+from stillhouse.builtin.tokenizer import END_OF_TURN, PAD, prompt_token_ids
+
+TEACHER: Final = Recipe(hidden=128, mlp=384, steps=450, learning_rate=3e-3, seed=1, init_std=0.08)
+STUDENT: Final = Recipe(hidden=64, mlp=192, steps=800, learning_rate=4e-3, seed=2, init_std=0.08)
+START, WEAK = 0.35, 0.04
+LOOK_EVERY_STEPS: Final = 10
+LOOK_BELOW_LOSS: Final = 0.05
+PROBE_SEED, PROBES = 8, 96
+SHORT_SHARE: Final = 0.3
+"""Share of examples with fewer digits than the task has, down to 4."""
+
+
+def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
+    """Two layers of four heads, newly initialised. The caller seeds torch."""
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.mlp,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=recipe.hidden // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=recipe.init_std,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+        pad_token_id=TOKENIZER.convert_tokens_to_ids(PAD),
+        dtype="float32",
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=[END_ID], pad_token_id=config.pad_token_id, do_sample=True)
+    return model
+
+
+def examples(seed: int) -> Iterator[Example]:
+    rng = random.Random(seed)
+    streams = tallies(200 + seed), tallies(300 + seed, terms=(4, TERMS[0]))
+    while True:
+        task = next(streams[rng.random() < SHORT_SHARE])
+        prompt = prompt_token_ids(TOKENIZER, task.prompt)
+        answer: list[int] = TOKENIZER.encode(task.solution + END_OF_TURN, add_special_tokens=False)
+        yield Example(prompt + answer, [IGNORED] * len(prompt) + answer)
+
+
+def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+
+
+def build(name: str, folder: Path) -> None:
+    """Train the `teacher`, or the student (`start`), whose training also leaves `weak`."""
+    recipe = TEACHER if name == "teacher" else STUDENT
+    began_s, probes = time.process_time(), list(islice(tallies(PROBE_SEED), PROBES))
+    torch.manual_seed(recipe.seed)
+    model = new_model(recipe)
+    lines = [{"parameters": sum(p.numel() for p in model.parameters())}]
+
+    def sampled(place: Path) -> float:
+        save(model, place)
+        return Writer(place).accuracy(probes, greedy=False)
+
+    def after_step(step: int, loss: float) -> bool:
+        if name == "teacher" or loss > LOOK_BELOW_LOSS or step % LOOK_EVERY_STEPS:
+            return False
+        right = sampled(model_folder(folder, "draft"))
+        model.train()
+        lines.append({"step": step, "loss": loss, "sampled": right})
+        if right <= WEAK:
+            save(model, model_folder(folder, "weak"))
+        return right >= START
+
+    steps = train(model, examples(recipe.seed), recipe, int(TOKENIZER.pad_token_id), after_step)
+    right = sampled(model_folder(folder, name))
+    lines += [{"step": steps, "sampled": right}, {"done": True, "cpu_s": time.process_time() - began_s}]
+    write_lines(result_file(folder, f"pair-{name}"), lines)
