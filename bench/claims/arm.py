@@ -30,7 +30,7 @@ from stillhouse.protocol.settings import Member
 Method: TypeAlias = Literal["reverse_kl", "forward_kl", "jsd", "k1", "null", "grpo", "seq_kd"]
 
 EVAL_SEED: Final = 7
-EVAL_PROMPTS: Final = 128
+EVAL_PROMPTS: Final = 96
 """During an arm, sampled. At its end twice as many, and as many greedy."""
 TEXTS_SEED: Final = 50
 WARMUP_STEPS: Final = 5
@@ -178,11 +178,10 @@ class Run:
         if number == 0:
             self._evaluate()
         prompts, texts = prompts_of(phase, self._arm.seed, number), self._texts(phase)
-        behind: deque[list[tuple[str, Any]]] = deque(maxlen=phase.staleness + 1)
+        behind: deque[list[tuple[str, Any]]] = deque([student.copied()], phase.staleness + 1)
         for step in range(1, phase.steps + 1):
             self._step(student, phase, prompts, texts)
-            if phase.staleness:
-                behind.append([(name, tensor.detach().clone()) for name, tensor in student.trainer.named_weights()])
+            behind.append(student.copied() if phase.staleness else [])
             if phase.eval_every and step % phase.eval_every == 0 and step < phase.steps:
                 self._evaluate()
             if phase.staleness:

@@ -12,13 +12,13 @@ from typing import Final
 
 from bench.claims.arm import Arm, Method, Phase
 
-RATES: Final = (3e-4, 1e-3)
-CONTROL_RATE: Final = 1e-3
+RATES: Final = (5e-4, 2e-3)
+CONTROL_RATE: Final = 2e-3
 """Of the controls: stale weights, and no teacher."""
 SEEDS: Final = (0, 1, 2)
-GRPO_STEPS, GRPO_BATCH, GROUP = 60, 64, 8
-DENSE_STEPS: Final = 20
-BASE_STEPS: Final = 16
+GRPO_STEPS, GRPO_BATCH, GROUP = 40, 64, 8
+DENSE_STEPS: Final = 12
+BASE_STEPS: Final = 12
 """Of the student's own text, 32 rollouts each: "1x"."""
 TIMES: Final = (1, 2, 5, 10)
 TEXTS: Final = 32 * BASE_STEPS * max(TIMES)
@@ -27,9 +27,9 @@ REUSED: Final = (1, 16, 200)
 RULES: Final = {
     "1": (
         "Dense against sparse",
-        "GRPO trains the start S to R (60 steps of 8 x 8 rollouts). Then R is distilled into S (20 steps of 64 "
+        "GRPO trains the start S to R (40 steps of 8 x 8 rollouts). Then R is distilled into S (12 steps of 64 "
         "rollouts). The target is 0.95 times R's sampled accuracy at the end, per seed; a method's steps are "
-        "those of its first evaluation at or above it (every 2 steps for distillation, every 6 for GRPO; no "
+        "those of its first evaluation at or above it (every 2 steps for distillation, every 5 for GRPO; no "
         "interpolation). **Held** if the median over seeds of GRPO's steps divided by those of reverse KL is at "
         "least 7. **Partly** if it is at least 2. Else, or if a seed of distillation never gets there, **not "
         "held**. If R is not at least 0.1 above S, GRPO did not learn, and the claim is **not tested**. GRPO's "
@@ -37,7 +37,7 @@ RULES: Final = {
     ),
     "2": (
         "On-policy against more off-policy text",
-        "From the weak student: 16 steps of 32 rollouts (1x) by distillation on its own text, against SFT on 1, "
+        "From the weak student: 12 steps of 32 rollouts (1x) by distillation on its own text, against SFT on 1, "
         "2, 5 and 10 times as much text of the teacher, each text once, each length with its own decay. **Held** "
         "if the least SFT that has the mean sampled accuracy of reverse KL costs at least 9 times its FLOPs "
         "(teacher's writing included), or if none up to 10x has it. **Partly** from 1.5 times on. Else **not "
@@ -46,23 +46,23 @@ RULES: Final = {
     ),
     "3": (
         "Order",
-        "At about equal FLOPs (16 steps of 32 texts) from the weak student: SFT, off-policy KD (forward and "
-        "reverse KL on the teacher's text), on-policy reverse KL, and 8 steps of SFT followed by 8 on-policy. "
+        "At about equal FLOPs (12 steps of 32 texts) from the weak student: SFT, off-policy KD (forward and "
+        "reverse KL on the teacher's text), on-policy reverse KL, and 6 steps of SFT followed by 6 on-policy. "
         "**Held** if SFT + OPD has the best mean sampled accuracy, by more than the standard error of the "
         "difference to the next; **partly** if it is best by less, or second to OPD alone; else **not held**. The "
         "part about smaller students is not run.",
     ),
     "4": (
         "Data reuse",
-        "16 steps of 32 rollouts from the weak student on 1, 16, 200 or always new prompts, by on-policy reverse "
-        "KL; beside it SFT on as many texts of the teacher, and from S GRPO (60 steps) on as many prompts. Gain: "
+        "12 steps of 32 rollouts from the weak student on 1, 16, 200 or always new prompts, by on-policy reverse "
+        "KL; beside it SFT on as many texts of the teacher, and from S GRPO (40 steps) on as many prompts. Gain: "
         "sampled accuracy at the end minus at the start. **Held** if OPD on one prompt has at least 0.8 of the "
         "gain of new prompts while GRPO on one prompt has less than 0.5 of its own. **Partly** if this is so for "
         "16 prompts but not for one. Else **not held**.",
     ),
     "6": (
         "Lambda and beta",
-        "16 steps of 32 texts from the weak student, a share lambda of 0, 0.25, 0.5 or 1 written by the student, "
+        "12 steps of 32 texts from the weak student, a share lambda of 0, 0.25, 0.5 or 1 written by the student, "
         "with forward KL (beta 0), JSD (beta 0.5) or reverse KL (beta 1). **Held** (GKD: more on-policy is "
         "better) if for each beta the mean sampled accuracy at lambda 1 is above that at lambda 0 by more than "
         "its standard error; **partly** if for some; else **not held**.",
@@ -110,7 +110,7 @@ def _of_r(row: str, seed: int, phase: Phase) -> Arm:
 
 
 def _grpo_arms(claim: str, row: str, seed: int, *, prompts: int = 0, keeps: bool = False) -> list[Arm]:
-    phase = Phase("grpo", GRPO_STEPS, 0.0, GRPO_BATCH, group_size=GROUP, prompts=prompts, constant=True, eval_every=6)
+    phase = Phase("grpo", GRPO_STEPS, 0.0, GRPO_BATCH, group_size=GROUP, prompts=prompts, constant=True, eval_every=5)
     phases = (replace(phase, lr=rate) for rate in RATES)
     return [Arm(claim, row, seed, (one,), start="start", teacher=(), keeps=keeps) for one in phases]
 

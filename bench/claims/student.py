@@ -247,6 +247,10 @@ class Student:
             for n, (one, own) in enumerate(zip(rollouts, graded, strict=True))
         ]
 
+    def copied(self) -> list[tuple[str, Any]]:
+        """The present weights."""
+        return [(name, tensor.detach().clone()) for name, tensor in self.trainer.named_weights()]
+
     def train(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
         """One step; the next answers are of the weights after it."""
         figures = self.trainer.step(items, offline)

@@ -1,0 +1,97 @@
+"""Arms of `make claims` with tiny untrained models: what they train and count, and that a killed one is made again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.claims import arm as arms
+from bench.claims.arm import Arm, Phase, Run, read_arm, read_texts, write_texts
+from bench.claims.grid import grid
+from bench.claims.pair import new_model, save
+from bench.claims.student import Rollout, Student, flops_of
+from stillhouse.builtin.sft import Recipe
+
+TINY = Recipe(hidden=16, mlp=16, steps=1, learning_rate=1e-3, seed=1, init_std=0.08)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(arms, "EVAL_PROMPTS", 2)
+    monkeypatch.setattr("bench.claims.student.MAX_NEW_TOKENS", 12)
+    torch.manual_seed(0)
+    for name in ("teacher", "weak"):
+        save(new_model(TINY), tmp_path / "models" / name)
+    write_texts(tmp_path, 6)
+    return tmp_path
+
+
+def test_an_arm_of_two_phases_counts_what_each_spent(folder: Path) -> None:
+    phases = Phase("seq_kd", 1, 1e-3, batch=4, own=0.0), Phase("reverse_kl", 1, 1e-3, batch=2)
+    arm = Arm("3", "both", 0, phases)
+    Run(arm, folder).make()
+    lines = read_arm(folder, arm.name)
+    assert lines is not None and lines[-1]["done"] and [line["step"] for line in lines[:-1]] == [0, 2]
+    texts = read_texts(folder / "texts.npz")[:4]
+    one, spent = flops_of(folder / "models" / "weak"), lines[-2]["flops"]
+    assert lines[-2]["tokens"]["teacher"] == sum(text.written for text in texts)
+    assert spent["learner"] > sum(one.training(len(text.ids_L), frozen=False) for text in texts)
+    own = spent["teacher"] - sum(one.of(0, len(text.ids_L)) for text in texts)
+    assert own == spent["actor"] > 0  # the teacher has the student's size here, and reads what the student wrote
+
+
+def test_a_killed_arm_leaves_no_result_and_its_second_making_is_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm = Arm("2", "OPD", 1, (Phase("forward_kl", 2, 1e-3, batch=2),))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        trained: list[int] = []
+
+        def killed(student: Student, *args: Any) -> None:
+            trained.append(1)
+            if len(trained) == 2:
+                raise KeyboardInterrupt
+            real(student, *args)
+
+        real = Student.train
+        patch.setattr(Student, "train", killed)
+        Run(arm, folder).make()
+    assert read_arm(folder, arm.name) is None
+    made: list[list[dict[str, Any]]] = []
+    for _ in range(2):
+        Run(arm, folder).make()
+        lines = read_arm(folder, arm.name)
+        assert lines is not None
+        made.append([{k: v for k, v in line.items() if "cpu_s" not in k} for line in lines])
+    assert made[0] == made[1]
+
+
+def test_a_stale_arm_writes_with_weights_of_as_many_steps_before(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token's log-prob tells weights apart. With a staleness of 2, steps 1 to 3 have the first weights."""
+    first: dict[int, list[float]] = {0: [], 2: []}
+    write = Student.write
+
+    def seen(student: Student, *args: Any, **options: Any) -> list[Rollout]:
+        monkeypatch.setattr(student, "_seed", lambda n: n)
+        rollouts = write(student, *args, **options)
+        first[staleness].append(float(rollouts[0].logprobs_L[rollouts[0].prompt_tokens]))
+        return rollouts
+
+    monkeypatch.setattr(Student, "write", seen)
+    for staleness in first:
+        phase = Phase("reverse_kl", 4, 1e-2, batch=2, prompts=2, staleness=staleness, eval_every=1)
+        Run(Arm("1", f"late {staleness}", 0, (phase,)), folder).make()
+    fresh, stale = first[0], first[2]
+    assert len(set(fresh)) == 4
+    assert stale[0] == stale[1] == stale[2] == fresh[0] and stale[3] == pytest.approx(fresh[1], rel=0.2)
+    assert stale[3] != stale[0]
+
+
+def test_every_arm_of_the_grid_has_a_name_of_its_own_and_needs_what_is_made_before() -> None:
+    made = {"pair-start", "pair-teacher", "texts"}
+    for arm in grid():
+        assert arm.name not in made and arm.needs <= made
+        made.add(arm.name)

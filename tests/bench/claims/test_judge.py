@@ -1,0 +1,83 @@
+"""The rules of `make claims`, on figures made up for each verdict, and the page that is written from them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.claims import judge, page
+from bench.claims.grid import RATES, TIMES
+from bench.claims.judge import Lines, Results
+
+
+def arm(claim: str, row: str, curve: dict[int, float], *, rate: float = RATES[1], seed: int = 0) -> Lines:
+    """Evaluations at the steps of `curve`; a step costs 1, half of it the teacher's."""
+    lines: list[dict[str, Any]] = [
+        {
+            "step": n,
+            "sampled": right,
+            "greedy": right,
+            "tokens": {"student": 10 * n},
+            "flops": {"actor": 0.0, "teacher": n / 2, "learner": n / 2},
+        }
+        for n, right in curve.items()
+    ]
+    about = {"claim": claim, "row": row, "seed": seed, "phases": [{"lr": rate}]}
+    return [*lines, {"done": True, "cpu_s": 1.0, "arm": about}]
+
+
+def dense(grpo: dict[int, float], opd: dict[int, float]) -> judge.Verdict:
+    return judge.dense(Results.of([arm("1", "GRPO", grpo), arm("1", "OPD, reverse KL", opd)]))
+
+
+def test_dense_is_held_where_seven_times_fewer_steps_reach_the_target() -> None:
+    grpo = {0: 0.4, 6: 0.5, 42: 0.79, 60: 0.8}
+    assert dense(grpo, {0: 0.4, 4: 0.5, 6: 0.78}) == "held"  # 42 / 6, at 0.76
+    assert dense(grpo, {0: 0.4, 6: 0.75, 8: 0.78}) == "partly"
+    assert dense(grpo, {0: 0.4, 20: 0.75, 22: 0.78}) == "not held"
+    assert dense(grpo, {0: 0.4, 20: 0.75}) == "not held"
+    assert dense({0: 0.4, 60: 0.45}, {0: 0.4, 2: 0.8}) == "not tested"
+
+
+def test_a_row_is_its_better_rate_by_the_mean_over_seeds() -> None:
+    files = [arm("2", "SFT, 1x", {0: 0.0, 9: right}, rate=rate, seed=seed) for rate, seed, right in
+             ((RATES[0], 0, 0.9), (RATES[0], 1, 0.1), (RATES[1], 0, 0.6), (RATES[1], 1, 0.6))]  # fmt: skip
+    row = Results.of(files).row("2", "SFT, 1x")
+    assert row is not None and (row.rate, row.end("sampled")) == (RATES[1], (pytest.approx(0.6), 0.0, 2))
+
+
+@pytest.mark.parametrize(
+    ("sft", "verdict"),
+    [
+        ((0.1, 0.2, 0.3, 0.4), "held"),
+        ((0.1, 0.2, 0.3, 0.5), "held"),
+        ((0.1, 0.5, 0.5, 0.5), "partly"),
+        ((0.5,) * 4, "not held"),
+    ],
+)
+def test_off_policy_text_is_compared_by_the_flops_of_the_least_that_suffices(sft: Any, verdict: str) -> None:
+    files = [arm("2", "OPD, reverse KL", {0: 0.0, 10: 0.45})]
+    files += [arm("2", f"SFT, {n}x", {0: 0.0, 10 * n: right}) for n, right in zip(TIMES, sft, strict=True)]
+    assert judge.off_policy(Results.of(files), TIMES) == verdict
+
+
+def test_the_page_has_the_figures_of_its_arms_and_can_be_written_again_without_them(tmp_path: Path) -> None:
+    shutil.copy(page.DOCS / "claims.md", tmp_path)
+    place = tmp_path / "runs"
+    (place / "arms").mkdir(parents=True)
+    page.write_page(place, tmp_path)
+    assert "0 of 24" in (tmp_path / "claims.md").read_text()
+    from bench.claims.arm import write_lines
+    from bench.claims.grid import grid
+
+    one = next(arm for arm in grid() if arm.row == "GRPO")
+    write_lines(place / "arms" / f"{one.name}.jsonl", arm("1", "GRPO", {0: 0.4, 60: 0.8125}))
+    page.write_page(place, tmp_path)
+    text = (tmp_path / "claims.md").read_text()
+    assert "1 of 24" in text and "0.81 ± 0.00" in text
+    shutil.rmtree(place)
+    page.write_page(place, tmp_path)
+    assert (tmp_path / "claims.md").read_text() == text
