@@ -1,4 +1,4 @@
-# make demo | gpu-demo | test | test-slow | test-release | test-all | check | agents | trackers | ray | torchao | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
+# make demo | gpu-demo | claims | test | test-slow | test-release | test-all | check | agents | trackers | ray | torchao | openenv | verifiers | smollm2 | trl | sglang-cpu | sglang-cpu-0.5.17 | vllm-cpu | docs | clean.  Needs Python 3.11 or later and make;
 # the first target makes .venv and installs into it.
 #
 #   make demo ARGS="--steps 40"      any key of launch/cluster.py --help all
@@ -16,6 +16,7 @@ TRACKERS := wandb,mlflow,notebook
 PIP := -m pip --disable-pip-version-check
 TRACKERS_INSTALLED := $(VENV)/.trackers
 RAY_INSTALLED := $(VENV)/.ray
+CLAIMS_INSTALLED := $(VENV)/.claims
 TORCHAO := .venv-torchao
 OPENENV_VENV := .venv-openenv
 OPENENV_INSTALLED := $(OPENENV_VENV)/.installed
@@ -33,7 +34,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv agents trackers ray torchao openenv verifiers trl smollm2 docs demo gpu-demo test test-slow test-release test-all check sglang-cpu vllm-cpu clean
+.PHONY: help venv agents trackers ray torchao openenv verifiers trl smollm2 docs demo gpu-demo claims test test-slow test-release test-all check sglang-cpu vllm-cpu clean
 
 help:  ## this text
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/'
@@ -120,6 +121,13 @@ demo: $(INSTALLED)  ## distil the built-in teacher into the built-in student, ab
 
 gpu-demo: $(INSTALLED)  ## the same with real SGLang servers on one GPU, by what `auto` chooses; needs pip install sglang (docs/gpu.md)
 	@$(VENV)/bin/python scripts/gpu/gpu_demo.py $(ARGS)
+
+claims: $(CLAIMS_INSTALLED)  ## what is claimed for on-policy distillation, tested on one task (docs/results/claims.md); goes on where it was stopped
+	$(VENV)/bin/python -m bench.claims $(ARGS)
+
+$(CLAIMS_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[claims]'
+	@touch $@
 
 # Tests mostly wait, hence more processes than cores; a file stays together. Files begin in the order of tests/conftest.py.
 PYTEST := $(VENV)/bin/python -m pytest -W error -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

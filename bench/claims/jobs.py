@@ -66,7 +66,7 @@ def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
 def note(folder: Path) -> None:
     """Add to the folder's notes which code runs, and where."""
     asked = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
     model = next(
         (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
