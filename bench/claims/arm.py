@@ -10,7 +10,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -67,23 +67,26 @@ class Arm:
     """What the page calls it."""
     seed: int
     phases: tuple[Phase, ...]
-    start: str = "weak"
+    start: str = "start"
     """Name of a model of the pair, or of an arm that keeps its model."""
     teacher: tuple[str, ...] = ("teacher",)
     """The same. Of several: that with the best last sampled accuracy. Empty: none."""
     keeps: bool = False
     """Its model is needed by another arm."""
+    rate_of: tuple[str, ...] = ()
+    """Arms of the same row: it has the learning rate of the one with the best last sampled accuracy."""
 
     @property
     def name(self) -> str:
-        words = f"{self.claim}-{self.row}-{self.phases[-1].lr:g}-s{self.seed}"
+        rate = "chosen" if self.rate_of else f"{self.phases[-1].lr:g}"
+        words = f"{self.claim}-{self.row}-{rate}-s{self.seed}"
         return "".join(c if c.isalnum() or c in "-." else "_" for c in words)
 
     @property
     def needs(self) -> set[str]:
         """Arms that must be done before."""
         texts = {"texts"} if any(reads_texts(one) for one in self.phases) else set[str]()
-        return texts | {OF_PAIR.get(name, name) for name in (self.start, *self.teacher)}
+        return texts | {OF_PAIR.get(name, name) for name in (self.start, *self.teacher, *self.rate_of)}
 
 
 def reads_texts(phase: Phase) -> bool:
@@ -135,7 +138,7 @@ class Run:
     """Runs an arm in `folder`, which has the models, the texts and the other arms."""
 
     def __init__(self, arm: Arm, folder: Path) -> None:
-        self._arm, self._folder = arm, folder
+        self._arm, self._folder = at_chosen_rate(arm, folder), folder
         self._lines: list[dict[str, Any]] = []
         self._spent: dict[str, float] = {}
         self._began_s = time.process_time()
@@ -227,7 +230,7 @@ class Run:
     def _evaluate(self, *, last: bool = False) -> None:
         student, began_s = self._student, time.process_time()
         assert student is not None
-        student.writer.take((name, tensor.detach()) for name, tensor in student.trainer.named_weights())
+        student.writer.take((name, tensor.detach()) for name, tensor in student.trainer.model.named_parameters())
         tasks = eval_tasks(EVAL_PROMPTS * (1 + last))
         line: dict[str, Any] = {
             "step": self._steps,
@@ -240,6 +243,16 @@ class Run:
             line["greedy"] = student.writer.accuracy(tasks[:EVAL_PROMPTS], greedy=True)
         self._eval_s += time.process_time() - began_s
         self._lines.append(line | {"cpu_s": self._cpu_s})
+
+
+def at_chosen_rate(arm: Arm, folder: Path) -> Arm:
+    """With the rate of the best of the arms that it is to follow; its name stays."""
+    if not arm.rate_of:
+        return arm
+    best = read_arm(folder, max(arm.rate_of, key=lambda name: last_sampled(folder, name)))
+    assert best is not None
+    rate = float(best[-1]["arm"]["phases"][-1]["lr"])
+    return replace(arm, phases=tuple(replace(phase, lr=rate) for phase in arm.phases))
 
 
 def model_folder(folder: Path, name: str) -> Path:

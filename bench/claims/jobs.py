@@ -37,8 +37,12 @@ def make(name: str, folder: Path) -> None:
 
 def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
     """Make all missing arms, `jobs` at a time, in the order of the grid. Returns those that failed."""
-    needs: dict[str, set[str]] = {name: set() for name in PAIR} | {"texts": {"pair-teacher"}}
-    needs |= {arm.name: arm.needs for arm in grid() if claims is None or arm.claim in claims}
+    every: dict[str, set[str]] = {name: set() for name in PAIR} | {"texts": {"pair-teacher"}}
+    every |= {arm.name: arm.needs for arm in grid()}
+    wanted = {arm.name for arm in grid() if claims is None or arm.claim in claims}
+    while more := {need for name in wanted for need in every[name]} - wanted:
+        wanted |= more
+    needs = {name: every[name] for name in every if name in wanted}
     done = {name for name in needs if result_file(folder, name).is_file()}
     left, failed, began_s = [name for name in needs if name not in done], list[str](), time.monotonic()
     note(folder)

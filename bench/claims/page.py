@@ -18,6 +18,8 @@ from bench.claims.judge import TOTAL, Lines, Mean, Results, Row
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
 PAIR: Final = ("pair-teacher", "pair-start", "texts")
+DROPPED: Final = "dropped/"
+"""Arms of an earlier grid, whose numbers are kept."""
 HEAD: Final = (
     "| | rate | seeds | sampled | greedy | GFLOPs: student writes | teacher | training | all |",
     "|---|---:|---:|---|---|---:|---:|---:|---:|",
@@ -27,7 +29,9 @@ HEAD: Final = (
 def write_page(folder: Path, docs: Path = DOCS) -> None:
     arms, notes = read(folder, docs)
     numbers = {"notes": notes, "arms": arms}
-    rows = [json.dumps({"notes": notes}), *(json.dumps({"name": name, "lines": lines}) for name, lines in arms.items())]
+    kept = {name: arms.pop(name) for name in list(arms) if name.startswith(DROPPED)}
+    rows = [json.dumps({"name": name, "lines": lines}) for name, lines in {**arms, **kept}.items()]
+    rows.insert(0, json.dumps({"notes": notes}))
     (docs / "claims.jsonl").write_text("".join(row + "\n" for row in rows), encoding="utf-8")
     results = Results.of(list(arms.values()))
     page = docs / "claims.md"
@@ -42,11 +46,15 @@ def write_page(folder: Path, docs: Path = DOCS) -> None:
 
 
 def read(folder: Path, docs: Path) -> tuple[dict[str, Lines], list[dict[str, Any]]]:
-    """(arms by name, notes about machines): those of the grid, in its order."""
+    """(arms by name, notes about machines): those of the grid, in its order, and those of an earlier one."""
     files = {path.stem: path for path in (folder / "arms").glob("*.jsonl")}
     names = [*PAIR, *(arm.name for arm in grid())]
     arms = {name: [json.loads(row) for row in _rows(files[name])] for name in names if name in files}
     if arms:
+        arms |= {
+            f"{DROPPED}{path.stem}": [json.loads(row) for row in _rows(path)]
+            for path in sorted((folder / DROPPED).glob("*"))
+        }
         return arms, [json.loads(row) for row in _rows(folder / "machines.jsonl")]
     rows = [json.loads(row) for row in _rows(docs / "claims.jsonl")]
     return {row["name"]: row["lines"] for row in rows[1:]}, rows[0]["notes"] if rows else []

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ MAX_CONTEXT: Final = 288
 CONCURRENT: Final = 64
 POOL: Final = "default"
 TOKENIZER: Final = build_tokenizer()
-END_ID: Final[int] = TOKENIZER.convert_tokens_to_ids(END_OF_TURN)
+END_ID: Final = cast(int, TOKENIZER.convert_tokens_to_ids(END_OF_TURN))
 _CHECK: Final = AnswerCheck()
 
 
@@ -69,8 +69,8 @@ class Rollout:
 
     @property
     def reward(self) -> float:
-        text = TOKENIZER.decode(self.ids_L[self.prompt_tokens :], skip_special_tokens=True)
-        return _CHECK.reward(text, self.task.answer)
+        text = cast(str, TOKENIZER.decode(self.ids_L[self.prompt_tokens :], skip_special_tokens=True))
+        return _CHECK.reward(text, self.task.answer) or 0.0
 
 
 @dataclass
@@ -182,7 +182,7 @@ def item_of(
         tag="tally",
         teachers=(POOL,) if graded else (),
         end=end,
-        spans=(VersionSpan(0, end, WeightVersion(0, 0)),),
+        spans=(VersionSpan(WeightVersion(0, 0), 0, end),),
         final=True,
         finish_reason=rollout.finish_reason,
         reward=rollout.reward,
@@ -249,7 +249,7 @@ class Student:
 
     def copied(self) -> list[tuple[str, Any]]:
         """The present weights."""
-        return [(name, tensor.detach().clone()) for name, tensor in self.trainer.named_weights()]
+        return [(name, tensor.detach().clone()) for name, tensor in self.trainer.model.named_parameters()]
 
     def train(self, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()) -> StepMetrics:
         """One step; the next answers are of the weights after it."""
@@ -258,7 +258,7 @@ class Student:
             self.flops.learner += self.config.updates_per_batch * self.writer.flops.training(
                 len(one.tokens_L), frozen=False
             )
-        self.writer.take((name, tensor.detach()) for name, tensor in self.trainer.named_weights())
+        self.writer.take((name, tensor.detach()) for name, tensor in self.trainer.model.named_parameters())
         return figures
 
 
