@@ -23,7 +23,7 @@ from stillhouse.builtin.tally import Tally, tallies
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
-from stillhouse.learner.objectives.options import Distributions, Grpo, Jsd, LogRatio, Null
+from stillhouse.learner.objectives.options import Capped, Distributions, Grpo, Jsd, LogRatio, Null
 from stillhouse.models.flops import ForwardFlops
 from stillhouse.protocol.settings import Member
 
@@ -95,8 +95,7 @@ def reads_texts(phase: Phase) -> bool:
 
 def objective_of(phase: Phase) -> ObjectiveConfig:
     """The loss of the student's own rollouts, or of texts alone."""
-    alone = phase.own == 0.0
-    none = {"importance": Member(name="none")} if alone else {}
+    weight = Member(name="none") if phase.own == 0.0 else Capped()
     match phase.method:
         case "grpo":
             return ObjectiveConfig(coef=0.0, advantage=Grpo())
@@ -107,9 +106,9 @@ def objective_of(phase: Phase) -> ObjectiveConfig:
         case "seq_kd":
             return ObjectiveConfig(divergence=Member(name="seq_kd"), importance=Member(name="none"))
         case "jsd":
-            return ObjectiveConfig(divergence=Jsd(beta=0.5), **none)
+            return ObjectiveConfig(divergence=Jsd(beta=0.5), importance=weight)
         case "reverse_kl" | "forward_kl":
-            return ObjectiveConfig(divergence=Distributions(name=phase.method), **none)
+            return ObjectiveConfig(divergence=Distributions(name=phase.method), importance=weight)
 
 
 def config_of(phase: Phase) -> LearnerConfig:
@@ -294,14 +293,14 @@ def write_texts(folder: Path, count: int) -> None:
     for first in range(0, count, 256):
         some = list(islice(tasks, min(256, count - first)))
         parts += writer.write(some, [TEXTS_SEED * 10**6 + first + n for n in range(len(some))])
-    arrays = {
-        "ids": np.concatenate([one.ids_L for one in parts]),
-        "logprobs": np.concatenate([one.logprobs_L for one in parts]),
-        "lengths": np.array([len(one.ids_L) for one in parts]),
-        "prompts": np.array([one.prompt_tokens for one in parts]),
-    }
     draft = folder / "texts.draft.npz"
-    np.savez(draft, **arrays)
+    np.savez(
+        draft,
+        ids=np.concatenate([one.ids_L for one in parts]),
+        logprobs=np.concatenate([one.logprobs_L for one in parts]),
+        lengths=np.array([len(one.ids_L) for one in parts]),
+        prompts=np.array([one.prompt_tokens for one in parts]),
+    )
     draft.replace(folder / "texts.npz")
     right = sum(one.reward for one in parts) / len(parts)
     cpu_s = time.process_time() - began_s

@@ -27,6 +27,7 @@ BASE_STEPS: Final = 10
 TIMES: Final = (1, 2, 5, 10)
 TEXTS: Final = 3_840
 """That the teacher writes once, for all arms; each seed begins at another place. 10x takes 3,200."""
+LONGER: Final = f"OPD, reverse KL, {GRPO_STEPS} steps"
 REUSED: Final = (1, 16, 200)
 
 RULES: Final = {
@@ -81,7 +82,7 @@ NOT_RUN: Final = (
 def grid() -> list[Arm]:
     """In the order in which they are made."""
     arms = [arm for seed in SEEDS for arm in dense(seed)]
-    for claim in (off_policy_and_order, controls, reuse, shares):
+    for claim in (off_policy_and_order, further, controls, reuse, shares):
         arms += [arm for seed in SEEDS for arm in claim(seed)]
     return arms
 
@@ -98,13 +99,21 @@ def dense(seed: int) -> list[Arm]:
     return [*_grpo("1", "GRPO", seed, keeps=True), *distilled]
 
 
+def further(seed: int) -> list[Arm]:
+    """To explain claim 1, with no part in its verdict: as many steps as GRPO has."""
+    own = _of_r("OPD, reverse KL", seed, _dense("reverse_kl"))
+    longer = replace(own, row=LONGER, phases=(replace(own.phases[0], steps=GRPO_STEPS, eval_every=5),))
+    like = [arm.name for rate in RATES for arm in at_rates(replace(own, seed=0), [rate])]
+    return [replace(longer, rate_of=tuple(like))]
+
+
 def controls(seed: int) -> list[Arm]:
     """Stale weights, and no teacher."""
     stale = "OPD, reverse KL, 4 steps stale"
     arms = [
         _of_r(stale, seed, replace(_dense("reverse_kl"), staleness=4)),
         replace(_of_r("null teacher", seed, _dense("null")), teacher=()),
-        _row("2", stale, seed, _base("reverse_kl", staleness=4)),
+        _row("2", stale, seed, replace(_base("reverse_kl"), staleness=4)),
         _row("2", "null teacher", seed, _base("null")),
     ]
     return [one for arm in arms for one in at_rates(arm, [CONTROL_RATE])]
@@ -129,16 +138,16 @@ def _row(claim: str, row: str, seed: int, *phases: Phase) -> Arm:
     return Arm(claim, row, seed, phases, teacher=("teacher",) if graded else ())
 
 
-def _base(method: Method, own: float = 1.0, **options: int) -> Phase:
+def _base(method: Method, own: float = 1.0, *, steps: int = BASE_STEPS, prompts: int = 0) -> Phase:
     """1x: BASE_STEPS of 32."""
-    return Phase(method, options.pop("steps", BASE_STEPS), 0.0, own=own, **options)
+    return Phase(method, steps, 0.0, own=own, prompts=prompts)
 
 
 def off_policy_and_order(seed: int) -> list[Arm]:
     half = BASE_STEPS // 2
     arms = [
-        _row("2", "OPD, reverse KL", seed, _base("reverse_kl", eval_every=5)),
-        _row("2", "OPD, forward KL", seed, _base("forward_kl", eval_every=5)),
+        _row("2", "OPD, reverse KL", seed, replace(_base("reverse_kl"), eval_every=5)),
+        _row("2", "OPD, forward KL", seed, replace(_base("forward_kl"), eval_every=5)),
         *(_row("2", f"SFT, {n}x", seed, _base("seq_kd", 0.0, steps=BASE_STEPS * n)) for n in TIMES),
         _row("3", "off-policy KD, forward KL", seed, _base("forward_kl", 0.0)),
         _row("3", "off-policy KD, reverse KL", seed, _base("reverse_kl", 0.0)),

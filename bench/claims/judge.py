@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -66,11 +65,12 @@ class Results:
 
     @classmethod
     def of(cls, files: Sequence[Lines]) -> Results:
-        found: Any = defaultdict(lambda: defaultdict(dict))
+        found = cls()
         for lines in files:
             if arm := lines[-1].get("arm"):
-                found[arm["claim"], arm["row"]][arm["phases"][-1]["lr"]][arm["seed"]] = lines
-        return cls({key: dict(rates) for key, rates in found.items()})
+                rates = found.arms.setdefault((arm["claim"], arm["row"]), {})
+                rates.setdefault(arm["phases"][-1]["lr"], {})[arm["seed"]] = lines
+        return found
 
     def row(self, claim: str, row: str) -> Row | None:
         """At the rate with the best mean sampled accuracy, of those with most seeds. None: no arm is done."""

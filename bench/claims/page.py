@@ -28,7 +28,6 @@ HEAD: Final = (
 
 def write_page(folder: Path, docs: Path = DOCS) -> None:
     arms, notes = read(folder, docs)
-    numbers = {"notes": notes, "arms": arms}
     kept = {name: arms.pop(name) for name in list(arms) if name.startswith(DROPPED)}
     rows = [json.dumps({"name": name, "lines": lines}) for name, lines in {**arms, **kept}.items()]
     rows.insert(0, json.dumps({"notes": notes}))
@@ -36,7 +35,7 @@ def write_page(folder: Path, docs: Path = DOCS) -> None:
     results = Results.of(list(arms.values()))
     page = docs / "claims.md"
     text = page.read_text(encoding="utf-8")
-    for name, part in {"verdicts": overview(results, arms), "provenance": provenance(**numbers)}.items():
+    for name, part in {"verdicts": overview(results, arms), "provenance": provenance(notes, arms)}.items():
         text = filled(text, name, part)
     for claim, part in tables(results).items():
         text = filled(text, f"claim {claim}", [f"Rule: {RULES[claim][1]}", "", *part])

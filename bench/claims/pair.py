@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -30,6 +30,7 @@ START, WEAK = 0.35, 0.04
 LOOK_EVERY_STEPS: Final = 10
 LOOK_BELOW_LOSS: Final = 0.05
 PROBE_SEED, PROBES = 8, 96
+PAD_ID: Final = cast(int, TOKENIZER.convert_tokens_to_ids(PAD))
 SHORT_SHARE: Final = 0.3
 """Share of examples with fewer digits than the task has, down to 4."""
 
@@ -49,7 +50,7 @@ def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
         initializer_range=recipe.init_std,
         bos_token_id=None,
         eos_token_id=END_ID,
-        pad_token_id=TOKENIZER.convert_tokens_to_ids(PAD),
+        pad_token_id=PAD_ID,
         dtype="float32",
     )
     model = Qwen3ForCausalLM(config)
@@ -78,7 +79,7 @@ def build(name: str, folder: Path) -> None:
     began_s, probes = time.process_time(), list(islice(tallies(PROBE_SEED), PROBES))
     torch.manual_seed(recipe.seed)
     model = new_model(recipe)
-    lines = [{"parameters": sum(p.numel() for p in model.parameters())}]
+    lines: list[dict[str, Any]] = [{"parameters": sum(p.numel() for p in model.parameters())}]
 
     def sampled(place: Path) -> float:
         save(model, place)
@@ -94,7 +95,7 @@ def build(name: str, folder: Path) -> None:
             save(model, model_folder(folder, "weak"))
         return right >= START
 
-    steps = train(model, examples(recipe.seed), recipe, int(TOKENIZER.pad_token_id), after_step)
+    steps = train(model, examples(recipe.seed), recipe, PAD_ID, after_step)
     right = sampled(model_folder(folder, name))
     lines += [{"step": steps, "sampled": right}, {"done": True, "cpu_s": time.process_time() - began_s}]
     write_lines(result_file(folder, f"pair-{name}"), lines)

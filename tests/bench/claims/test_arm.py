@@ -75,7 +75,7 @@ def test_a_stale_arm_writes_with_weights_of_as_many_steps_before(folder: Path, m
     write = Student.write
 
     def seen(student: Student, *args: Any, **options: Any) -> list[Rollout]:
-        monkeypatch.setattr(student, "_seed", lambda n: n)
+        monkeypatch.setattr(student, "_seed", range(100).__getitem__)
         rollouts = write(student, *args, **options)
         first[staleness].append(float(rollouts[0].logprobs_L[rollouts[0].prompt_tokens]))
         return rollouts

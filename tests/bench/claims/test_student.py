@@ -19,9 +19,13 @@ from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from tests.integration.test_synchronous import GROUP, LR, PROMPTS_PER_STEP, SEED, STEPS, WARMUP, plain_losses
 
 
+def as_it_is(tokenizer: object, prompt: Any) -> list[int]:
+    return prompt.tolist()
+
+
 def test_the_drivers_losses_are_those_of_the_plain_synchronous_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "MAX_NEW_TOKENS", 96)
-    monkeypatch.setattr(driver, "prompt_token_ids", lambda tokenizer, prompt: prompt.tolist())
+    monkeypatch.setattr(driver, "prompt_token_ids", as_it_is)
     config = TaskConfig(prompts=str(TRAIN_JSONL), group_size=GROUP, eval_share=0.0)
     stream = TaskStream(config, AutoTokenizer.from_pretrained(STUDENT_DIR), load_prompts(config), seed=SEED)
     teacher = Teacher(STUDENT_DIR.parent / TEACHER_DIR.name)
