@@ -148,7 +148,9 @@ def race_table(results: Results) -> list[str]:
             continue
         cells = [", ".join("never" if step is None else str(step) for step in own.steps)]
         for slow, fast in zip(grpo, own, strict=True):
-            cells.append("-" if name == "GRPO" else ", ".join(f"{one:.1f}" for one in judge.ratios(slow, fast)))
+            cells.append(
+                "-" if name == "GRPO" else ", ".join(f"{one:.1f}" if one else "-" for one in judge.ratios(slow, fast))
+            )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
