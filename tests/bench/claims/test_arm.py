@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(arms, "EVAL_PROMPTS", 2)
     monkeypatch.setattr("bench.claims.student.MAX_NEW_TOKENS", 12)
     torch.manual_seed(0)
-    for name in ("teacher", "weak"):
+    for name in ("teacher", "start"):
         save(new_model(TINY), tmp_path / "models" / name)
     write_texts(tmp_path, 6)
     return tmp_path
@@ -36,7 +36,7 @@ def test_an_arm_of_two_phases_counts_what_each_spent(folder: Path) -> None:
     lines = read_arm(folder, arm.name)
     assert lines is not None and lines[-1]["done"] and [line["step"] for line in lines[:-1]] == [0, 2]
     texts = read_texts(folder / "texts.npz")[:4]
-    one, spent = flops_of(folder / "models" / "weak"), lines[-2]["flops"]
+    one, spent = flops_of(folder / "models" / "start"), lines[-2]["flops"]
     assert lines[-2]["tokens"]["teacher"] == sum(text.written for text in texts)
     assert spent["learner"] > sum(one.training(len(text.ids_L), frozen=False) for text in texts)
     own = spent["teacher"] - sum(one.of(0, len(text.ids_L)) for text in texts)
