@@ -67,10 +67,10 @@ $(RAY_INSTALLED): $(INSTALLED)
 	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[ray]'
 	@touch $@
 
-torchao: $(TORCHAO)/torchao  ## torchao for tests (docs/small-cards.md), in a folder of its own: whatever finds it loads it, which takes seconds
+torchao: $(TORCHAO)/bitsandbytes  ## torchao and bitsandbytes for tests (docs/small-cards.md), in a folder of its own: whatever finds it loads it, which takes seconds
 
-$(TORCHAO)/torchao: | $(INSTALLED)
-	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) --no-deps -c constraints.txt --target $(TORCHAO) torchao
+$(TORCHAO)/bitsandbytes: | $(INSTALLED)
+	$(VENV)/bin/python $(PIP) install $(PIP_ARGS) --no-deps --upgrade -c constraints.txt --target $(TORCHAO) torchao bitsandbytes
 
 openenv: $(OPENENV_INSTALLED)  ## servers of OpenEnv, in an environment of their own (docs/agents/openenv.md)
 

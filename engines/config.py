@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from stillhouse.engines.base import UpdateMode
-from stillhouse.models.description import LoadDtype
+from stillhouse.models.description import LoadDtype, Quantized
 from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
@@ -164,6 +164,9 @@ class ScorerSettings(WorkerSettings, frozen=True, kw_only=True):
     where there are too few; cpu; cuda:1: all teachers on that GPU."""
     dtype: LoadDtype = "auto"
     """Precision of an embedded teacher's weights; auto: bfloat16 on cuda, float32 elsewhere."""
+    quantize: Quantized = "none"
+    """Bits of an embedded teacher's linear layers. nf4: 4, by bitsandbytes (docs/small-cards.md); embedding and head
+    stay as `dtype`. Servers: --quantization in server.args, or a checkpoint that is quantized already."""
     max_batch_tokens: PositiveInt = 4096
     """Tokens computed in one packed forward pass; a longer single item is scored by itself."""
     prefix_cache_mb: NonNegativeInt | None = None

@@ -126,6 +126,8 @@ class ModelShape(NamedTuple):
     """The head's weight is the embedding's."""
     dtype_bytes: int
     """Bytes per parameter in the weight files."""
+    quantized_bytes: float = 0.0
+    """Of all weights, in a checkpoint that is quantized already; 0: it is not."""
 
     @property
     def rest(self) -> int:

@@ -18,6 +18,10 @@ CHOSEN_EXPERTS: Final = (
     "top_k_experts",
 )
 """What architectures call them in config.json."""
+Quantized: TypeAlias = Literal["none", "nf4"]
+"""nf4: linear layers in 4 bits, by bitsandbytes."""
+NF4_BYTES: Final = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Per number: 4 bits, one byte of scale for 64 of them, and 4 bytes for 256 scales (QLoRA's double quantization)."""
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

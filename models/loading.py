@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -21,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -33,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from stillhouse.models import packed
-from stillhouse.models.description import DtypeName
+from stillhouse.models.description import DtypeName, Quantized
 from stillhouse.models.logprobs import lm_head
 from stillhouse.models.safetensors_header import head_beside_embedding, read_headers
 from stillhouse.models.transfer import whole
@@ -64,16 +67,18 @@ def load_causal_lm(
     attention: Attention,
     train: bool = False,
     weights: bool = True,
+    quantize: Quantized = "none",
 ) -> PreTrainedModel:
     """Load a causal LM from a local folder or a hub name. `weights=False`: only its shapes, on the meta device.
 
     The model comes back in eval mode (dropout is not part of the policy whose log-probs we compare), with gradients
     on its parameters only when `train`. With `attention="packed"` a probe has compared it to its own plain forward, and
-    chosen how it runs rows; without weights, `models.packed.set_way` is to follow.
+    chosen how it runs rows; without weights, `models.packed.set_way` is to follow. `quantize`: transformers' own
+    quantised loading; embedding, head and norms stay as `dtype`, in which products are computed, too.
 
     Raises ModelError: path missing, no config.json, not a causal LM, weights missing from the checkpoint, vocabulary
-    and embedding that do not fit, attention that is not registered; `models.packed.PackingError`: "packed" asked of
-    an architecture whose rows cannot be exact.
+    and embedding that do not fit, attention that is not registered, layers or an environment that cannot be quantised;
+    `models.packed.PackingError`: "packed" asked of an architecture whose rows cannot be exact.
     """
     name = resolve_path(path)
     config = load_config(name)
@@ -88,11 +93,15 @@ def load_causal_lm(
         packed.refuse_bidirectional(config)
         implementation = None  # transformers' choice, until a probe has shown which rows are exact
     if weights:
-        model = _from_pretrained(name, config, torch_dtype, implementation)
+        how = {} if quantize == "none" else _quantised(name, torch_dtype, device)
+        model = _from_pretrained(name, config, torch_dtype, implementation, how)
         _check_embeddings(name, model)
         _check_numbers(name, model)
         make_current(torch.device(device))
-        model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
+        if how:
+            _check_quantised(name, model)
+        else:
+            model.to(torch.device(device))  # pyright: ignore[reportArgumentType]
         if lm_head(model).weight_VH is not model.get_input_embeddings().weight:
             _untie(model.config)
     else:
@@ -210,12 +219,12 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _from_pretrained(
-    name: str, config: PreTrainedConfig, dtype: torch.dtype, implementation: str | None
+    name: str, config: PreTrainedConfig, dtype: torch.dtype, implementation: str | None, how: Mapping[str, Any]
 ) -> PreTrainedModel:
     try:
         with _no_progress_bars():
             loaded = _auto_class(config).from_pretrained(
-                name, dtype=dtype, attn_implementation=implementation, output_loading_info=True
+                name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **how
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {error}{_offline_hint()}") from error
@@ -229,6 +238,29 @@ def _from_pretrained(
     if unexpected := sorted(str(key) for key in report["unexpected_keys"]):
         _log.warning("%s: %d tensors in the checkpoint are not used, e.g. %s", name, len(unexpected), unexpected[:4])
     return model
+
+
+def _quantised(name: str, dtype: torch.dtype, device: str | torch.device) -> dict[str, Any]:
+    """transformers' arguments to load a checkpoint in 4 bits."""
+    if missing := [package for package in ("bitsandbytes", "accelerate") if find_spec(package) is None]:
+        raise ModelError(f"{name!r} in 4 bits needs {' and '.join(missing)}: pip install -e '.[bitsandbytes]'")
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    return {"quantization_config": nf4, "device_map": {"": torch.device(device)}}
+
+
+def _check_quantised(name: str, model: PreTrainedModel) -> None:
+    """transformers quantizes linear layers only; experts that are one tensor for a layer stay as they are."""
+    outside = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
+    left = sorted(
+        n for n, p in model.named_parameters() if p.ndim > 1 and p.dtype != torch.uint8 and id(p) not in outside
+    )
+    if left:
+        raise ModelError(
+            f"{name!r}: {len(left)} of its tensors cannot be quantized, e.g. {left[:3]}; expected a model whose layers "
+            "are linear, or quantize = none, or an SGLang server of a checkpoint in fewer bits"
+        )
 
 
 def _check_numbers(name: str, model: PreTrainedModel) -> None:

@@ -10,7 +10,7 @@ from msgspec import Meta
 from stillhouse.engines.api.config import ApiConfig
 from stillhouse.engines.config import ScorerSettings, ServerConfig, ServerLinkConfig
 from stillhouse.engines.registry import EngineOptions, check_engine
-from stillhouse.models.description import LoadDtype
+from stillhouse.models.description import LoadDtype, Quantized
 from stillhouse.protocol.payloads.kind import PayloadKind
 from stillhouse.protocol.payloads.registry import PayloadName, kind_of
 from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
@@ -117,6 +117,8 @@ class PoolConfig(Settings, frozen=True, kw_only=True):
     """Overrides teacher.device."""
     dtype: LoadDtype | None = None
     """Overrides teacher.dtype."""
+    quantize: Quantized | None = None
+    """Overrides teacher.quantize."""
     max_batch_tokens: PositiveInt | None = None
     """Overrides teacher.max_batch_tokens."""
     prefix_cache_mb: NonNegativeInt | None = None

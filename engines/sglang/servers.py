@@ -63,6 +63,9 @@ NEEDED: Final = ("sglang", "triton")
 """Modules that a server needs; triton is checked only for GPUs in the environment of `make sglang-cpu`."""
 UPDATABLE: Final = "flash_rl"
 """SGLang's loader that can quantize new weights again (QuantizedRLModelLoader)."""
+ONLINE: Final = {"fp8": 1.0, "mxfp8": 1 + 1 / 32, "w8a8_fp8": 1.0, "w8a8_int8": 1.0, "bitsandbytes": 0.5 + 4 / 64}
+"""--quantization of weights that are not quantized yet: bytes per number of a linear layer, with its scales. Others
+need a checkpoint that is."""
 FLASHINFER: Final = "flashinfer"
 FA3: Final = "sgl_kernel/flash_ops"
 """A file, which has the kernels of FlashAttention 3."""
@@ -268,7 +271,11 @@ def _by_gpu(total_bytes: float) -> tuple[int, int]:
 
 
 def _weights(server: ServerConfig, shape: ModelShape) -> float:
-    return _width(server) * shape.parameters / server.tp
+    if shape.quantized_bytes:
+        return shape.quantized_bytes / server.tp
+    width = _width(server)
+    linear = ONLINE.get(value_of(server.args, QUANTIZATION) or "", width)
+    return (linear * (shape.parameters - shape.rest) + width * shape.rest) / server.tp
 
 
 def _width(server: ServerConfig) -> int:

@@ -19,7 +19,7 @@ from stillhouse.engines.provider import (
     WithStudent,
     WithTeacher,
 )
-from stillhouse.models.description import BYTES, resolve_dtype
+from stillhouse.models.description import BYTES, NF4_BYTES, resolve_dtype
 from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.payloads.expert_ids import REPORTS_EXPERTS
@@ -114,15 +114,17 @@ class TorchProvider(EngineProvider):
         width = BYTES[resolve_dtype(teacher.dtype, device)]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         rows = min(chunk_rows(shape.vocabulary, device), teacher.max_batch_tokens)
-        own, likely = (
-            width * shape.parameters,
-            {"activations": block, "logits": FROM_LOGITS * 4 * rows * shape.vocabulary},
-        )
+        own = width * shape.parameters
+        likely = {"activations": block, "logits": FROM_LOGITS * 4 * rows * shape.vocabulary}
+        if teacher.quantize != "none":  # and one layer's largest matrix as it is multiplied
+            own = NF4_BYTES * (shape.parameters - shape.rest) + width * shape.rest
+            likely["activations"] += width * shape.hidden * shape.mlp
         if teacher.prefix_cache_mb is not None:
             likely["prefix cache"] = teacher.prefix_cache_mb * 2**20
         elif device == "cuda":
             likely["prefix cache"] = GPU_PREFIX_CACHE_BYTES
-        if device == "cpu" and width == shape.dtype_bytes:  # as in the file, which all teachers map
+        mapped = teacher.quantize == "none" and width == shape.dtype_bytes  # as in the file, which all teachers map
+        if device == "cpu" and mapped:
             return MemoryNeed({}, {"weights": own, **likely})
         return MemoryNeed({"weights": own}, likely)
 

@@ -72,7 +72,13 @@ class TorchScorer:
     def load(cls, path: str | Path, config: ScorerSettings) -> TorchScorer:
         """Load a teacher. Raises models.loading.ModelError or models.packed.PackingError with the reason."""
         device = resolve_device(config.device)
-        model = load_causal_lm(path, device=device, dtype=resolve_dtype(config.dtype, device), attention="packed")
+        model = load_causal_lm(
+            path,
+            device=device,
+            dtype=resolve_dtype(config.dtype, device),
+            attention="packed",
+            quantize=config.quantize,
+        )
         return cls(
             model,
             max_batch_tokens=config.max_batch_tokens,

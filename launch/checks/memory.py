@@ -27,11 +27,13 @@ learner         weights 4 P / R (float32), gradient 4 P / R, moments 8 P / R or 
 embedded actor  weights P * b, and as much for the next version, b of actor.torch.dtype; KV cache, on a GPU allocated
                 at once, on the host as requests grow: max_concurrent * max_context * L * 2 * K * b; on the host P * b
                 for packed weights (actor.torch.fused)
-embedded        weights P * b, on the host shared where the file is as wide; activations of one layer
-teacher         max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of 512 MiB in float32, on the host of
+embedded        weights P * b, on the host shared where the file is as wide; with teacher.quantize = nf4
+teacher         0.516 (P - E) + E * b, and one matrix of H F b as it is multiplied; activations of one layer
+                max_batch_tokens * (10 H + 4 F) * b; logits 2.6 * 4 V * (rows of 512 MiB in float32, on the host of
                 64 MiB, or max_batch_tokens); on a GPU the prefix cache, 4 GiB or teacher.prefix_cache_mb
 server          launch.checks.server_memory and the engine's own formula (`SGLangServers.memory`): weights P * b / tp,
-                b of --dtype, else 2; KV cache; a prefill's activations; logits; CUDA graphs
+                b of --dtype, else 2, in layers of --quantization; a quantized checkpoint's files; KV cache; a prefill's
+                activations; logits; CUDA graphs
 in turns        (launch.share) the largest of these on a GPU, and what stays of the others: their processes, copies that
                 are sent, teachers' heads. Weights, and moments unless it is there anyway, are on the host between turns
 each process    1 GiB on a GPU: the CUDA context, libraries and fragments; FORKED_GIB on the host, and IMPORTED_GIB once
@@ -144,7 +146,9 @@ def read_shape(folder: Path) -> ModelShape | None:
     parameters = check_weights("", folder).parameters
     try:
         content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        return shape_of(content, parameters or _counted(folder), vocabulary_size(folder))
+        shape = shape_of(content, parameters or _counted(folder), vocabulary_size(folder))
+        files = folder.glob("*.safetensors") if content.get("quantization_config") else ()
+        return shape._replace(quantized_bytes=float(sum(file.stat().st_size for file in files)))
     except (OSError, KeyError, TypeError, ValueError):
         return None
 

@@ -317,6 +317,7 @@ def choose_engines(config: RunConfig, machine: Machine, interpreters: Interprete
         if own.engine != AUTO:
             continue
         unfit = "it scores with the student's average" if pool.name == average else ""
+        unfit = unfit or ("quantize is of embedded teachers" if own.quantize != "none" else "")
         engine, why[pool.key] = _choose(own.server, own.urls, own.api.url, unfit, machine, interpreters)
         if config.pools:
             pools[pool.name] = replace(pools[pool.name], engine=engine)

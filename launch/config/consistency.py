@@ -4,6 +4,7 @@ start, and then stall or discard everything. No torch, unless a user's own envir
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
@@ -54,6 +55,8 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *group_filters(config),
             *_adapters(config),
             *_average_as_teacher(config, student),
+            *_quantised_student(student),
+            *_quantised_teachers(config),
             *_groups_that_never_fit(config),
             *shards(config),
             *payload_mistakes(config, student),
@@ -369,6 +372,36 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
             f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected {able}: other teachers "
             "do not read snapshots of the average"
         )
+
+
+def _quantised_student(student: Path | None) -> Iterator[str]:
+    """Its weights change, and every engine takes them as they are."""
+    said: Any = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        said = json.loads((student / "config.json").read_text(encoding="utf-8")) if student is not None else {}
+        said = said.get("quantization_config")
+    if said:
+        yield (
+            f"models.student: {student} is quantized already (quantization_config of its config.json), expected the "
+            "checkpoint that it was made of"
+        )
+
+
+def _quantised_teachers(config: RunConfig) -> Iterator[str]:
+    for pool in teacher_pools(config):
+        teacher, average = pool.config.teacher, config.learner.ema.decay and pool.name == config.learner.ema.pool
+        if teacher.quantize == "none":
+            continue
+        got = f"{pool.key}.quantize: got {teacher.quantize}"
+        if teacher.engine not in ("auto", "torch"):
+            yield (
+                f"{got} with engine {teacher.engine}, expected none: it is of embedded teachers. For servers: "
+                f"--{pool.key}.server.args=--quantization,fp8 or a checkpoint in fewer bits"
+            )
+        elif average:
+            yield f"{got} for teachers that become the student's average, expected none: its weights arrive as they are"
+        elif missing := [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]:
+            yield f"{got}, and {' and '.join(missing)} is missing: pip install -e '.[bitsandbytes]'"
 
 
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:

@@ -56,6 +56,21 @@ def test_a_cache_is_a_fraction_of_what_is_free_less_weights_and_at_most_the_toke
     assert need.likely["KV cache"] / GIB == pytest.approx(gib, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("args", "quantized_gib", "gib"),
+    [
+        (("--quantization", "fp8"), 0.0, 8.79),  # 6.95e9 numbers of layers in one byte, 1.24e9 in two
+        (("--quantization=bitsandbytes",), 0.0, 5.96),
+        (("--quantization", "awq"), 5.7, 5.7),  # the files say it
+        ((), 5.7, 5.7),
+    ],
+)
+def test_weights_in_fewer_bits_take_less(args: tuple[str, ...], quantized_gib: float, gib: float) -> None:
+    shape = QWEN3_8B._replace(quantized_bytes=quantized_gib * GIB)
+    need = SGLangServers().memory("teacher", served(teacher=args).teacher.server, shape, GpuRoom(80 * GIB, 80 * GIB))
+    assert need.sure["weights"] / GIB == pytest.approx(gib, abs=0.01)
+
+
 def test_without_arguments_sglang_leaves_more_for_itself_on_a_small_gpu() -> None:
     assert default_fraction(80 * GIB, 1) == pytest.approx(0.832, abs=0.005)  # (81920 - 13840) / 81920
     assert default_fraction(24 * GIB, 1) == pytest.approx(0.703, abs=0.005)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -396,6 +397,30 @@ def test_the_students_sets_need_engines_that_report_and_score_them() -> None:
     (told,) = mistakes_with_engine(plain)
     assert told.startswith("actor.engine: got 'unaware' with teacher.top_k_of = student, expected 'torch' or 'sglang'")
     assert mistakes_with_engine(plain | {"teacher": {"top_k": 16}}) == []
+
+
+def test_teachers_in_4_bits_are_embedded_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_4_bits = {"quantize": "nf4"}
+    (told,) = mistakes(teacher=in_4_bits)
+    assert told == "teacher.quantize: got nf4, and bitsandbytes is missing: pip install -e '.[bitsandbytes]'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert mistakes(teacher=in_4_bits) == []
+    (told,) = mistakes(teacher={**in_4_bits, "engine": "sglang"})
+    assert "it is of embedded teachers. For servers: --teacher.server.args=--quantization,fp8" in told
+    average = {"ema": {"decay": 0.9, "pool": "default"}}
+    assert [one for one in mistakes(teacher=in_4_bits, learner=average) if "become the student's average" in one]
+    (told,) = mistakes(
+        pools={"a": in_4_bits, "b": {"engine": "sglang", **in_4_bits}},
+        teachers=2,
+        learner={"tasks": {"routes": {"a": ["a"], "b": ["b"]}}},
+    )
+    assert told.startswith("pools.b.quantize: got nf4 with engine sglang")
+
+
+def test_a_student_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}', encoding="utf-8")
+    found = check_consistency(build(RunConfig, {}), tmp_path).mistakes
+    assert [one for one in found if one.startswith("models.student: ") and "is quantized already" in one]
 
 
 def mistakes_with_engine(plain: dict[str, Any]) -> list[str]:
