@@ -1,5 +1,5 @@
-"""torchao and bitsandbytes for tests: of this environment, or of the folder into which `make torchao` puts them. They are
-in a folder of their own because transformers and peft load them wherever they find them, which takes each process
+"""torchao and bitsandbytes for tests: of this environment, or of the folder into which `make torchao` puts them. They
+are in a folder of their own because transformers and peft load them wherever they find them, which takes each process
 seconds."""
 
 from __future__ import annotations
