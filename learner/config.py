@@ -11,6 +11,7 @@ from msgspec import Meta
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
 from stillhouse.learner.objectives.registry import Group, MemberChoice
 from stillhouse.learner.prompts.config import MAX_EVAL_PROMPTS, EvalSetConfig, TaskConfig
+from stillhouse.models.description import Quantized
 from stillhouse.protocol.settings import (
     Member,
     NonNegativeFloat,
@@ -38,6 +39,9 @@ class LoraConfig(Settings, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     """Layers that get an adapter, by the last part of their names (q_proj). Empty: all linear ones but the output
     head."""
+    quantize: Quantized = "none"
+    """Bits in which the learner keeps W of linear layers. nf4: 4, by bitsandbytes (QLoRA, arXiv 2305.14314). Actors are
+    sent W as it is in 4 bits, with the adapters added in, in weights.dtype (docs/small-cards.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +50,11 @@ class LoraConfig(Settings, frozen=True, kw_only=True):
         if self.targets and not self.rank:
             raise ValueError(
                 f"lora.targets = {self.targets} with lora.rank = 0 trains no adapter; give a rank, e.g. 16"
+            )
+        if self.quantize != "none" and not self.rank:
+            raise ValueError(
+                f"lora.quantize = {self.quantize} with lora.rank = 0 would train weights in 4 bits, which cannot be; "
+                "give a rank, e.g. 16, or quantize = none"
             )
 
 

@@ -60,9 +60,17 @@ def from_checkpoint(checkpoint: Path, out: Path, base: str | None = None) -> Exp
     if not (checkpoint / ADAPTER_CONFIG).is_file():
         raise CheckpointError(f"{checkpoint} holds no adapters: it is a Hugging Face folder already")
     adapter = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    student = base or msgspec.json.decode((checkpoint / BASE).read_bytes(), type=BaseModel).path
-    lora = LoraConfig(rank=adapter["r"], alpha=adapter["lora_alpha"], targets=tuple(sorted(adapter["target_modules"])))
-    model = load_causal_lm(student, device="cpu", dtype="float32", attention="packed", train=True)
+    saved = msgspec.json.decode((checkpoint / BASE).read_bytes(), type=BaseModel)
+    student = base or saved.path
+    lora = LoraConfig(
+        rank=adapter["r"],
+        alpha=adapter["lora_alpha"],
+        targets=tuple(sorted(adapter["target_modules"])),
+        quantize=saved.quantize,
+    )
+    model = load_causal_lm(
+        student, device="cpu", dtype="float32", attention="packed", train=True, quantize=saved.quantize
+    )
     adapters = Adapters(model, lora, base=student)
     adapters.load(checkpoint)
     return export(adapters, load_tokenizer(checkpoint), out)

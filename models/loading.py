@@ -110,7 +110,8 @@ def load_causal_lm(
         with torch.device("meta"):
             model = outline(config, dtype=torch_dtype, attn_implementation=implementation)
     model.eval()
-    model.requires_grad_(train)
+    for parameter in model.parameters():
+        parameter.requires_grad_(train and parameter.is_floating_point())
     if weights and attention == "packed":
         packed.choose_way(model)
     return model

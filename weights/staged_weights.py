@@ -36,11 +36,12 @@ class Merged:
     """A weight and its adapter (`learner.lora`). The sum is computed only when it is copied, and never kept."""
 
     base: Tensor
+    """On the meta device for one that is kept in fewer bits."""
     delta: Callable[[], Tensor]
-    """Has the shape and dtype of `base`."""
+    """Has the shape and dtype of `base`; the whole sum if that has no numbers."""
 
     def tensor(self) -> Tensor:
-        return whole(self.base + self.delta())
+        return self.delta() if self.base.is_meta else whole(self.base + self.delta())
 
 
 Weight: TypeAlias = Tensor | Merged

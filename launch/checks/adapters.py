@@ -59,6 +59,8 @@ def _server(config: RunConfig, facts: Sequence[ServerFacts]) -> ServerConfig | s
     weights, lora = config.weights, config.learner.lora
     if not lora.rank:
         return "learner.lora.rank is 0"
+    if lora.quantize != "none":
+        return "servers would add them to the student's own weights, not to those that the learner has in 4 bits"
     if weights.transport not in ("auto", "folder", "wire"):
         return f"weights.transport is {weights.transport}, and adapters are files; expected folder or wire"
     if weights.backend == "nccl":

@@ -7,7 +7,8 @@ parameter is divided (learner.ranks / learner.replicas), in bytes:
 
 learner         weights 4 P / R (float32), gradient 4 P / R, moments 8 P / R or what learner.optimizer has, on the GPU
                 or the host (learner.moments). Frozen: only weights. With adapters and bfloat16 products
-                2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need, which is small
+                2 (P - E) / R + 3 E / R, or 4 E / R if the head is tied, and what the adapters need, which is small. In
+                4 bits (learner.lora.quantize) 0.516 (P - E), and one matrix of H F as it is multiplied
                 bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
@@ -65,7 +66,7 @@ from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
-from stillhouse.models.description import BYTES, CHOSEN_EXPERTS, resolve_dtype, vocabulary_size
+from stillhouse.models.description import BYTES, CHOSEN_EXPERTS, NF4_BYTES, resolve_dtype, vocabulary_size
 from stillhouse.weights.config import bucket_size, sent_dtype, staged_in
 
 IMPORTED_GIB: Final = 0.3
@@ -196,9 +197,10 @@ def learner_need(
     trained = not learner.frozen and not adapters
     moments, staging = _movable(config, shape)
     of_layer = (p - e) / shape.layers
-    in_half = adapters and half
+    in_half, nf4 = adapters and half, learner.lora.quantize != "none"
+    each, of_rest = (2, 4 if shape.tied else 3) if in_half else (4, 4)
     sure = {
-        "weights": (2 * (p - e) + (4 if shape.tied else 3) * e if in_half else 4 * p) / shares,
+        "weights": ((NF4_BYTES if nf4 else each) * (p - e) + of_rest * e) / shares,
         "gradient": 4 * p / shares if trained else 0.0,
         "moments": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
@@ -221,7 +223,7 @@ def learner_need(
         "gathered": gathered,
         "staging": staging,
         "shared buckets": shared,
-        "activations": kept + max(0.0, once - logits),
+        "activations": kept + max(0.0, once - logits) + (width * h * shape.mlp if nf4 else 0.0),
         "logits": logits,
         "teachers' heads": _head_bytes(config, shape, width),
     }

@@ -56,6 +56,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_adapters(config),
             *_average_as_teacher(config, student),
             *_quantised_student(student),
+            *_quantised_learner(config),
             *_quantised_teachers(config),
             *_groups_that_never_fit(config),
             *shards(config),
@@ -387,6 +388,23 @@ def _quantised_student(student: Path | None) -> Iterator[str]:
         )
 
 
+def _quantised_learner(config: RunConfig) -> Iterator[str]:
+    learner = config.learner
+    if learner.lora.quantize == "none":
+        return
+    got = f"learner.lora.quantize: got {learner.lora.quantize}"
+    if learner.ranks > 1:
+        yield f"{got} with learner.ranks = {learner.ranks}, expected none: weights in 4 bits cannot be divided"
+    if learner.ema.decay:
+        yield f"{got} with learner.ema.decay = {learner.ema.decay}, expected 0: the average is of whole weights"
+    if missing := missing_for_4_bits():
+        yield f"{got}, and {' and '.join(missing)} is missing: pip install -e '.[bitsandbytes]'"
+
+
+def missing_for_4_bits() -> list[str]:
+    return [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
+
+
 def _quantised_teachers(config: RunConfig) -> Iterator[str]:
     for pool in teacher_pools(config):
         teacher, average = pool.config.teacher, config.learner.ema.decay and pool.name == config.learner.ema.pool
@@ -400,7 +418,7 @@ def _quantised_teachers(config: RunConfig) -> Iterator[str]:
             )
         elif average:
             yield f"{got} for teachers that become the student's average, expected none: its weights arrive as they are"
-        elif missing := [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]:
+        elif missing := missing_for_4_bits():
             yield f"{got}, and {' and '.join(missing)} is missing: pip install -e '.[bitsandbytes]'"
 
 

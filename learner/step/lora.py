@@ -5,6 +5,9 @@
                                       to servers that load adapters, lora_A and lora_B alone
     in a checkpoint                   the adapters in peft's format, and which student they belong to (base.json)
 
+With W in 4 bits (`lora.quantize`, QLoRA) all of this is of W as it is there, not as it was: what is sent and exported
+is the policy that was trained, and `base.json` says how W was quantized.
+
 There is no dropout, because the policy that is trained must be the one that samples.
 """
 
@@ -31,8 +34,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from stillhouse.learner.config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
+from stillhouse.models.description import Quantized
+from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.atomic_file import usual_permissions
-from stillhouse.weights.staged_weights import Merged
+from stillhouse.weights.staged_weights import Merged, tensor_of
 
 BASE: Final = "base.json"
 _ADAPTER: Final = "default"
@@ -52,6 +57,7 @@ class BaseModel(msgspec.Struct, frozen=True):
     path: str
     sha256: str
     """Over names, shapes, dtypes and values of all its parameters."""
+    quantize: Quantized = "none"
 
 
 class Adapters:
@@ -64,7 +70,7 @@ class Adapters:
         _check_targets(model, config.targets)
         names = [name for name, _ in model.named_parameters()]
         targets = config.targets or _linear_layers(model)
-        self.base = BaseModel(base, fingerprint(model))
+        self.base = BaseModel(base, fingerprint(model), config.quantize)
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=cast(int, config.alpha),
@@ -106,7 +112,12 @@ class Adapters:
             if ".lora_" in name:
                 continue
             layer_name, in_adapted, leaf = name.rpartition(f"{_BASE_LAYER}.")
-            if in_adapted and leaf == "weight":
+            if is_quantised(parameter):
+                layer = self._layers[layer_name] if in_adapted else None
+                outline = torch.empty(parameter.quant_state.shape, dtype=torch.float32, device="meta")
+                own = name.replace(f"{_BASE_LAYER}.", ".")
+                yield own, Merged(outline, functools.partial(_in_full, parameter, layer))
+            elif in_adapted and leaf == "weight":
                 layer = self._layers[layer_name]
                 yield f"{layer_name}.{leaf}", Merged(parameter.detach(), functools.partial(_delta, layer))
             else:
@@ -163,9 +174,20 @@ class Adapters:
         set_peft_model_state_dict(self._wrapped, tensors)
 
     def merge(self) -> PreTrainedModel:
-        """Add the adapters to the weights in place and remove them. This object cannot be used afterwards."""
+        """Add the adapters to the weights in place and remove them; those in 4 bits to a new model, in float32. This
+        object cannot be used afterwards. Raises what loading raises."""
+        if self.base.quantize != "none":
+            return self._in_full()
         self._layers = {}
         return cast(PreTrainedModel, self._wrapped.merge_and_unload())  # pyright: ignore[reportCallIssue]
+
+    @torch.no_grad()
+    def _in_full(self) -> PreTrainedModel:
+        model = load_causal_lm(self.base.path, device="cpu", dtype="float32", attention="sdpa")
+        parameters = dict(model.named_parameters())
+        for name, weight in self.published():
+            parameters[name].copy_(tensor_of(weight))
+        return model
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -179,6 +201,19 @@ def fingerprint(model: PreTrainedModel) -> str:
         value = hashlib.sha256(of_bytes).hexdigest()[:16]
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {value}\n".encode())
     return digest.hexdigest()
+
+
+def is_quantised(parameter: Tensor) -> bool:
+    return hasattr(parameter, "quant_state")
+
+
+@torch.no_grad()
+def _in_full(parameter: Any, layer: LoraLayer | None) -> Tensor:
+    """A weight that is kept in 4 bits, with its adapter, in float32."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight = dequantize_4bit(parameter.data, parameter.quant_state).float()
+    return weight if layer is None else weight.add_(_delta(layer))
 
 
 def _delta(layer: LoraLayer) -> Tensor:

@@ -110,7 +110,13 @@ def make_trainer(
     log.info("the student is on %s, its products in %s", device, resolve_dtype(learner.dtype, device))
     whole = device if ranks.world_size == 1 else "cpu"  # it may be too large for the device of one rank
     model = load_causal_lm(
-        source, device=whole, dtype="float32", attention="packed", train=True, weights=ranks.rank == 0
+        source,
+        device=whole,
+        dtype="float32",
+        attention="packed",
+        train=True,
+        weights=ranks.rank == 0,
+        quantize=lora.quantize,
     )
     kind = FrozenTrainer if learner.frozen else Trainer
     make = partial(
