@@ -114,7 +114,7 @@ class TorchProvider(EngineProvider):
         width = BYTES[resolve_dtype(teacher.dtype, device)]
         block = teacher.max_batch_tokens * (10 * shape.hidden + 4 * shape.mlp) * width
         rows = min(chunk_rows(shape.vocabulary, device), teacher.max_batch_tokens)
-        own = width * shape.parameters
+        own = shape.quantized_bytes or width * shape.parameters
         likely = {"activations": block, "logits": FROM_LOGITS * 4 * rows * shape.vocabulary}
         if teacher.quantize != "none":  # and one layer's largest matrix as it is multiplied
             own = NF4_BYTES * (shape.parameters - shape.rest) + width * shape.rest
@@ -123,7 +123,7 @@ class TorchProvider(EngineProvider):
             likely["prefix cache"] = teacher.prefix_cache_mb * 2**20
         elif device == "cuda":
             likely["prefix cache"] = GPU_PREFIX_CACHE_BYTES
-        mapped = teacher.quantize == "none" and width == shape.dtype_bytes  # as in the file, which all teachers map
+        mapped = own == shape.dtype_bytes * shape.parameters  # as in the file, which all teachers map
         if device == "cpu" and mapped:
             return MemoryNeed({}, {"weights": own, **likely})
         return MemoryNeed({"weights": own}, likely)

@@ -263,6 +263,19 @@ def test_rows_of_logits_are_what_the_batch_can_hold() -> None:
         assert worker_need(teachers, QWEN3_8B, "teacher-0", place).likely["logits"] == pytest.approx(gib, rel=0.01)
 
 
+def test_what_4_bits_leave_of_an_8b_model() -> None:
+    """By hand: 6.95e9 numbers of layers at 0.516 bytes, and embedding and head, 1.24e9, at two in the teacher, and at
+    four and two in the learner."""
+    lora = {"rank": 32, "quantize": "nf4"}
+    learner = learner_need(config(learner={"lora": lora}), QWEN3_8B, "gloo").sure["weights"]
+    assert learner == pytest.approx((6.946e9 * 0.516 + 1.2447e9 * 3) / 2**30, abs=0.02)
+    run = config(teachers=1, teacher={"quantize": "nf4"})
+    teacher = worker_need(worker_groups(run)[1], QWEN3_8B, "teacher-0").sure["weights"]
+    assert teacher == pytest.approx((6.946e9 * 0.516 + 1.2447e9 * 2) / 2**30, abs=0.02)
+    quantised = QWEN3_8B._replace(quantized_bytes=6e9)
+    assert worker_need(worker_groups(config(teachers=1))[1], quantised, "teacher-0").sure["weights"] == 6e9 / 2**30
+
+
 @pytest.mark.parametrize(("gib", "shape", "fits"), [(80.0, QWEN3_8B, True), (24.0, QWEN3_8B, False)])
 def test_in_turns_a_gpu_must_hold_the_largest_role(
     monkeypatch: pytest.MonkeyPatch, gib: float, shape: ModelShape, fits: bool

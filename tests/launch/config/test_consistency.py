@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig
 from stillhouse import builtin
 from stillhouse.engines import registry
 from stillhouse.engines.provider import EngineProvider
+from stillhouse.launch.checks.adapters import choose_adapters
 from stillhouse.launch.checks.preflight import check
 from stillhouse.launch.config.consistency import check_consistency, context_window
 from stillhouse.launch.config.run import RunConfig
@@ -415,6 +416,19 @@ def test_teachers_in_4_bits_are_embedded_and_stay_as_they_are(monkeypatch: pytes
         learner={"tasks": {"routes": {"a": ["a"], "b": ["b"]}}},
     )
     assert told.startswith("pools.b.quantize: got nf4 with engine sglang")
+
+
+def test_a_learner_in_4_bits_trains_adapters_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_4_bits: dict[str, Any] = {"lora": {"rank": 8, "quantize": "nf4"}}
+    assert [one for one in mistakes(learner=in_4_bits) if "and bitsandbytes is missing" in one]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert mistakes(learner=in_4_bits) == []
+    for more, told in (({"ranks": 2}, "cannot be divided"), ({"ema": {"decay": 0.9}}, "is of whole weights")):
+        assert [one for one in mistakes(learner={**in_4_bits, **more}) if told in one]
+    with pytest.raises(ConfigError, match="with lora.rank = 0 would train weights in 4 bits"):
+        build(RunConfig, {"learner": {"lora": {"quantize": "nf4"}}})
+    run = build(RunConfig, {"learner": in_4_bits, "weights": {"adapters": "on"}, "actor": {"engine": "sglang"}})
+    assert "not to those that the learner has in 4 bits" in choose_adapters(run, ()).mistakes[0]
 
 
 def test_a_student_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
