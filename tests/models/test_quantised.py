@@ -19,7 +19,7 @@ from stillhouse.models.loading import ModelError, load_causal_lm
 from stillhouse.models.packed import PackingError, choose_way
 from tests.torchao_packages import add_torchao, needs_bitsandbytes
 
-pytestmark = needs_bitsandbytes
+pytestmark = [needs_bitsandbytes, pytest.mark.slow]
 LENGTHS = (5, 23, 40)
 
 

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.patience import RUN_PATIENCE_S
 from tests.torchao_packages import FOLDER, needs_bitsandbytes
 
 
+@pytest.mark.slow
 @needs_bitsandbytes
 def test_a_student_in_4_bits_with_adapters() -> None:
     own = Path(__file__).with_name("in_4_bits.py")
