@@ -127,7 +127,7 @@ class ModelShape(NamedTuple):
     dtype_bytes: int
     """Bytes per parameter in the weight files."""
     quantized_bytes: float = 0.0
-    """Of all weights, in a checkpoint that is quantized already; 0: it is not."""
+    """Size of all weights in a checkpoint that is quantized already; 0: it is not."""
 
     @property
     def rest(self) -> int:
