@@ -167,7 +167,7 @@ def test_a_teacher() -> None:
 def test_the_shape_is_read_from_the_folder(tmp_path: Path) -> None:
     shape = read_shape(builtin.STUDENT_DIR)
     assert shape is not None and shape.parameters > 100_000
-    assert shape[1:] == (3, 64, 192, 320, 128, 64, True, True, 4)
+    assert shape[1:] == (3, 64, 192, 320, 128, 64, True, True, 4, 0.0)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x"}))
     assert read_shape(tmp_path) is None
 
