@@ -265,6 +265,8 @@ class ServerEngine:
     """Modules that the servers' interpreter must have; they are looked up, not imported."""
     experts_args: tuple[str, ...] = ()
     """Arguments of servers that are to report the experts of their routers."""
+    turns_modules: tuple[str, ...] = ()
+    """Those of `modules` without which they cannot give a GPU back (launch.share = turns)."""
     own_python: Path | None = None
     """The interpreter of the environment that `make` installs for this engine on a CPU; None: there is none."""
 
@@ -295,6 +297,15 @@ class ServerEngine:
     def answers(self, host: str, port: int, api_key: str, timeout_s: float, certificate: str = "") -> bool:
         """Whether the server there is ready. Called several times a second while it loads its model. `certificate`:
         Launch.certificate."""
+        raise NotImplementedError
+
+    def turns_args(self, server: ServerConfig) -> tuple[str, ...]:
+        """Arguments of servers that take turns on their device. `server.device` is cpu or cuda."""
+        return ()
+
+    def give_back(self, url: str, api_key: str, certificate: str = "") -> None:
+        """Free the memory of a server that takes turns and has just started, until its worker takes it again
+        (protocol.turns.SharesDevice). Raises engines.base.EngineLost."""
         raise NotImplementedError
 
     def ask(
@@ -347,7 +358,8 @@ class EngineProvider:
     device and forks it from a process that has imported both."""
 
     takes_turns: bool = False
-    """Its engines can give their device back (protocol.turns.SharesDevice); False also for one that has none."""
+    """Its engines can give their device back (protocol.turns.SharesDevice), and its servers too
+    (ServerEngine.give_back); False also for one that has none."""
 
     meets: tuple[EngineNeed, ...] = ()
     """What teacher payloads may need (protocol.payloads.student_sets, protocol.payloads.hidden) that it can do."""

@@ -7,7 +7,8 @@ memory there, at a time.
 
 The turn is a lock on a file in the run's folder. Nobody hands it out: whoever wants it tries again every POLL_S, and
 who gave it back waits YIELD_S before it tries again, so that the others are first. The kernel frees the lock of a
-process that dies, and so the turn of a dead one is over at once. No wait is longer than its caller says.
+process that dies, and so the turn of a dead one is over at once; the next one waits AFTER_DEATH_S, because the launcher
+may have to end the server of the dead one, whose memory it is. No wait is longer than its caller says.
 
 fcntl's locks belong to a process: a fork does not inherit them, and all threads of a process have the turn together.
 """
@@ -32,6 +33,7 @@ POLL_S: Final = 0.005
 YIELD_S: Final = 4 * POLL_S
 LINGER_S: Final = 0.05
 """A worker's turn ends when it has had nothing to do for this long: the next item is often on its way."""
+AFTER_DEATH_S: Final = 3.0
 LONGEST_WAIT_S: Final = 900.0
 """Longest wait for the turn where a worker cannot do anything else."""
 _NAME_BYTES: Final = 64
@@ -68,13 +70,19 @@ class Turn:
         self._holders = 0
         """How often this process has it, in all its threads."""
         self._wanted_s: float | None = None
+        self._died_s: float | None = None
+        """When it saw that the former holder had died."""
         self._taken_s, self._given_s, self._began_ns = 0.0, -YIELD_S, 0
         self.stats = {"turns_total": 0.0, "turn_s_total": 0.0, "turn_wait_s_total": 0.0}
 
     @property
     def holder(self) -> str:
         """Name of the process that has the turn."""
-        return os.pread(self._file, _NAME_BYTES, 0).decode(errors="replace").strip() or "another process"
+        return self._said or "another process"
+
+    @property
+    def _said(self) -> str:
+        return os.pread(self._file, _NAME_BYTES, 0).decode(errors="replace").strip()
 
     def try_take(self) -> bool:
         """Take the turn, or have it once more. False: another process has it."""
@@ -90,8 +98,12 @@ class Turn:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):  # as the system says it
                 return False
+            if self._died_s is None and self._said:  # whoever gives it back takes the name away
+                self._died_s = now_s
+            if self._died_s is not None and now_s - self._died_s < AFTER_DEATH_S:
+                return False  # and keeps the lock
             os.pwrite(self._file, self._name, 0)
-            self._holders, self._wanted_s = 1, None
+            self._holders, self._wanted_s, self._died_s = 1, None, None
             self._taken_s, self._began_ns = now_s, events.now_ns()
             self.stats["turns_total"] += 1
             self.stats["turn_wait_s_total"] += now_s - wanted_s

@@ -7,7 +7,7 @@
 `submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `SGLangLink`. Weights
 arrive on the server itself, between `pause` and `resume`, which the weight sink calls from its own thread. While the
 gate is closed nothing new is sent, and running requests end, to continue as new ones after it; a subclass may do
-otherwise. Every token carries a version that the server has confirmed (engines.http.stream).
+otherwise. Nor is anything sent while the server's memory is away in the turn of another process (`_home`). Every token carries a version that the server has confirmed (engines.http.stream).
 
 While a server is paused its label says so (`Labels.updating`), until `resume`. If this process dies in between, its
 successor does not know how far the update got, and keeps the gate closed until whole weights have arrived.
@@ -123,6 +123,8 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
         self._closed = False
         self._pause_began: tuple[int, int] | None = None
         """When it was paused for new weights (`tracing.events.now_ns`), and how many requests were under way."""
+        self._writing_ns = 0
+        """When it began to write; 0: nothing is written."""
         self.server: Final = link
         try:
             self.features: Final[FeaturesT] = self.server.run(self._connect(), timeout_s=2 * config.connect_timeout_s)
@@ -252,7 +254,8 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
     async def _connect(self) -> FeaturesT:
         await self.server.wait_until_up()
         features = await self._detect()
-        self._gate = asyncio.Event()
+        self._gate, self._home = asyncio.Event(), asyncio.Event()
+        self._home.set()
         self._paused_s = self._version_set_s = time.monotonic()
         self._silent_since_s = 0.0
         """Time of the first request since the last token of any request; 0 when none is awaited."""
@@ -295,7 +298,7 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
 
     def _begin(self, live: LiveRequest) -> None:
         if not self._live:
-            self._totals.busy_since_s = time.monotonic()
+            self._totals.busy_since_s, self._writing_ns = time.monotonic(), events.now_ns()
         self._live[live.request.request_id] = live
         live.task = self.server.start_task(self._serve(live))
         live.task.add_done_callback(lambda _: self._cancelled(live))
@@ -315,7 +318,7 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
         try:
             async with self._slots:
                 while True:
-                    await self._gate.wait()
+                    await self._may_send()
                     if await self._attempt(live):
                         return
                     self._totals.restarts += 1
@@ -325,13 +328,23 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
             log.exception("request %s", live.request.request_id)
             self._end(live, "error", f"{type(error).__name__}: {error}")
 
+    async def _may_send(self) -> None:
+        while not (self._gate.is_set() and self._home.is_set()):
+            await self._gate.wait()
+            await self._home.wait()
+
+    async def _stay_away(self) -> None:
+        self._home.clear()
+        await self._cut([live for live in self._live.values() if live.rid])
+        self._silent_since_s = 0.0
+
     async def _attempt(self, live: LiveRequest) -> bool:
         """Send the request, repeatedly while the server is away, until a stream has begun; then read it to its end.
         False: cut for new weights, to be continued."""
         deadline_s = time.monotonic() + self.config.start_timeout_s
         for backoff_s in backoffs():
             await self.server.breaker.wait_closed(max(0.0, deadline_s - time.monotonic()))
-            await self._gate.wait()
+            await self._may_send()
             stream = TokenStream(
                 incremental=self.features.incremental_stream,
                 floor=self._version,
@@ -401,6 +414,7 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
         del self._live[name]
         if not self._live:
             self._totals.idle()
+            events.done("engine", "write", self._writing_ns)
         self._deltas.end(name, reason, error)
 
     def _abort(self, request_id: str) -> None:

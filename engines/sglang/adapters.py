@@ -93,6 +93,7 @@ class ServerAdapters(ServerWeights):
             self._load(name, str(copy), deadline_s, interrupted)
             loaded_s = time.monotonic()
             if header.check is not None and header.check.canary is not None:
+                self._engine.take_again()  # its forward pass writes into the KV cache
 
                 def ask(path: str, body: dict[str, Any]) -> bytes:
                     return self._ask(path, body | {"lora_path": name}, deadline_s, interrupted)

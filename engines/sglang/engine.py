@@ -12,11 +12,13 @@ import msgspec
 
 from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.http.engine import StudentOnServer
+from stillhouse.engines.http.link import ServerLost, ServerUnavailable
 from stillhouse.engines.http.live import LiveRequest
 from stillhouse.engines.http.stream import ExpertsAsked, Labels, StreamChunk, UnderAdapter, decode_chunk
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
 from stillhouse.engines.sglang.http import SGLangLink
+from stillhouse.engines.sglang.memory import ServerMemory
 from stillhouse.engines.sglang.requests import check_sampling, experts_asked, generate_body
 from stillhouse.protocol.messages import WeightVersion
 
@@ -33,7 +35,9 @@ class SGLangEngine(StudentOnServer[SGLangConfig, Features]):
         run_id: str = "",
         api_key: str = "",
         on_output: Callable[[], None] | None = None,
+        away: bool = False,
     ) -> None:
+        """`away`: the launcher has released the server's memory, and this process has the turn to take it again."""
         self._told_of_experts = False
         self._server_paused = False
         """Paused by this engine, in mode `retract`: its requests wait there."""
@@ -41,6 +45,7 @@ class SGLangEngine(StudentOnServer[SGLangConfig, Features]):
         """Name of the adapter of new requests; empty: the server's own weights."""
         self._idle_adapters: set[str] = set()
         link = SGLangLink(url, config, api_key=api_key)
+        self._memory = ServerMemory.at_home(link, away=away)
         super().__init__(link, config, vocab_size=vocab_size, run_id=run_id, on_output=on_output)
 
     def switch_adapter(self, version: WeightVersion, name: str, timeout_s: float) -> None:
@@ -53,6 +58,21 @@ class SGLangEngine(StudentOnServer[SGLangConfig, Features]):
         """Those of `loaded` that can be unloaded: no request has been at the server with them since the last call
         either, so that the server has noticed the end of the last one. Raises ServerUnavailable."""
         return self.server.run(self._unused_adapters(set(loaded)), timeout_s=timeout_s)
+
+    def give_back(self) -> None:
+        """See protocol.turns.SharesDevice. What is still under way is cut, and continues in the next turn. Raises
+        ServerLost."""
+        try:
+            self.server.run(self._stay_away(), timeout_s=self._memory.limit_s)
+        except ServerUnavailable as error:
+            raise ServerLost(f"{self.server.url}: its requests did not end: {error}") from error
+        self._memory.release()
+
+    def take_again(self, *, weights_only: bool = False) -> None:
+        """Raises ServerLost."""
+        self._memory.resume(weights_only=weights_only)
+        if not weights_only:
+            self.server.call_soon(self._home.set)
 
     # -------------------------------------------------------------------------------------- on the event loop
 

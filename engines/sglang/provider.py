@@ -43,6 +43,7 @@ class SGLangProvider(EngineProvider):
     name = "sglang"
     title = "SGLang servers"
     servers = SERVERS
+    takes_turns = True
     meets = (REPORTS_LIKELIEST, REPORTS_KEPT, REPORTS_EXPERTS, SCORES_GIVEN)
 
     def preload(self, role: EngineRole) -> tuple[str, ...]:
@@ -83,6 +84,7 @@ class SGLangProvider(EngineProvider):
                     run_id=ctx.run_id,
                     api_key=os.environ.get(API_KEY_VARIABLE, "") if started_by_us else "",
                     on_output=wake,
+                    away=ctx.in_turns,
                 )
                 if started_by_us:
                     engine.abort_leftovers(own.control_timeout_s)
@@ -116,7 +118,9 @@ class SGLangProvider(EngineProvider):
 
         def start() -> SGLangScorer:
             try:
-                scorer = SGLangScorer(ctx.server_url, own, vocab_size=vocabulary_size(path), api_key=key)
+                scorer = SGLangScorer(
+                    ctx.server_url, own, vocab_size=vocabulary_size(path), api_key=key, away=ctx.in_turns
+                )
             except ServerUnavailable as error:
                 raise ServerLost(str(error)) from error
             if not config.urls:

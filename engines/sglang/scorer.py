@@ -24,6 +24,7 @@ from stillhouse.engines.http.scorer import ScorerOnServer
 from stillhouse.engines.http.stream import StreamError
 from stillhouse.engines.sglang.features import Features, detect_features
 from stillhouse.engines.sglang.http import SGLangLink
+from stillhouse.engines.sglang.memory import ServerMemory
 
 _Entry: TypeAlias = tuple[float | None, int, Any]
 
@@ -45,9 +46,22 @@ _PIECE: Final = 32
 
 
 class SGLangScorer(ScorerOnServer[Features]):
-    def __init__(self, url: str, config: ServerLinkConfig, *, vocab_size: int, api_key: str = "") -> None:
+    def __init__(
+        self, url: str, config: ServerLinkConfig, *, vocab_size: int, api_key: str = "", away: bool = False
+    ) -> None:
+        """`away`: see SGLangEngine."""
         self._cached_tokens = 0
-        super().__init__(SGLangLink(url, config, api_key=api_key), config, vocab_size=vocab_size)
+        link = SGLangLink(url, config, api_key=api_key)
+        self._memory = ServerMemory.at_home(link, away=away)
+        super().__init__(link, config, vocab_size=vocab_size)
+
+    def give_back(self) -> None:
+        """See protocol.turns.SharesDevice. Raises ServerLost."""
+        self._memory.release()
+
+    def take_again(self, *, weights_only: bool = False) -> None:
+        """Raises ServerLost."""
+        self._memory.resume()
 
     async def _detect(self) -> Features:
         return await detect_features(self.server)

@@ -69,6 +69,7 @@ need a checkpoint that is."""
 FLASHINFER: Final = "flashinfer"
 FA3: Final = "sgl_kernel/flash_ops"
 """A file, which has the kernels of FlashAttention 3."""
+MEMORY_SAVER: Final = "torch_memory_saver"
 FLASHINFER_SWITCH: Final = "SGLANG_IS_FLASHINFER_AVAILABLE"
 """SGLang's own variable by which an installed flashinfer is not used."""
 SHARED_FRACTION: Final = 0.95
@@ -92,7 +93,8 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 
 
 class SGLangServers(ServerEngine):
-    modules = (*NEEDED, FLASHINFER, FA3)
+    turns_modules = (MEMORY_SAVER,)
+    modules = (*NEEDED, FLASHINFER, FA3, MEMORY_SAVER)
     experts_args = ("--enable-return-routed-experts",)
     own_python = DEFAULT_PYTHON
 
@@ -136,6 +138,16 @@ class SGLangServers(ServerEngine):
 
     def answers(self, host: str, port: int, api_key: str, timeout_s: float, certificate: str = "") -> bool:
         return sglang_servers.answers(host, port, api_key, timeout_s=timeout_s, certificate=certificate)
+
+    def turns_args(self, server: ServerConfig) -> tuple[str, ...]:
+        """A warmup would generate while the memory is away. On a CPU there is nothing to save."""
+        saver = ("--enable-memory-saver", "--enable-weights-cpu-backup") if server.device == "cuda" else ()
+        return (*saver, "--skip-server-warmup")
+
+    def give_back(self, url: str, api_key: str, certificate: str = "") -> None:
+        from stillhouse.engines.sglang.memory import release_started  # it needs an HTTP client
+
+        release_started(url, api_key, certificate)
 
     def ask(
         self, key: str, role: EngineRole, settings: WorkerSettings, student: str

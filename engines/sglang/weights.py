@@ -121,6 +121,11 @@ class ServerWeights(WeightsOverHTTP[SGLangEngine]):
     def _update(self, bucket: WeightBucket, label: dict[str, str], *, last: bool) -> dict[str, Any]:
         return bucket_update(bucket, str(self._group_name), flush=last and self._flushes) | label
 
+    def _check(self, check: WeightCheck, version: WeightVersion, deadline_s: float, interrupted: Interrupted) -> None:
+        if check.canary is not None:
+            self._engine.take_again()  # its forward pass writes into the KV cache
+        super()._check(check, version, deadline_s, interrupted)
+
     def _synchronise(self, deadline_s: float, interrupted: Interrupted) -> None:
         """Over NCCL a server answers as soon as a bucket is queued. A checksum request makes it synchronise its device
         first (sglang.srt.utils.weight_checker, _compute_checksum)."""

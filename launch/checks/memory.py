@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ from typing import Any, Final, Literal, NamedTuple, cast
 from stillhouse.engines.provider import ModelShape
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.checks.placement import Placement
-from stillhouse.launch.checks.server_memory import GIB, PROCESS_GIB, size_servers
+from stillhouse.launch.checks.server_memory import GIB, PROCESS_GIB, STAYS, size_servers
 from stillhouse.launch.config.payloads import sizes_of
 from stillhouse.launch.config.pools import WorkerGroup, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.run import RunConfig
@@ -81,8 +82,6 @@ MARGIN: Final = 0.15
 """How far the whole estimate may be off on a GPU."""
 TIGHT: Final = "more than it has, by this estimate"
 """What a line ends with that is a warning."""
-STAYS: Final = ("process", "staging", "teachers' heads")
-"""What of a role stays on a device that it shares in turns, when the turn is another's (docs/one-gpu.md)."""
 QK_NORM: Final = ("qwen3", "gemma3", "olmo2", "olmo3")
 """Beginnings of the model types whose queries and keys have norms."""
 ADVICE: Final[Mapping[tuple[str, str], str]] = {
@@ -333,10 +332,14 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
     shape_at = functools.cache(read_shape)
     for place, need in _needs(config, placement, shape_at):
         needs.setdefault(place, []).append(need)
-    embedded = {place: sum(n.total for n in here) * GIB for place, here in needs.items() if place != HOST}
+    taken = _stays if config.launch.share == "turns" else operator.attrgetter("total")
+    embedded = {place: sum(map(taken, here)) * GIB for place, here in needs.items() if place != HOST}
     sized = size_servers(config, placement.places, machine.gib, embedded, shape_at)
     for gpu, worker, need in sized.needs:
-        needs.setdefault(gpu, []).append(_need(f"server-{worker}", *need))
+        of_server = _need(f"server-{worker}", *need)
+        needs.setdefault(gpu, []).append(of_server)
+        for place, on_host in _parked(config, of_server):
+            needs.setdefault(place, []).append(on_host)
     if HOST in needs:
         needs[HOST].append(Need("shared", {}, {"imports": IMPORTED_GIB}))
     for place, here in sorted(needs.items()):
@@ -363,9 +366,13 @@ def estimate(config: RunConfig, machine: Machine, placement: Placement) -> Memor
 
 def _largest_turn(needs: Sequence[Need]) -> tuple[Need, float]:
     """The role whose turn takes most of a device that they share in turns, and GiB of the others that stay there."""
-    stay = {need.who: sum(gib for part, gib in need.likely.items() if part in STAYS) for need in needs}
-    largest = max(needs, key=lambda need: need.total - stay[need.who])
-    return largest, sum(stay.values()) - stay[largest.who]
+    largest = max(needs, key=lambda need: need.total - _stays(need))
+    return largest, sum(map(_stays, needs)) - _stays(largest)
+
+
+def _stays(need: Need) -> float:
+    """GiB of a role that stay on a device when the turn is another's."""
+    return sum(gib for part, gib in need.likely.items() if part in STAYS)
 
 
 def _table(needs: Sequence[Need]) -> str:

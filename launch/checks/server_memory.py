@@ -5,6 +5,8 @@ server's cache is planned: what the user's arguments give it, else an equal part
 SPARE. The server is told so by arguments (`ServerEngine.cache_arguments`), so that what it takes depends neither on
 what is free when it measures nor on how often it is started again. There servers start one after the other, in the
 order of `Sized.needs`, and then the embedded roles (launch.servers.watch).
+
+In turns (launch.share) each has the GPU for itself, but for what stays of the others (STAYS).
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from stillhouse.launch.servers.plan import launched_groups
 
 GIB: Final = 2**30
 PROCESS_GIB: Final = 1.0
+STAYS: Final = ("process", "staging", "teachers' heads", "CUDA graphs")
+"""What of a role stays on a device that it shares in turns, when the turn is another's (docs/one-gpu.md)."""
 SPARE: Final = 0.05
 """Share of a GPU's memory that no cache gets."""
 NO_SHAPE: Final = ModelShape(0, 0, 0, 0, 0, 0, 0, False, False, 2)
@@ -35,6 +39,10 @@ class ServerNeed(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self.need.sure.values()) + sum(self.need.likely.values()) + PROCESS_GIB * GIB
+
+    @property
+    def stays(self) -> float:
+        return sum(n for part, n in self.need.likely.items() if part in STAYS) + PROCESS_GIB * GIB
 
 
 class Sized(NamedTuple):
@@ -63,7 +71,8 @@ def size_servers(
     embedded: Mapping[int, float],
     shape_at: Callable[[Path], ModelShape | None],
 ) -> Sized:
-    """`gib`: of each GPU; empty: unknown. `embedded`: GPU -> bytes of the roles there that are no servers."""
+    """`gib`: of each GPU; empty: unknown. `embedded`: GPU -> bytes of the roles there that are no servers, in turns
+    what stays of them."""
     found = [(group, *one) for group in launched_groups(config) for one in _gpus_of(group, places)]
     per_gpu = Counter(gpu for _, _, gpus in found for gpu in gpus)
     shared = {gpu for gpu, n in per_gpu.items() if n > 1 or gpu in embedded}
@@ -81,7 +90,16 @@ def size_servers(
     total = [each * GIB for each in gib]
     alone = [server for server in known if not shared & {*server.gpus}]
     sized.needs.extend(s.need(gpu, GpuRoom(total[gpu], total[gpu])) for s in alone for gpu in s.gpus)
-    _share(config, [server for server in known if shared & {*server.gpus}], total, embedded, sized)
+    sharing = [server for server in known if shared & {*server.gpus}]
+    if config.launch.share != "turns":
+        _share(config, sharing, total, embedded, sized)
+        return sized
+    for server in sharing:
+        stays = defaultdict[int, float](float, embedded)
+        for other in sharing:
+            for at in other.gpus if other is not server else ():
+                stays[at] += other.need(at, GpuRoom(total[at], total[at], 0.0)).stays
+        _share(config, [server], total, stays, sized)
     return sized
 
 

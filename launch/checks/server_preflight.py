@@ -66,7 +66,8 @@ class Found(NamedTuple):
             if len(here) > 1 or others:
                 yield f"GPU {name}: starts {', then '.join([*here, *([', '.join(others)] if others else [])])}"
         if self.config.launch.share == "turns":
-            yield f"in turns: {', '.join(seats)}; each loads its model in its first turn, and then leaves the device"
+            who = ", ".join([*seats, *(plan.name for plan in self.plans)])
+            yield f"in turns: {who}; each loads its model in its first turn, and then leaves the device"
 
 
 def check_servers(
@@ -92,7 +93,7 @@ def check_servers(
     mistakes += wrong
     not_here: list[str] = []
     for group in launched_groups(config):
-        lacking, others = _lacking(group, machine, interpreters)
+        lacking, others = _lacking(group, machine, interpreters, turns=config.launch.share == "turns")
         (not_here if machine.pretended else mistakes).extend(lacking)
         mistakes += others
     mistakes += _unfound_gpus(config, machine, interpreters)
@@ -146,6 +147,8 @@ def _added(
         suited = servers.suited(server, interpreters.look(servers.choose_python(server), servers.modules))
         if group.role == "actor" and config.learner.routing_replay:
             suited = (*suited, *servers.experts_args)
+        if config.launch.share == "turns":
+            suited = (*suited, *servers.turns_args(server))
         added |= {worker: (*suited, *limits.get(worker, ())) for worker in group.workers}
     return added
 
@@ -163,7 +166,9 @@ def _unfound_gpus(config: RunConfig, machine: Machine, interpreters: Interpreter
         )
 
 
-def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -> tuple[list[str], list[str]]:
+def _lacking(
+    group: WorkerGroup, machine: Machine, interpreters: Interpreters, *, turns: bool
+) -> tuple[list[str], list[str]]:
     """Returns (what this machine lacks but another may have, what is wrong on any machine)."""
     key, server, servers = group.key, group.settings.server, group.servers
     lacking: list[str] = []
@@ -173,8 +178,11 @@ def _lacking(group: WorkerGroup, machine: Machine, interpreters: Interpreters) -
             f"{key}.server.device: got cuda, but nvidia-smi shows no GPU that CUDA_VISIBLE_DEVICES allows; use cpu"
         )
     python = servers.choose_python(server)
-    if missing := servers.lacks(key, server, python, interpreters.look(python, servers.modules)):
+    look = interpreters.look(python, servers.modules)
+    if missing := servers.lacks(key, server, python, look):
         lacking.append(missing)
+    elif turns and server.device == "cuda" and (gone := {*servers.turns_modules} & {*look.missing}):
+        lacking.append(f"launch.share: got turns, and {python} has no {', '.join(gone)}, by which servers free a GPU")
     last = server.port + group.n - 1
     if server.port and last > HIGHEST_PORT:
         others.append(f"{key}.server.port: got {server.port}, and {group.n} servers would need ports up to {last}")

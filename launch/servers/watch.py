@@ -4,7 +4,8 @@
                         up -> lost, when its worker reports it, and it is killed -> (dead)
 
 Servers that share a GPU start in turn: each measures what is free there while it loads. The embedded roles on that GPU
-wait until all of them have been up (`loading_on`).
+wait until all of them have been up (`loading_on`). Servers that take turns on their device (launch.share) start in a
+turn of the launcher, one at a time, and their memory is released before they are up and the turn is over.
 
 The loop of launch.workers.watch calls `pump`, which returns what concerns its workers. A server that never answered and
 died twice is given up at once: its arguments or its model are wrong, and another start would not help.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -23,9 +26,13 @@ from stillhouse.launch.processes.slots import RESTART_WINDOW_S, RestartBudget, s
 from stillhouse.launch.servers.plan import ServerPlan, reachable_host, server_environment, url_of
 from stillhouse.launch.servers.processes import ZYGOTE_LOG, ServerExited, ServerProcesses, ServerStarted
 from stillhouse.protocol.addresses import free_port
+from stillhouse.protocol.turns import Turn, TurnTimeout
+from stillhouse.weights.deadlines import in_thread
 
 PROBE_EVERY_S: Final = 0.2
 PROBE_TIMEOUT_S: Final = 0.5
+TURN_WAIT_S: Final = 0.05
+"""How long one look waits for the turn: the other roles ask for it every few milliseconds."""
 FAILED_STARTS: Final = 2
 
 
@@ -42,7 +49,10 @@ class ServerSlot:
     running: bool = False
     ever_up: bool = False
     late: bool = False
-    """Killed because it did not answer in time."""
+    """Killed because it did not answer in time, or did not release its memory."""
+    released: Future[None] | None = None
+    """In turns: its memory is being released."""
+    failed_release: str = ""
     exit_codes: list[int] = field(default_factory=list[int])
 
     @property
@@ -71,8 +81,13 @@ class ServerWatch:
         api_key: str,
         *,
         shared: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        """`shared`: of the weight group's GPUs (`server_environment`)."""
+        """`shared`: of the weight group's GPUs (`server_environment`). `turn`: in which servers start; None: whenever
+        they can."""
+        self._turn = turn
+        self._starts: ServerSlot | None = None
+        """It starts in the turn."""
         self._slots = {plan.worker: ServerSlot(plan) for plan in plans}
         self._by_name = {slot.plan.name: slot for slot in self._slots.values()}
         self._budget = budget
@@ -103,6 +118,8 @@ class ServerWatch:
         """Longest start: of one server, or of those on one GPU together."""
         plans = [slot.plan for slot in self._slots.values()]
         each = [plan.start_timeout_s for plan in plans]
+        if self._turn is not None:
+            return sum(each)
         gpus = {gpu for plan in plans for gpu in plan.devices}
         return max(
             [*each, *(sum(plan.start_timeout_s for plan in plans if gpu in plan.devices) for gpu in gpus)], default=0.0
@@ -133,7 +150,7 @@ class ServerWatch:
         """Start all servers that need not wait for others; returns at once. Raises OSError when `host` is not an
         address of this machine."""
         for slot in self._slots.values():
-            self._start_in_turn(slot)
+            self._start_if_free(slot)
 
     def replace(self, worker: str) -> None:
         """Kill a server that its worker reports as dead or stuck, unless it is being restarted already."""
@@ -179,26 +196,43 @@ class ServerWatch:
         if self._processes is not None:
             self._processes.close()
             self.pump(restart=False)
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
 
     def _start(self, slot: ServerSlot) -> None:
         assert self._processes is not None
         slot.port = slot.plan.port or free_port(slot.plan.host)
         slot.state, slot.running, slot.late, slot.started_s = "starting", True, False, time.monotonic()
+        slot.failed_release = ""
         self._processes.start(slot.plan, slot.port, self._api_key)
 
-    def _start_in_turn(self, slot: ServerSlot) -> None:
-        if not any(self.loading_on(gpu, before=slot.plan.worker) for gpu in slot.plan.devices):
-            self._start(slot)
+    def _start_if_free(self, slot: ServerSlot) -> None:
+        if any(self.loading_on(gpu, before=slot.plan.worker) for gpu in slot.plan.devices):
+            return
+        if self._turn is not None:
+            if self._starts is not None:
+                return
+            try:
+                self._turn.take(TURN_WAIT_S)
+            except TurnTimeout:
+                return
+            self._starts = slot
+        self._start(slot)
+
+    def _end_turn(self, slot: ServerSlot) -> None:
+        if self._starts is slot and self._turn is not None:
+            self._starts = slot.released = None
+            self._turn.give_back()
 
     def _look(self, slot: ServerSlot, now_s: float) -> list[ServerChange]:
         plan = slot.plan
-        if slot.state == "idle":
-            self._start_in_turn(slot)
-        elif slot.state == "waiting" and now_s >= slot.restart_at_s:
-            self._start(slot)
+        if slot.state == "idle" or (slot.state == "waiting" and now_s >= slot.restart_at_s):
+            self._start_if_free(slot)
         elif slot.state == "starting" and slot.pid is not None:
-            if self._answers(slot):
+            if self._answers(slot) and self._is_away(slot):
                 slot.state, slot.ever_up = "up", True
+                self._end_turn(slot)
                 return [ServerChange("up", plan.worker, "")]
             if now_s - slot.started_s > plan.start_timeout_s and not slot.late and self._processes is not None:
                 slot.late = True
@@ -210,14 +244,31 @@ class ServerWatch:
         where = reachable_host(plan.host), slot.port
         return plan.engine.answers(*where, self._api_key, PROBE_TIMEOUT_S, plan.launch.certificate)
 
+    def _is_away(self, slot: ServerSlot) -> bool:
+        """Whether the memory of a server that takes turns is released. One that does not release it is killed."""
+        if self._turn is None:
+            return True
+        if slot.released is None:
+            plan = slot.plan
+            give_back = partial(plan.engine.give_back, slot.url, self._api_key, plan.launch.certificate)
+            slot.released = in_thread(give_back, name=f"release {plan.name}", daemon=True)
+        if slot.released.done() and (error := slot.released.exception()) is not None and not slot.late:
+            slot.late, slot.failed_release = True, str(error)
+            if self._processes is not None:
+                self._processes.kill(slot.plan.name)
+        return slot.released.done() and not slot.late
+
     def _exited(self, slot: ServerSlot, code: int, *, restart: bool) -> list[ServerChange]:
+        self._end_turn(slot)
         answered = slot.state in ("up", "lost")
         slot.running, slot.pid = False, None
         slot.exit_codes.append(code)
         if not restart:
             return []
         plan, what = slot.plan, said(code)
-        if slot.late:
+        if slot.late and slot.failed_release:
+            what = f"did not release its memory: {slot.failed_release}"
+        elif slot.late:
             what = f"did not answer within {plan.start_timeout_s:.0f} s (server.start_timeout_s)"
         wait_s = self._budget.died(plan.name, time.monotonic())
         hopeless = not slot.ever_up and len(slot.exit_codes) >= FAILED_STARTS

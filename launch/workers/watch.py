@@ -31,6 +31,7 @@ from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.protocol.context import ExitCode
 from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.turns import FILE, Turn
 
 log = logging.getLogger(__name__)
 STARTING_PUMP_S: Final = 0.1
@@ -67,7 +68,16 @@ class Watch(ABC):
         self._backend = backend
         self._budget = RestartBudget(plan.config.launch)
         shared = plan.placement.weights.shared
-        self._servers = ServerWatch(plan.servers, plan.config, folder.logs, self._budget, plan.api_key, shared=shared)
+        turns = plan.config.launch.share == "turns" and plan.servers
+        self._servers = ServerWatch(
+            plan.servers,
+            plan.config,
+            folder.logs,
+            self._budget,
+            plan.api_key,
+            shared=shared,
+            turn=Turn(folder.path / FILE, "the start of a server") if turns else None,
+        )
         self._crew = Crew(plan, folder.run_id, backend, self._servers, workers)
         self._link: BufferLink | None = None
         self._signals = StopRequests()
@@ -193,6 +203,8 @@ class Watch(ABC):
         if lost and not worker.excused:
             self._status.say(f"{worker.name} reports that its server is lost; both are started again")
             self._servers.replace(worker.name)
+        elif worker.name in self._servers and self._plan.takes_turns(worker.role, worker.index):
+            self._servers.replace(worker.name)  # whose turn is over, and nobody knows what it has on the device
         if lost or worker.excused:
             worker.excused = False
             self._budget.excused(worker.name)

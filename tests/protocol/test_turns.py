@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stillhouse.protocol.turns import LINGER_S, EngineTurns, Turn, TurnTimeout
+from stillhouse.protocol.turns import AFTER_DEATH_S, LINGER_S, EngineTurns, Turn, TurnTimeout
 
 HOLDER = textwrap.dedent("""
     import sys, time
@@ -60,8 +60,14 @@ def test_a_turn_is_waited_for_and_the_limit_names_its_holder(turn: Turn, tmp_pat
         with pytest.raises(TurnTimeout, match="holder kept the device for 0 s"):
             turn.take(0.1)
         other.kill()  # its turn ends with it
+        began_s = time.monotonic()
         turn.take(10.0)
         assert turn.stats["turns_total"] == 1 and turn.stats["turn_wait_s_total"] >= 0.1
+        assert time.monotonic() - began_s >= AFTER_DEATH_S, "its memory may be that of a server, which ends later"
+        turn.give_back()
+        began_s = time.monotonic()
+        turn.take(10.0)
+        assert time.monotonic() - began_s < AFTER_DEATH_S, "nobody has died since"
     finally:
         end(other)
 
@@ -108,7 +114,9 @@ def test_an_engine_gives_its_memory_back_before_the_turn_ends(turn: Turn, tmp_pa
     other = holder(tmp_path / "turn", 0.3)
     assert not turns.mine(wanted=True) and engine.said == ["away"] and turns.wait_s(5.0) < 0.1
     end(other)
-    assert turns.mine(wanted=True) and engine.said == ["away", "all"]
+    while not turns.mine(wanted=True):
+        time.sleep(0.01)
+    assert engine.said == ["away", "all"]
 
 
 def test_weights_arrive_in_the_turn_of_another_and_leave_with_it(turn: Turn) -> None:

@@ -31,6 +31,18 @@ def sized(config: RunConfig, gib: float = 80.0, learner: float = 20.0, shape: Mo
     return size_servers(config, places, (gib,), {0: learner * GIB}, lambda _: shape)
 
 
+def test_in_turns_each_server_has_what_the_others_leave_there() -> None:
+    """By hand: of 80 GiB the learner's 2 stay, and of the other server its process and CUDA graphs."""
+    found = sized(served(launch={"share": "turns"}), learner=2.0)
+    for need, other in zip(found.needs, reversed(found.needs), strict=True):
+        stays = 2.0 + 1.0 + other.need.likely["CUDA graphs"] / GIB
+        own = (need.total - need.need.likely["KV cache"]) / GIB
+        assert need.need.likely["KV cache"] / GIB == pytest.approx(80.0 * 0.95 - stays - own)
+        tokens = int(found.arguments[need.worker][3])
+        assert tokens == int(need.need.likely["KV cache"] / TOKEN_BYTES)
+    assert sum(n.total for n in found.needs) > 80 * GIB, "together they would not fit"
+
+
 def cache_gib(found: Sized) -> dict[str, float]:
     return {need.worker: need.need.likely["KV cache"] / GIB for need in found.needs}
 

@@ -551,6 +551,7 @@ def test_a_pool_with_another_tokenizer_has_tags_of_its_own() -> None:
         ({"launch": {"backend": "ray"}}, "workers on several hosts; expected launch.backend = local"),
         ({"cluster": {"actors": {"each": 1}}}, "workers on several hosts; expected launch.backend = local"),
         ({"teacher": {"engine": "sglang", "urls": ["http://127.0.0.1:1"]}}, "teacher.urls; expected servers that the"),
+        ({"teacher": {"engine": "sglang"}, "actor": {"engine": "sglang"}}, ""),
         ({"actor": {"engine": "tests.integration.scripted_engine:PROVIDER"}}, ""),
         ({}, ""),
     ],

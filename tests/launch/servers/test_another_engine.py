@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stillhouse.engines.base import EngineLost
 from stillhouse.engines.config import WorkerSettings
 from stillhouse.engines.provider import EngineRole, Launch, ServerCommand, ServerEngine, ServerFacts
 from stillhouse.launch.config.run import RunConfig
@@ -16,6 +17,7 @@ from stillhouse.launch.config.tree import build
 from stillhouse.launch.processes.slots import RestartBudget
 from stillhouse.launch.servers.plan import ServerPlan
 from stillhouse.launch.servers.watch import ServerChange, ServerWatch
+from stillhouse.protocol.turns import Turn
 from tests.patience import PATIENCE_S, Limit
 
 PROGRAM = """
@@ -53,11 +55,26 @@ class OtherServers(ServerEngine):
         raise AssertionError("no server is attached")
 
 
-def plan_of(worker: str, *devices: int) -> ServerPlan:
+class SharingServers(OtherServers):
+    """Keeps what was released, by its URL."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.released: list[str] = []
+        self._fails = fails
+
+    def give_back(self, url: str, api_key: str, certificate: str = "") -> None:
+        assert api_key == "its-key"
+        if self._fails:
+            self._fails -= 1
+            raise EngineLost("no memory saver")
+        self.released.append(url)
+
+
+def plan_of(worker: str, *devices: int, engine: ServerEngine | None = None) -> ServerPlan:
     return ServerPlan(
         worker=worker,
         model="",
-        engine=OtherServers(),
+        engine=engine or OtherServers(),
         launch=Launch(Path(sys.executable), ("-c", PROGRAM), forked=False),
         devices=devices,
         gpus=tuple(map(str, devices)),
@@ -94,6 +111,38 @@ def test_servers_that_share_a_gpu_start_in_turn_and_what_is_embedded_there_waits
         assert not watch.loading_on(0) and not watch.loading_on(1)
         watch.replace("actor-0")
         assert not watch.loading_on(0), "nobody waits for a server that is started again"
+    finally:
+        watch.close()
+
+
+def test_in_turns_servers_start_one_at_a_time_and_are_released_before_the_turn_is_over(tmp_path: Path) -> None:
+    """Also one that is started again, and one that does not release its memory is killed."""
+    engine = SharingServers(fails=1)
+    plans = [plan_of(worker, engine=engine) for worker in ("actor-0", "teacher-0")]
+    config = build(RunConfig, {"launch": {"restart_backoff_s": 0.01}})
+    turn = Turn(tmp_path / "turn", "the start of a server")
+    watch = ServerWatch(plans, config, tmp_path, RestartBudget(config.launch), "its-key", turn=turn)
+    assert watch.start_timeout_s == 2 * PATIENCE_S
+    news: list[ServerChange] = []
+
+    def until_up(times: int) -> None:
+        limit = Limit()
+        while sum(each.kind == "up" for each in news) < times and not limit.passed:
+            news.extend(watch.pump(restart=True))
+            starting = [slot for slot in watch.slots.values() if slot.state == "starting"]
+            assert len(starting) <= 1
+            assert (turn.holder == "the start of a server") == bool(starting)
+            assert {slot.url for slot in watch.slots.values() if slot.state == "up"} <= {*engine.released}
+            time.sleep(0.01)
+
+    try:
+        watch.start()
+        until_up(2)
+        (failed,) = [each.text for each in news if each.kind == "died"]
+        assert "did not release its memory: no memory saver; it is started again" in failed
+        watch.replace("teacher-0")
+        until_up(3)
+        assert len(engine.released) == 3
     finally:
         watch.close()
 

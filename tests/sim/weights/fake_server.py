@@ -52,6 +52,9 @@ class FakeServer:
     def __init__(self, weights: dict[str, Tensor], *, store_timeout_s: float = 5.0) -> None:
         self.weights = {name: tensor.clone() for name, tensor in weights.items()}
         self.label = "default"
+        self.away: set[str] = set()
+        """Memory that is released, by tag."""
+        self.running = 0
         self.adapters: dict[str, tuple[str, Body, dict[str, Tensor]]] = {}
         """Name -> folder, configuration and tensors of what is loaded."""
         self.calls: list[tuple[str, Body]] = []
@@ -69,7 +72,9 @@ class FakeServer:
         self.url = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
 
     def close(self) -> None:
-        """Stop as if killed: pending requests get no answer."""
+        """Stop as if killed: pending requests get no answer. Idempotent."""
+        if self.closing.is_set():
+            return
         self.closing.set()
         asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -120,6 +125,26 @@ class FakeServer:
         return getattr(self, f"_{path}")(body)
 
     # ----------------------------------------------------------------------------------- scheduler's thread
+
+    def _flush_cache(self, body: Body) -> None:
+        if self.running:
+            raise Refused("Flush cache failed.")
+
+    def _release_memory_occupation(self, body: Body) -> None:
+        """As SchedulerWeightUpdaterManager: not idle is an assertion, and what is away cannot be paused again."""
+        if self.running or self.away & {*body["tags"]}:
+            self._die()
+        self.away |= {*body["tags"]}
+
+    def _resume_memory_occupation(self, body: Body) -> None:
+        if not self.away >= {*body["tags"]}:
+            self._die()  # a KeyError
+        self.away -= {*body["tags"]}
+
+    def _die(self) -> None:
+        """Of an error in the scheduler: no request is answered any more."""
+        self.lost = True
+        self.closing.wait()
 
     def _begin_weight_update(self, body: Body) -> None: ...
 
@@ -209,6 +234,8 @@ class FakeServerEngine:
         self.labels_settable = True
 
     def pause(self, timeout_s: float, *, cut: bool = False) -> None: ...
+
+    def take_again(self) -> None: ...
 
     def resume(self, version: WeightVersion, timeout_s: float, *, name: bool = False) -> None:
         self.version = version
