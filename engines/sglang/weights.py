@@ -25,8 +25,8 @@ from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.requests import bucket_update, disk_update, tensor_update
 from stillhouse.engines.sglang.tensor_payload import tensor_payload
 from stillhouse.engines.sglang.verify import SGLangVerifier
-from stillhouse.protocol.messages import WeightPlan
-from stillhouse.weights.control_messages import CudaHandle
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.weights.control_messages import CudaHandle, WeightCheck
 from stillhouse.weights.errors import Interrupted
 from stillhouse.weights.manifest import WeightBucket, smallest_tensor_bucket
 from stillhouse.weights.wire import WireMember
