@@ -7,7 +7,8 @@
 `submit`, `abort` and `poll` come from the owner's thread; the tasks run on the event loop of `SGLangLink`. Weights
 arrive on the server itself, between `pause` and `resume`, which the weight sink calls from its own thread. While the
 gate is closed nothing new is sent, and running requests end, to continue as new ones after it; a subclass may do
-otherwise. Nor is anything sent while the server's memory is away in the turn of another process (`_home`). Every token carries a version that the server has confirmed (engines.http.stream).
+otherwise. Nor is anything sent while the server's memory is away in the turn of another process (`_home`). Every token
+carries a version that the server has confirmed (engines.http.stream).
 
 While a server is paused its label says so (`Labels.updating`), until `resume`. If this process dies in between, its
 successor does not know how far the update got, and keeps the gate closed until whole weights have arrived.
