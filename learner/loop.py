@@ -161,8 +161,8 @@ class LearnerLoop:
             self._report,
             self._stop_if_alarmed,
             self._checkpoint_if_due,
+            self._end_if_far_enough,  # first: the step that ends the run is evaluated at the end, and only once
             self._evaluate_if_due,
-            self._end_if_far_enough,
         )
         batches = source if parts.turns is None else InTurns(source, self._aside, self._back)
         self._loop = StepLoop(parts.trainer, batches, observers, version=parts.version, steps=parts.steps)
@@ -327,7 +327,7 @@ class LearnerLoop:
 
     def _evaluate_if_due(self, done: StepDone) -> None:
         step = done.version.step
-        if step < self._steps and (due := self._config.evaluated_at(step)):
+        if step < self._steps and not self._loop.ended and (due := self._config.evaluated_at(step)):
             self._desk.start(done.version, due)
 
     def _end_if_far_enough(self, _done: StepDone) -> None:
