@@ -111,7 +111,7 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
     ) -> None:
         """Connects. `run_id` is in the names of weights on the server (`labels`). `on_output` is called from another
         thread when there is something to poll, at most every hundredth of a second. Raises ServerUnavailable when the
-        server does not answer within connect_timeout_s, ServerMismatch when it cannot do what `config` asks,
+        server does not answer within connect_timeout_s, EngineMismatch when it cannot do what `config` asks,
         StreamError for unusable answers. The link is then closed."""
         self.config: Final = config
         self.vocab_size: Final = vocab_size

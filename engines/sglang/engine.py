@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.base import EngineMismatch, GenerationRequest
 from stillhouse.engines.http.engine import StudentOnServer
 from stillhouse.engines.http.link import ServerLost, ServerUnavailable
 from stillhouse.engines.http.live import LiveRequest
 from stillhouse.engines.http.stream import ExpertsAsked, Labels, StreamChunk, UnderAdapter, decode_chunk
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.engines.sglang.features import Features, ServerMismatch, detect_features, why_unfit
+from stillhouse.engines.sglang.features import Features, detect_features, why_unfit
 from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.memory import ServerMemory
 from stillhouse.engines.sglang.requests import check_sampling, experts_asked, generate_body
@@ -82,7 +82,7 @@ class SGLangEngine(StudentOnServer[SGLangConfig, Features]):
             await self.server.post("/continue_generation", {})
         features = await detect_features(self.server)
         if unfit := why_unfit(features, self.config):
-            raise ServerMismatch(f"{self.server.url}: {unfit}")
+            raise EngineMismatch(f"{self.server.url}: {unfit}")
         if features.routed_experts and self.config.update_mode == "retract":
             # What was computed again under new weights would be said of tokens that the old ones sampled.
             features = msgspec.structs.replace(features, routed_experts=False)

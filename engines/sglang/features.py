@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from stillhouse.engines.base import EngineMismatch
-from stillhouse.engines.config import ServerConfig, ServerLinkConfig
+from stillhouse.engines.config import ServerLinkConfig
 from stillhouse.engines.http.link import RequestRefused, ServerLink
 from stillhouse.engines.http.stream import StreamChunk, StreamError, decode_chunk
 from stillhouse.engines.provider import ServerFacts
@@ -155,25 +154,6 @@ class Features(msgspec.Struct, frozen=True, kw_only=True):
         }
         width = max(map(len, rows))
         return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
-
-
-class ServerMismatch(EngineMismatch):
-    """The server differs from its configuration; restarting it or its worker would not help."""
-
-
-def check_layout(features: Features, server: ServerConfig) -> None:
-    """Compare a server's device and tp size with the configuration, by which GPUs and ranks were assigned. Raises
-    ServerMismatch."""
-    if features.tp_size != server.tp:
-        raise ServerMismatch(
-            f"the server says tp_size = {features.tp_size}, but server.tp is {server.tp}: ranks of the weight group "
-            f"would overlap, or be missing; expected server.tp = {features.tp_size}, or a server with {server.tp}"
-        )
-    if server.device != "auto" and features.device != server.device:
-        raise ServerMismatch(
-            f"the server's model is on {features.device}, but server.device is {server.device}; its log may say "
-            "why; or set server.device"
-        )
 
 
 def probe_server(url: str, config: ServerLinkConfig, *, api_key: str = "") -> Features:

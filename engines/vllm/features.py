@@ -7,7 +7,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from stillhouse.engines.base import EngineMismatch
-from stillhouse.engines.config import ServerConfig
 from stillhouse.engines.http.link import ServerLink
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.engines.vllm.http import GENERATE
@@ -95,17 +94,6 @@ async def detect_features(link: ServerLink) -> Features:
         tp_size=len(workers),
         precision=_precision(worker),
     )
-
-
-def check_layout(features: Features, server: ServerConfig) -> None:
-    """Compare a server's device and tp size with the configuration, by which GPUs and ranks were assigned. Raises
-    EngineMismatch."""
-    got, expected = (features.device, features.tp_size), (server.device, server.tp)
-    if got != expected and server.device != "auto":
-        raise EngineMismatch(
-            f"the server has its model on {got[0]} in {got[1]} processes, but server.device is {expected[0]} and "
-            f"server.tp {expected[1]}; its log may say why"
-        )
 
 
 def _precision(worker: _Worker) -> Precision:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from stillhouse.engines.base import GenerationRequest
+from stillhouse.engines.base import EngineMismatch, GenerationRequest
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.features import ServerMismatch
 from stillhouse.models.description import vocabulary_size
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan
@@ -76,7 +75,7 @@ def retracts(student: SGLangServer) -> None:
     """Skips where requests cannot stay at a server while its weights change."""
     try:
         SGLangEngine(student.url, SGLangConfig(update_mode="retract"), vocab_size=VOCAB).close()
-    except ServerMismatch as error:
+    except EngineMismatch as error:
         pytest.skip(str(error))
 
 

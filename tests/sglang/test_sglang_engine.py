@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
+from stillhouse.engines.base import EngineMismatch
 from stillhouse.engines.http.link import ServerLost, ServerUnavailable
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.features import ServerMismatch
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
 from stillhouse.sglang_server.servers import SERVER_ARGS, Servers, SGLangServer
 from tests.engines.sglang.test_features import TRIED
@@ -331,7 +331,7 @@ def test_a_server_that_does_not_say_which_weights_sampled_a_token_is_refused_whe
     if TRIED[version]:
         SGLangEngine(student.url, retract, vocab_size=VOCAB).close()
     else:
-        with pytest.raises(ServerMismatch, match=rf"SGLang {version} .*use abort"):
+        with pytest.raises(EngineMismatch, match=rf"SGLang {version} .*use abort"):
             SGLangEngine(student.url, retract, vocab_size=VOCAB)
     assert generate(engine, [request("a", PROMPT, 8)])["a"].error is None
 

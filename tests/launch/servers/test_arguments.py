@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from stillhouse.engines.arguments import value_of
+from stillhouse.engines.base import EngineMismatch
 from stillhouse.engines.config import ServerConfig
-from stillhouse.engines.sglang.features import Features, ServerMismatch, check_layout
+from stillhouse.engines.http.provider import check_layout
+from stillhouse.engines.sglang.features import Features
 from stillhouse.engines.sglang.servers import FRACTION, LOAD_FORMAT, TP, SGLangServers
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
@@ -161,8 +163,8 @@ def server_says(device: Literal["cpu", "cuda"], tp: int) -> Features:
 
 
 def test_what_a_server_says_when_a_worker_connects_must_be_as_configured() -> None:
-    check_layout(server_says("cuda", 2), ServerConfig(device="cuda", tp=2))
-    with pytest.raises(ServerMismatch, match=r"tp_size = 2, but server\.tp is 1"):
-        check_layout(server_says("cuda", 2), ServerConfig(device="cuda"))
-    with pytest.raises(ServerMismatch, match=r"on cpu, but server\.device is cuda"):
-        check_layout(server_says("cpu", 1), ServerConfig(device="cuda"))
+    check_layout(server_says("cuda", 2).facts, ServerConfig(device="cuda", tp=2))
+    with pytest.raises(EngineMismatch, match=r"tp_size = 2, but server\.tp is 1"):
+        check_layout(server_says("cuda", 2).facts, ServerConfig(device="cuda"))
+    with pytest.raises(EngineMismatch, match=r"on cpu, but server\.device is cuda"):
+        check_layout(server_says("cpu", 1).facts, ServerConfig(device="cuda"))
