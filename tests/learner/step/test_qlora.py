@@ -22,4 +22,4 @@ def test_a_student_in_4_bits_with_adapters() -> None:
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=RUN_PATIENCE_S
     )
-    assert done.returncode == 0 and "5 passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0 and "....." in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
