@@ -38,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     while waiting:
         uri, file = waiting.pop()
         for target in _linked(uri, file):
-            if target.is_file() and (target_uri := _uri(target)) not in places:
+            target_uri = _uri(target)
+            if target.is_file() and target_uri not in places and files.get_file_from_path(target_uri) is None:
                 text = target.read_text(encoding="utf-8")
                 if target.suffix != ".md":
                     text = f"# {target.relative_to(ROOT)}\n\n````{LANGUAGES.get(target.suffix, 'text')}\n{text}\n````\n"
