@@ -72,7 +72,7 @@ def test_scores_are_those_of_transformers_own_model_in_4_bits_alone_and_together
 
 
 def test_a_number_takes_the_planned_bytes() -> None:
-    import bitsandbytes as bnb
+    import bitsandbytes as bnb  # pyright: ignore[reportMissingImports]
 
     layer = bnb.nn.Linear4bit(4096, 1024, bias=False, compress_statistics=True, quant_type="nf4").to("cpu")
     state = layer.weight.quant_state
@@ -109,7 +109,6 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
         num_experts=4,
         num_experts_per_tok=2,
     )

@@ -400,11 +400,21 @@ def test_the_students_sets_need_engines_that_report_and_score_them() -> None:
     assert mistakes_with_engine(plain | {"teacher": {"top_k": 16}}) == []
 
 
+def packages(monkeypatch: pytest.MonkeyPatch, *there: str) -> None:
+    """Let the checks find these packages, and no others."""
+
+    def find(name: str) -> object:
+        return object() if name in there else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
 def test_teachers_in_4_bits_are_embedded_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     in_4_bits = {"quantize": "nf4"}
+    packages(monkeypatch, "accelerate")
     (told,) = mistakes(teacher=in_4_bits)
     assert told == "teacher.quantize: got nf4, and bitsandbytes is missing: pip install -e '.[bitsandbytes]'"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    packages(monkeypatch, "accelerate", "bitsandbytes")
     assert mistakes(teacher=in_4_bits) == []
     (told,) = mistakes(teacher={**in_4_bits, "engine": "sglang"})
     assert "it is of embedded teachers. For servers: --teacher.server.args=--quantization,fp8" in told
@@ -420,8 +430,9 @@ def test_teachers_in_4_bits_are_embedded_and_stay_as_they_are(monkeypatch: pytes
 
 def test_a_learner_in_4_bits_trains_adapters_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     in_4_bits: dict[str, Any] = {"lora": {"rank": 8, "quantize": "nf4"}}
+    packages(monkeypatch, "peft", "accelerate")
     assert [one for one in mistakes(learner=in_4_bits) if "and bitsandbytes is missing" in one]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    packages(monkeypatch, "peft", "accelerate", "bitsandbytes")
     assert mistakes(learner=in_4_bits) == []
     for more, told in (({"ranks": 2}, "cannot be divided"), ({"ema": {"decay": 0.9}}, "is of whole weights")):
         assert [one for one in mistakes(learner={**in_4_bits, **more}) if told in one]

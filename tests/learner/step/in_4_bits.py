@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.functional import dequantize_4bit  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
