@@ -240,10 +240,10 @@ class StudentOnServer(Generic[ConfigT, FeaturesT]):
                 self._totals.pauses += 1
                 self._totals.pause_s += (events.now_ns() - began_ns) / 1e9
 
-    def abort_leftovers(self, timeout_s: float) -> None:
+    def abort_leftovers(self) -> None:
         """Abort requests that a former worker left on the server. Only for a server without other users, before the
         first request. Raises ServerUnavailable."""
-        self.server.run(self.server.post_abort([]), timeout_s=timeout_s)
+        self.server.run(self.server.post_abort([]), timeout_s=self.config.control_timeout_s)
 
     def close(self) -> None:
         """Drop every request without a last delta; the server aborts what it sees disconnected. Idempotent."""

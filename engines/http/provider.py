@@ -75,7 +75,7 @@ class ServerProvider(EngineProvider):
             def connect() -> StudentOnServer[Any, Any]:
                 engine = self._engine(ctx, vocabulary_size(path), _key(config), wake)
                 if not config.urls:
-                    engine.abort_leftovers(engine.config.control_timeout_s)
+                    engine.abort_leftovers()
                 return engine
 
             engine = _connected(ctx, connect, config.server)

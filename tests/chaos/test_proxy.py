@@ -100,7 +100,7 @@ def test_names_come_from_the_hello_and_a_cut_link_comes_back(world: World) -> No
 
 def test_a_black_hole_is_a_lost_peer_and_heals_by_itself(world: World) -> None:
     client, other = world.client("actor-0"), world.client("actor-1")
-    world.proxy.tell(Weather(seconds=3.0, name="actor-0", blackhole=True))
+    world.proxy.tell(Weather(seconds=3.0 * SLOWNESS, name="actor-0", blackhole=True))
     world.until(lambda: any(isinstance(event, PeerDown) for event in world.events))
     send_segment(other, 0)
     world.until(lambda: world.segments("actor-1") == [0])

@@ -33,7 +33,7 @@ def test_a_run_ends_with_every_worker_having_contributed(launch: Launch, tmp_pat
     """Half of its evaluation prompts have a wrong answer in the file: no figure that was recorded for other prompts can
     be the teacher's here."""
     rows = [json.loads(line) for line in builtin.EVAL_JSONL.read_text().splitlines()[:8]]
-    rows = [row | {"ground_truth": "wrong"} if i % 2 else row for i, row in enumerate(rows)]
+    rows = [row | {"ground_truth": "-1"} if i % 2 else row for i, row in enumerate(rows)]
     prompts = tmp_path / "eval.jsonl"
     prompts.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run = launch(

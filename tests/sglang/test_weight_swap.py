@@ -201,7 +201,7 @@ def test_a_successor_of_one_who_died_in_an_update_sends_nothing_before_whole_wei
     dead.pause(10.0)
     dead.close()
     engine = SGLangEngine(own_student.url, SGLangConfig(), vocab_size=VOCAB, run_id="run-1")
-    engine.abort_leftovers(10.0)
+    engine.abort_leftovers()
     answers = {"a": Answer()}
     engine.submit(request("a", [65, 66], 10))
 

@@ -79,7 +79,7 @@ class Server:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.features = msgspec.structs.replace(CAPABLE, device="cuda", tp_size=2)
 
-    def abort_leftovers(self, _timeout_s: float) -> None:
+    def abort_leftovers(self) -> None:
         pass
 
     def close(self) -> None:
