@@ -168,15 +168,6 @@ def _reward(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
         "reward: answer of single_turn, 1 for the right number behind the last #; it can read the ground_truth of "
         f"{readable:,} of {all_rows:,} rows",
     )
-    if readable < n_there:
-        other = next(t for t in rows.ground_truths if t is not None and check.reward(f"#{t}", t) != 1.0)
-        yield _found(
-            key,
-            f"{n_there - readable:,} ground truths are no numbers, the first is {other:.60}: their rewards are always "
-            "0",
-            "warning",
-            "another reward or answer_pattern reads them (docs/rewards.md)",
-        )
 
 
 def _held_out(key: str, n_rows: int, tasks: TaskConfig) -> Iterator[Finding]:

@@ -91,13 +91,18 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         name: replace(one, prompts=str(builtin.EVAL_JSONL) if one.prompts == BUILTIN else one.prompts)
         for name, one in config.learner.eval_sets.items()
     }
+    of_rows = list[str]()
     files = {"learner.tasks.prompts": prompts, "learner.tasks.eval_prompts": eval_prompts}
     files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in eval_sets.items()}
     for key, path in files.items():
         if path:
             wrong = check_prompts(key, path, config.environments, tasks.columns)
             ours = path in (str(builtin.TRAIN_JSONL), str(builtin.EVAL_JSONL))  # the demo starts a second sooner
-            mistakes += wrong or (() if ours else unreadable_rows(key, path, config.environments, tasks.columns))
+            mistakes += wrong
+            if not wrong and not ours:
+                unreadable = unreadable_rows(key, path, config.environments, tasks.columns)
+                mistakes += unreadable.mistakes
+                of_rows += unreadable.warnings
     mistakes += _trackers(config)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
@@ -117,7 +122,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
-    warnings = [*findings.warnings, *_turn_ends(folders, others)]
+    warnings = [*of_rows, *findings.warnings, *_turn_ends(folders, others)]
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
 
 

@@ -234,7 +234,7 @@ def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
             (),
             (
                 "of 0 of 130 rows",
-                "warning: learner.tasks.prompts: 130 ground truths are no numbers",
+                "130 of 130 rows have values that their reward cannot read",
             ),
         ),
         ("1,{:03}.", (), ("ground_truth of 130 of 130 rows",)),

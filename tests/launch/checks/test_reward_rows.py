@@ -28,10 +28,20 @@ def refused(tmp_path: Path, options: Mapping[str, Any], rows: list[dict[str, Any
     tasks = {"prompts": str(file), "env": "single_turn", "eval_share": 0.01}
     plain = {"learner": {"tasks": tasks}, "actor": {"environments": {"single_turn": {"options": options}}}}
     try:
-        check(build(RunConfig, plain))
+        warned = check(build(RunConfig, plain)).warnings
     except ConfigError as error:
         return str(error)
+    assert not any("their reward cannot read" in one for one in warned), warned
     return ""
+
+
+def test_ground_truths_of_who_named_no_reward_are_a_warning(tmp_path: Path) -> None:
+    """Whoever only distils has columns that the default reward cannot read, and wants none."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "?", "ground_truth": f"City {i}"}) + "\n" for i in range(300)))
+    plain = {"learner": {"tasks": {"prompts": str(file), "env": "single_turn"}}}
+    (warned,) = [one for one in check(build(RunConfig, plain)).warnings if "reward" in one]
+    assert "300 of 300 rows" in warned and "their reward is always 0" in warned
 
 
 def test_a_row_far_behind_is_named_with_what_is_wrong(tmp_path: Path) -> None:
@@ -53,7 +63,7 @@ def test_the_reward_of_the_rows_tag_decides(tmp_path: Path) -> None:
     ("options", "wrong", "fine"),
     [
         (
-            {},
+            {"reward": "answer"},
             ["x = 5", [], "", "about 7", "#", {"value": 7}, "Infinity"],
             ["1,234", 7, "-.5", "24 - 6 = 18\n#### 18", None],
         ),

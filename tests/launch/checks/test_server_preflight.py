@@ -171,12 +171,12 @@ def test_a_server_on_all_addresses_is_found_on_loopback() -> None:
 def test_torch_is_preloaded_only_where_a_worker_has_a_model() -> None:
     both = build(RunConfig, {"actor": {"engine": "sglang"}, "teacher": {"engine": "sglang"}})
     assert "torch" not in preload_modules(both, ("qwen3",))
-    assert "stillhouse.engines.sglang.engine" in preload_modules(both, ("qwen3",))
+    assert "stillhouse.engines.sglang.weights" in preload_modules(both, ("qwen3",))
     one = build(RunConfig, {"actor": {"engine": "sglang"}})
     assert {
         "torch",
         "stillhouse.engines.torch.scorer",
-        "stillhouse.engines.sglang.engine",
+        "stillhouse.engines.sglang.weights",
         "stillhouse.learner.worker",
     } <= set(preload_modules(one, ("qwen3",)))
     assert "stillhouse.engines.torch.engine" not in preload_modules(one, ("qwen3",))
