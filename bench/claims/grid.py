@@ -4,7 +4,7 @@ Every method gets the same grid of learning rates with seed 0; the rate with the
 that of the row, for all seeds. Controls have that of on-policy reverse KL.
 
 Changed once, when the GRPO arms of seed 0 and six arms of claim 2 had been run: claims 2, 3, 4 and 6 began at the weak
-student, from which no row came above 0.07 with 12 steps (docs/results/claims.md shows these arms). They begin at S now,
+student, from which no row came above 0.08 with 12 steps (docs/results/claims.md shows these arms). They begin at S now,
 with 10 steps. And rates are chosen with seed 0 alone.
 """
 
