@@ -24,9 +24,8 @@ def test_each_line_continues_the_one_before_and_the_answer_is_their_end() -> Non
 
 
 def test_solutions_have_as_many_tokens_as_the_docs_say() -> None:
-    lengths = {
-        len(build_tokenizer().encode(task.solution, add_special_tokens=False)) for task in islice(tallies(3), 200)
-    }
+    tokenizer = build_tokenizer()
+    lengths = {len(tokenizer.encode(task.solution, add_special_tokens=False)) for task in islice(tallies(3), 200)}
     assert (min(lengths), max(lengths)) == (7 * 12 + 5, 7 * 18 + 5)
 
 
