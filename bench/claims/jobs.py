@@ -75,6 +75,7 @@ def note(folder: Path) -> None:
     model = next(
         (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
     )
+    folder.mkdir(parents=True, exist_ok=True)
     row = {
         "commit": asked.stdout.strip(),
         "at": time.strftime("%Y-%m-%d %H:%M"),

@@ -11,6 +11,7 @@ import torch
 from bench.claims import arm as arms
 from bench.claims.arm import Arm, Phase, Run, read_arm, read_texts, write_texts
 from bench.claims.grid import grid
+from bench.claims.jobs import fill
 from bench.claims.pair import new_model, save
 from bench.claims.student import Rollout, Student, flops_of
 from stillhouse.builtin.sft import Recipe
@@ -88,6 +89,11 @@ def test_a_stale_arm_writes_with_weights_of_as_many_steps_before(folder: Path, m
     assert len(set(fresh)) == 4
     assert stale[0] == stale[1] == stale[2] == fresh[0] and stale[3] == pytest.approx(fresh[1], rel=0.2)
     assert stale[3] != stale[0]
+
+
+def test_the_first_start_makes_its_folder(tmp_path: Path) -> None:
+    assert fill(tmp_path / "runs" / "claims", 1, set()) == []
+    assert (tmp_path / "runs" / "claims" / "machines.jsonl").is_file()
 
 
 def test_every_arm_of_the_grid_has_a_name_of_its_own_and_needs_what_is_made_before() -> None:
