@@ -52,6 +52,9 @@ class Recipe:
     practice: around -12 instead of -25, which one-sample divergences would have to average out."""
     operators: tuple[Operator, ...] = ("+",)
     """Operators of the other examples, equally often."""
+    layers: int = 3
+    """Not of a hybrid, which has three."""
+    head_dim: int = 32
     hybrid: bool = False
     """Two of its three layers are recurrent (gated delta rule), as in Qwen3.5, and not attention."""
     style: str = "compact"
@@ -87,10 +90,10 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedM
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
         intermediate_size=recipe.mlp,
-        num_hidden_layers=3,
+        num_hidden_layers=recipe.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=recipe.head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=recipe.init_std,

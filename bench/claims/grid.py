@@ -21,10 +21,10 @@ SEEDS: Final = (0, 1, 2)
 GRPO_STEPS, GRPO_BATCH, GROUP = 40, 64, 8
 DENSE_STEPS: Final = 12
 BASE_STEPS: Final = 10
-"""Of the student's own text, 32 rollouts each: "1x"."""
+"""Steps on the student's own text, 32 rollouts each: "1x"."""
 TIMES: Final = (1, 2, 5, 10)
 TEXTS: Final = 3_840
-"""That the teacher writes once, for all arms; each seed begins at another place. 10x takes 3,200."""
+"""Number of texts that the teacher writes once, for all arms; each seed begins at another place. 10x takes 3,200."""
 OPD, STALE = "OPD, reverse KL", "OPD, reverse KL, 4 steps stale"
 LONGER: Final = f"OPD, reverse KL, {GRPO_STEPS} steps"
 REUSED: Final = (1, 16, 200)

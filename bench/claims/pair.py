@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from bench.claims.arm import model_folder, result_file, write_lines
-from bench.claims.student import END_ID, TOKENIZER, Writer
-from stillhouse.builtin.sft import IGNORED, Example, Recipe, train
+from bench.claims.student import TOKENIZER, Writer
+from stillhouse.builtin.sft import IGNORED, Example, Recipe, new_model, train
 from stillhouse.builtin.tally import TERMS, tallies
 from stillhouse.builtin.tokenizer import END_OF_TURN, PAD, prompt_token_ids
 
-TEACHER: Final = Recipe(hidden=128, mlp=384, steps=450, learning_rate=3e-3, seed=1, init_std=0.08)
-STUDENT: Final = Recipe(hidden=64, mlp=192, steps=800, learning_rate=4e-3, seed=2, init_std=0.08)
+TEACHER: Final = Recipe(
+    hidden=128, mlp=384, layers=2, head_dim=32, steps=450, learning_rate=3e-3, seed=1, init_std=0.08
+)
+STUDENT: Final = Recipe(hidden=64, mlp=192, layers=2, head_dim=16, steps=800, learning_rate=4e-3, seed=2, init_std=0.08)
 START, WEAK = 0.35, 0.04
 LOOK_EVERY_STEPS: Final = 10
 LOOK_BELOW_LOSS: Final = 0.05
@@ -33,29 +35,6 @@ PROBE_SEED, PROBES = 8, 96
 PAD_ID: Final = cast(int, TOKENIZER.convert_tokens_to_ids(PAD))
 SHORT_SHARE: Final = 0.3
 """Share of examples with fewer digits than the task has, down to 4."""
-
-
-def new_model(recipe: Recipe) -> Qwen3ForCausalLM:
-    """Two layers of four heads, newly initialised. The caller seeds torch."""
-    config = Qwen3Config(
-        vocab_size=len(TOKENIZER),
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.mlp,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=recipe.hidden // 4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=recipe.init_std,
-        bos_token_id=None,
-        eos_token_id=END_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=[END_ID], pad_token_id=config.pad_token_id, do_sample=True)
-    return model
 
 
 def examples(seed: int) -> Iterator[Example]:
@@ -68,7 +47,7 @@ def examples(seed: int) -> Iterator[Example]:
         yield Example(prompt + answer, [IGNORED] * len(prompt) + answer)
 
 
-def save(model: Qwen3ForCausalLM, folder: Path) -> None:
+def save(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
 
@@ -78,7 +57,7 @@ def build(name: str, folder: Path) -> None:
     recipe = TEACHER if name == "teacher" else STUDENT
     began_s, probes = time.process_time(), list(islice(tallies(PROBE_SEED), PROBES))
     torch.manual_seed(recipe.seed)
-    model = new_model(recipe)
+    model = new_model(recipe, TOKENIZER)
     lines: list[dict[str, Any]] = [{"parameters": sum(p.numel() for p in model.parameters())}]
 
     def sampled(place: Path) -> float:

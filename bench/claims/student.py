@@ -58,7 +58,7 @@ class Rollout:
     prompt_tokens: int
     ids_L: npt.NDArray[np.int32]
     logprobs_L: npt.NDArray[np.float32]
-    """Of the policy that wrote it; 0 at the prompt."""
+    """Log-probs of the policy that wrote it; 0 at the prompt."""
     finish_reason: str
     group: int = 0
     sample: int = 0

@@ -12,11 +12,11 @@ from bench.claims import arm as arms
 from bench.claims.arm import Arm, Phase, Run, read_arm, read_texts, write_texts
 from bench.claims.grid import grid
 from bench.claims.jobs import fill
-from bench.claims.pair import new_model, save
-from bench.claims.student import Rollout, Student, flops_of
-from stillhouse.builtin.sft import Recipe
+from bench.claims.pair import save
+from bench.claims.student import TOKENIZER, Rollout, Student, flops_of
+from stillhouse.builtin.sft import Recipe, new_model
 
-TINY = Recipe(hidden=16, mlp=16, steps=1, learning_rate=1e-3, seed=1, init_std=0.08)
+TINY = Recipe(hidden=16, mlp=16, layers=2, head_dim=4, steps=1, learning_rate=1e-3, seed=1, init_std=0.08)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("bench.claims.student.MAX_NEW_TOKENS", 12)
     torch.manual_seed(0)
     for name in ("teacher", "start"):
-        save(new_model(TINY), tmp_path / "models" / name)
+        save(new_model(TINY, TOKENIZER), tmp_path / "models" / name)
     write_texts(tmp_path, 6)
     return tmp_path
 
