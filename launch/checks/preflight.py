@@ -20,7 +20,7 @@ from stillhouse.launch.checks.architectures import refusals
 from stillhouse.launch.checks.model_files import check_teachers, check_weights, find_model, model_type, read_vocabulary
 from stillhouse.launch.checks.placement import choose_engines
 from stillhouse.launch.checks.prompt_files import absolute_prompts, check_prompts
-from stillhouse.launch.checks.reward_rows import unreadable_rows
+from stillhouse.launch.checks.reward_rows import Unreadable, unreadable_rows
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.checks.turn_ends import turn_end_warnings
 from stillhouse.launch.config.consistency import check_consistency
@@ -91,18 +91,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         name: replace(one, prompts=str(builtin.EVAL_JSONL) if one.prompts == BUILTIN else one.prompts)
         for name, one in config.learner.eval_sets.items()
     }
-    of_rows = list[str]()
-    files = {"learner.tasks.prompts": prompts, "learner.tasks.eval_prompts": eval_prompts}
-    files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in eval_sets.items()}
-    for key, path in files.items():
-        if path:
-            wrong = check_prompts(key, path, config.environments, tasks.columns)
-            ours = path in (str(builtin.TRAIN_JSONL), str(builtin.EVAL_JSONL))  # the demo starts a second sooner
-            mistakes += wrong
-            if not wrong and not ours:
-                unreadable = unreadable_rows(key, path, config.environments, tasks.columns)
-                mistakes += unreadable.mistakes
-                of_rows += unreadable.warnings
+    of_rows = _prompt_rows(config, {name: one.prompts for name, one in eval_sets.items()}, prompts, eval_prompts)
+    mistakes += of_rows.mistakes
     mistakes += _trackers(config)
     findings = check_consistency(config, student)
     mistakes += findings.mistakes
@@ -122,8 +112,26 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     record = _absolute(learner.record)
     learner = replace(learner, tasks=tasks, eval_sets=eval_sets, record=record, offline=offline)
     model_types = tuple(sorted({model_type(folder) for folder in folders.values()}))
-    warnings = [*of_rows, *findings.warnings, *_turn_ends(folders, others)]
+    warnings = [*of_rows.warnings, *findings.warnings, *_turn_ends(folders, others)]
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
+
+
+def _prompt_rows(config: RunConfig, eval_sets: Mapping[str, str], prompts: str, eval_prompts: str) -> Unreadable:
+    """What is wrong with the files of prompts and their rows."""
+    columns, found = config.learner.tasks.columns, Unreadable([], [])
+    files = {"learner.tasks.prompts": prompts, "learner.tasks.eval_prompts": eval_prompts}
+    files |= {f"learner.eval_sets.{name}.prompts": path for name, path in eval_sets.items()}
+    for key, path in files.items():
+        if not path:
+            continue
+        wrong = check_prompts(key, path, config.environments, columns)
+        found.mistakes.extend(wrong)
+        ours = path in (str(builtin.TRAIN_JSONL), str(builtin.EVAL_JSONL))  # the demo starts a second sooner
+        if not wrong and not ours:
+            unreadable = unreadable_rows(key, path, config.environments, columns)
+            found.mistakes.extend(unreadable.mistakes)
+            found.warnings.extend(unreadable.warnings)
+    return found
 
 
 def _unmeasurable(config: RunConfig) -> Iterator[str]:

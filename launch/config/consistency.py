@@ -4,7 +4,6 @@ start, and then stall or discard everything. No torch, unless a user's own envir
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import importlib.util
 import json
@@ -21,6 +20,7 @@ from stillhouse.launch.config.group_filters import group_filters, undistilled_gr
 from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
 from stillhouse.launch.config.payloads import engines_for_payloads, other_tokenizers, payload_mistakes, payload_warnings
 from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
+from stillhouse.launch.config.quantized import quantized
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.launch.config.shards import shards
 from stillhouse.learner.objectives.config import compares_distributions
@@ -55,9 +55,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *group_filters(config),
             *_adapters(config),
             *_average_as_teacher(config, student),
-            *_quantised_student(student),
-            *_quantised_learner(config),
-            *_quantised_teachers(config),
+            *quantized(config, student),
             *_groups_that_never_fit(config),
             *shards(config),
             *payload_mistakes(config, student),
@@ -373,53 +371,6 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
             f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected {able}: other teachers "
             "do not read snapshots of the average"
         )
-
-
-def _quantised_student(student: Path | None) -> Iterator[str]:
-    """Its weights change, and every engine takes them as they are."""
-    said: Any = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        said = json.loads((student / "config.json").read_text(encoding="utf-8")) if student is not None else {}
-        said = said.get("quantization_config")
-    if said:
-        yield (
-            f"models.student: {student} is quantized already (quantization_config of its config.json), expected the "
-            "checkpoint that it was made of"
-        )
-
-
-def _quantised_learner(config: RunConfig) -> Iterator[str]:
-    learner = config.learner
-    if learner.lora.quantize == "none":
-        return
-    got = f"learner.lora.quantize: got {learner.lora.quantize}"
-    if learner.ranks > 1:
-        yield f"{got} with learner.ranks = {learner.ranks}, expected none: weights in 4 bits cannot be divided"
-    if learner.ema.decay:
-        yield f"{got} with learner.ema.decay = {learner.ema.decay}, expected 0: the average is of whole weights"
-    if missing := missing_for_4_bits():
-        yield f"{got}, and {' and '.join(missing)} is missing: pip install -e '.[bitsandbytes]'"
-
-
-def missing_for_4_bits() -> list[str]:
-    return [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
-
-
-def _quantised_teachers(config: RunConfig) -> Iterator[str]:
-    for pool in teacher_pools(config):
-        teacher, average = pool.config.teacher, config.learner.ema.decay and pool.name == config.learner.ema.pool
-        if teacher.quantize == "none":
-            continue
-        got = f"{pool.key}.quantize: got {teacher.quantize}"
-        if teacher.engine not in ("auto", "torch"):
-            yield (
-                f"{got} with engine {teacher.engine}, expected none: it is of embedded teachers. For servers: "
-                f"--{pool.key}.server.args=--quantization,fp8 or a checkpoint in fewer bits"
-            )
-        elif average:
-            yield f"{got} for teachers that become the student's average, expected none: its weights arrive as they are"
-        elif missing := missing_for_4_bits():
-            yield f"{got}, and {' and '.join(missing)} is missing: pip install -e '.[bitsandbytes]'"
 
 
 def _groups_that_never_fit(config: RunConfig) -> Iterator[str]:
