@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from stillhouse.engines.config import ServerLinkConfig
 from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.memory import CACHE, WEIGHTS, ServerMemory, release_started
+from tests.patience import eventually
 from tests.sim.weights.fake_server import Body, FakeServer, Refused
 
 FLUSH, RELEASE, RESUME = "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"
@@ -63,8 +63,7 @@ def test_a_server_that_is_still_busy_is_waited_for(server: FakeServer, link: SGL
     memory = ServerMemory(link, away=False)
     release = threading.Thread(target=memory.release)
     release.start()
-    while len(server.calls) < 2:
-        time.sleep(0.001)
+    eventually(lambda: len(server.calls) >= 2, "a second call")
     assert {path for path, _ in calls(server)} == {FLUSH}
     server.running = 0
     release.join()
@@ -108,8 +107,7 @@ def test_the_server_that_is_tested_against_ends_where_the_real_one_does(
     path, tag = wrong
     server.away = {CACHE}
     link.spawn(_ignore(link, path, tag))
-    while not server.lost:
-        time.sleep(0.001)
+    eventually(lambda: server.lost, "the end of the server")
 
 
 async def _ignore(link: SGLangLink, path: str, tag: str) -> None:
