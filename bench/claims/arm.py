@@ -18,7 +18,8 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, flops_of, item_of, renumbered
+from bench.claims.facts import documents, facts
+from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, document, flops_of, item_of, renumbered
 from stillhouse.builtin.tally import Tally, tallies
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
@@ -34,8 +35,8 @@ EVAL_PROMPTS: Final = 96
 """During an arm, sampled. At its end twice as many, and as many greedy."""
 TEXTS_SEED: Final = 50
 WARMUP_STEPS: Final = 5
-OF_PAIR: Final = {"teacher": "pair-teacher", "start": "pair-start", "weak": "pair-start"}
-"""Model of the pair -> the arm that builds it."""
+OF_PAIR: Final = {name: f"pair-{name}" for name in ("teacher", "start", "small")}
+"""Model of bench.claims.pair -> the arm that builds it."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class Phase:
     own: float = 1.0
     """Share of the batch that the student writes; the rest is the teacher's text."""
     group_size: int = 1
+    documents: bool = False
+    """The texts are documents (bench.claims.facts), and not a teacher's."""
     prompts: int = 0
     """Different prompts, in turn. 0: always new ones."""
     staleness: int = 0
@@ -75,6 +78,8 @@ class Arm:
     """Its model is needed by another arm."""
     rate_of: tuple[str, ...] = ()
     """Arms of the same row: it has the learning rate of the one with the best last sampled accuracy."""
+    asks_facts: bool = False
+    """Each evaluation asks for the facts of the documents, too; the best last accuracy is then that of both summed."""
 
     @property
     def name(self) -> str:
@@ -90,7 +95,7 @@ class Arm:
 
 
 def reads_texts(phase: Phase) -> bool:
-    return phase.own < 1.0
+    return phase.own < 1.0 and not phase.documents
 
 
 def objective_of(phase: Phase) -> ObjectiveConfig:
@@ -145,8 +150,8 @@ class Run:
         self._student: Student | None = None
         self._steps = 0
 
-    def make(self) -> None:
-        """Write the file of the arm."""
+    def make(self, commit: str = "") -> None:
+        """Write the file of the arm, which says the commit."""
         teacher, start = self._teacher(), model_folder(self._folder, self._arm.start)
         for number, phase in enumerate(self._arm.phases):
             self._phase(phase, number, start, teacher)
@@ -156,7 +161,8 @@ class Run:
                 self._student.trainer.model.save_pretrained(start)
                 TOKENIZER.save_pretrained(start)
         self._evaluate(last=True)
-        self._lines.append({"done": True, "cpu_s": self._cpu_s, "eval_cpu_s": self._eval_s, "arm": asdict(self._arm)})
+        spent = {"cpu_s": self._cpu_s, "eval_cpu_s": self._eval_s}
+        self._lines.append({"done": True, **spent, "commit": commit, "arm": asdict(self._arm)})
         write_lines(result_file(self._folder, self._arm.name), self._lines)
 
     @property
@@ -199,15 +205,16 @@ class Run:
             own = student.items(rollouts, group_size=phase.group_size)
         if n_own < phase.batch:
             read = renumbered(list(islice(texts, phase.batch - n_own)))
-            offline = self._text_items(student, read)
+            offline = self._text_items(student, read, phase.documents)
         student.train(own or offline, offline if own else ())
         self._steps += 1
 
-    def _text_items(self, student: Student, read: Sequence[Rollout]) -> list[TrainItem]:
+    def _text_items(self, student: Student, read: Sequence[Rollout], of_documents: bool) -> list[TrainItem]:
         """A teacher has the log-probs and states of what it writes, so their second computation is not counted."""
-        student.tokens["teacher"] += sum(one.written for one in read)
-        teacher = text_flops(self._folder)
-        student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in read)
+        if not of_documents:
+            student.tokens["teacher"] += sum(one.written for one in read)
+            teacher = text_flops(self._folder)
+            student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in read)
         if student.teacher is not None:
             graded = student.teacher.grade(read)
         else:
@@ -218,7 +225,11 @@ class Run:
         ]
 
     def _texts(self, phase: Phase) -> Iterator[Rollout]:
-        """Those of the file, each seed from another place."""
+        """Those of the file, each seed from another place; or documents of the seed's own facts."""
+        if phase.documents:
+            known = facts(self._arm.seed)
+            told = (document(text, known[0]) for text in documents(known, self._arm.seed))
+            return cycle(list(islice(told, phase.prompts))) if phase.prompts else told
         if not reads_texts(phase):
             return iter(())
         texts = read_texts(self._folder / "texts.npz")
@@ -240,6 +251,10 @@ class Run:
         }
         if last:
             line["greedy"] = student.writer.accuracy(tasks[:EVAL_PROMPTS], greedy=True)
+        if self._arm.asks_facts:
+            known = facts(self._arm.seed)
+            line["facts"] = student.writer.accuracy(known * 2, greedy=False, seed=self._arm.seed)
+            line["facts_greedy"] = student.writer.accuracy(known, greedy=True)
         self._eval_s += time.process_time() - began_s
         self._lines.append(line | {"cpu_s": self._cpu_s})
 
@@ -276,9 +291,9 @@ def read_arm(folder: Path, name: str) -> list[dict[str, Any]] | None:
 
 
 def last_sampled(folder: Path, name: str) -> float:
-    """Sampled accuracy at the end of an arm; 1 for a model of the pair."""
+    """Sampled accuracy at the end of an arm, with that of the facts where they are asked; 1 for a model of the pair."""
     lines = read_arm(folder, name)
-    return 1.0 if lines is None else float(lines[-2]["sampled"])
+    return 1.0 if lines is None else float(lines[-2]["sampled"] + lines[-2].get("facts", 0.0))
 
 
 @cache

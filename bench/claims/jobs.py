@@ -15,29 +15,28 @@ from typing import Final
 import torch
 from transformers.utils import logging
 
-from bench.claims.arm import Run, result_file, write_texts
+from bench.claims.arm import OF_PAIR, Run, result_file, write_texts
 from bench.claims.grid import TEXTS, grid
 from bench.claims.pair import build
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PAIR: Final = ("pair-start", "pair-teacher")
 
 
-def make(name: str, folder: Path) -> None:
+def make(name: str, folder: Path, commit: str = "") -> None:
     """One arm, in this process."""
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if name in PAIR:
+    if name in OF_PAIR.values():
         build(name.removeprefix("pair-"), folder)
     elif name == "texts":
         write_texts(folder, TEXTS)
     else:
-        Run(next(arm for arm in grid() if arm.name == name), folder).make()
+        Run(next(arm for arm in grid() if arm.name == name), folder).make(commit)
 
 
 def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
     """Make all missing arms, `jobs` at a time, in the order of the grid. Returns those that failed."""
-    every: dict[str, set[str]] = {name: set() for name in PAIR} | {"texts": {"pair-teacher"}}
+    every: dict[str, set[str]] = {name: set() for name in OF_PAIR.values()} | {"texts": {"pair-teacher"}}
     every |= {arm.name: arm.needs for arm in grid()}
     wanted = {arm.name for arm in grid() if claims is None or arm.claim in claims}
     while more := {need for name in wanted for need in every[name]} - wanted:
@@ -45,7 +44,7 @@ def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
     needs = {name: every[name] for name in every if name in wanted}
     done = {name for name in needs if result_file(folder, name).is_file()}
     left, failed, began_s = [name for name in needs if name not in done], list[str](), time.monotonic()
-    note(folder)
+    commit = note(folder)
     print(f"{len(needs)} arms, {len(left)} to be made, in {folder}", flush=True)
     running: dict[Future[None], str] = {}
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -53,7 +52,7 @@ def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
         while left or running:
             for name in [name for name in left if needs[name] <= done][: jobs - len(running)]:
                 left.remove(name)
-                running[pool.submit(make, name, folder)] = name
+                running[pool.submit(make, name, folder, commit)] = name
             if not running:
                 print(f"{len(left)} arms are not made, because one that they need failed", flush=True)
                 return failed + left
@@ -67,8 +66,8 @@ def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
     return failed
 
 
-def note(folder: Path) -> None:
-    """Add to the folder's notes which code runs, and where."""
+def note(folder: Path) -> str:
+    """Add to the folder's notes which code runs, and where. Returns the commit."""
     asked = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
@@ -84,6 +83,7 @@ def note(folder: Path) -> None:
     }
     with (folder / "machines.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+    return str(row["commit"])
 
 
 def _cpuinfo() -> list[str]:

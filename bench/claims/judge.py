@@ -175,6 +175,44 @@ def off_policy(results: Results, times: Sequence[int]) -> Verdict:
     return "held" if found.times is None else _graded(found.ratio, 9.0, 1.5)
 
 
+class Beside(NamedTuple):
+    """Claim 2b: an on-policy row and SFT's curve at its FLOPs."""
+
+    value: Mean
+    curve: float
+    error: float
+    """Of the difference."""
+
+    @property
+    def side(self) -> Literal["above", "on", "below"]:
+        difference = self.value.value - self.curve
+        return "on" if abs(difference) <= self.error else "above" if difference > 0 else "below"
+
+
+def beside_sft(results: Results, row: Row, times: Sequence[int]) -> Beside | None:
+    sft = [one for n in times if (one := results.row("2", f"SFT, {n}x")) is not None]
+    if len(sft) < len(times):
+        return None
+    ends, costs = [one.end("sampled") for one in sft], [math.log(one.flops(*TOTAL)) for one in sft]
+    at, own = math.log(row.flops(*TOTAL)), row.end("sampled")
+    after = min(next((n for n, cost in enumerate(costs) if cost >= at), len(sft) - 1), len(sft) - 1)
+    before = max(after - 1, 0)
+    share = min(1.0, (at - costs[before]) / (costs[after] - costs[before])) if after else 1.0
+    curve = ends[before].value + share * (ends[after].value - ends[before].value)
+    return Beside(own, curve, math.hypot(own.error, ends[after].error))
+
+
+def longer(results: Results, times: Sequence[int]) -> Verdict:
+    rows = results.rows("2b")
+    found = [one for row in rows.values() if (one := beside_sft(results, row, times)) is not None]
+    if len(found) < len(times) - 1:
+        return "not run"
+    sides = [one.side for one in found]
+    if set(sides) == {"above"}:
+        return "held"
+    return "partly" if "above" in sides and "below" not in sides else "not held"
+
+
 def order(results: Results) -> Verdict:
     rows = order_rows(results)
     if "SFT, then OPD" not in rows or len(rows) < 5:
@@ -190,6 +228,24 @@ def order_rows(results: Results) -> dict[str, Row]:
     shared = {"SFT": ("2", "SFT, 1x"), "OPD, reverse KL": ("2", "OPD, reverse KL")}
     found = {name: one for name, key in shared.items() if (one := results.row(*key)) is not None}
     return found | results.rows("3")
+
+
+def gap(rows: dict[str, Row]) -> tuple[float, float] | None:
+    """(SFT + OPD minus SFT, its error)."""
+    if "SFT" not in rows or "SFT, then OPD" not in rows:
+        return None
+    a, b = rows["SFT"].end("sampled"), rows["SFT, then OPD"].end("sampled")
+    return b.value - a.value, math.hypot(a.error, b.error)
+
+
+def smaller(results: Results) -> Verdict:
+    large, small = gap(order_rows(results)), gap(results.rows("3b"))
+    if large is None or small is None:
+        return "not run"
+    if small[0] <= max(0.0, large[0]):
+        return "not held"
+    clear = small[0] > small[1] and small[0] - large[0] > math.hypot(small[1], large[1])
+    return "held" if clear else "partly"
 
 
 def gain(row: Row | None) -> float | None:
@@ -235,4 +291,12 @@ def shares(results: Results) -> Verdict:
 
 
 def verdicts(times: Sequence[int]) -> dict[str, Callable[[Results], Verdict]]:
-    return {"1": dense, "2": lambda results: off_policy(results, times), "3": order, "4": reuse, "6": shares}
+    return {
+        "1": dense,
+        "2": lambda results: off_policy(results, times),
+        "2b": lambda results: longer(results, times),
+        "3": order,
+        "3b": smaller,
+        "4": reuse,
+        "6": shares,
+    }

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.claims import judge
+from bench.claims.arm import OF_PAIR
 from bench.claims.grid import NOT_RUN, RULES, SEEDS, TIMES, grid
 from bench.claims.judge import TOTAL, Lines, Mean, Results, Row
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
-PAIR: Final = ("pair-teacher", "pair-start", "texts")
+PAIR: Final = (*OF_PAIR.values(), "texts")
 DROPPED: Final = "dropped/"
 """Arms of an earlier grid, whose numbers are kept."""
 HEAD: Final = (
@@ -116,7 +117,9 @@ def tables(results: Results) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {
         "1": [*table(results.rows("1")), "", *race_table(results)],
         "2": [*table(results.rows("2")), "", *cheapest_table(results)],
+        "2b": [*table(results.rows("2b")), "", *beside_table(results)],
         "3": table(judge.order_rows(results)),
+        "3b": table(results.rows("3b")),
         "4": table(results.rows("4")),
         "6": share_table(results),
     }
@@ -168,6 +171,21 @@ def cheapest_table(results: Results) -> list[str]:
                 lines.append(
                     f"| {name} | {kind} | {least} | {more}{found.ratio:.1f} | {more}{found.without_writing:.1f} |"
                 )
+    return lines if len(lines) > 2 else []
+
+
+def beside_table(results: Results) -> list[str]:
+    lines = [
+        "| | sampled | SFT's curve at its FLOPs | it is ... the curve | SFT on as many texts |",
+        "|---|---|---:|---|---|",
+    ]
+    for name, row in results.rows("2b").items():
+        found, same = judge.beside_sft(results, row, TIMES), results.row("2", f"SFT, {name.split(', ')[-1]}")
+        if found is not None and same is not None:
+            error = f"{found.value.value - found.curve:+.2f}, error {found.error:.2f}"
+            lines.append(
+                f"| {name} | {found.value} | {found.curve:.2f} | {found.side} ({error}) | {same.end('sampled')} |"
+            )
     return lines if len(lines) > 2 else []
 
 

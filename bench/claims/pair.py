@@ -1,9 +1,9 @@
-"""The models of the grid: a teacher, and a student at two moments of its first training. Built once, on right
-solutions, by the plain loop of the built-in models (builtin.sft).
+"""The models of the grid: a teacher and two students. Built once, on right solutions, by the plain loop of the
+built-in models (builtin.sft).
 
     teacher   2 layers of 128
     start     2 layers of 64, a quarter of the teacher's parameters, stopped when it is right START of the time, sampled
-    weak      the same a little earlier, while it was right at most WEAK of the time
+    small     2 layers of 32, stopped as `start` is
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ TEACHER: Final = Recipe(
     hidden=128, mlp=384, layers=2, head_dim=32, steps=450, learning_rate=3e-3, seed=1, init_std=0.08
 )
 STUDENT: Final = Recipe(hidden=64, mlp=192, layers=2, head_dim=16, steps=800, learning_rate=4e-3, seed=2, init_std=0.08)
-START, WEAK = 0.35, 0.04
+SMALL: Final = Recipe(hidden=32, mlp=96, layers=2, head_dim=8, steps=1600, learning_rate=6e-3, seed=3, init_std=0.08)
+RECIPES: Final = {"teacher": TEACHER, "start": STUDENT, "small": SMALL}
+START: Final = 0.35
 LOOK_EVERY_STEPS: Final = 10
 LOOK_BELOW_LOSS: Final = 0.05
 PROBE_SEED, PROBES = 8, 96
@@ -53,8 +55,8 @@ def save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def build(name: str, folder: Path) -> None:
-    """Train the `teacher`, or the student (`start`), whose training also leaves `weak`."""
-    recipe = TEACHER if name == "teacher" else STUDENT
+    """Train the model of that name; Run's file of it is `pair-` and the name."""
+    recipe = RECIPES[name]
     began_s, probes = time.process_time(), list(islice(tallies(PROBE_SEED), PROBES))
     torch.manual_seed(recipe.seed)
     model = new_model(recipe, TOKENIZER)
@@ -67,11 +69,9 @@ def build(name: str, folder: Path) -> None:
     def after_step(step: int, loss: float) -> bool:
         if name == "teacher" or loss > LOOK_BELOW_LOSS or step % LOOK_EVERY_STEPS:
             return False
-        right = sampled(model_folder(folder, "draft"))
+        right = sampled(model_folder(folder, f"draft-{name}"))
         model.train()
         lines.append({"step": step, "loss": loss, "sampled": right})
-        if right <= WEAK:
-            save(model, model_folder(folder, "weak"))
         return right >= START
 
     steps = train(model, examples(recipe.seed), recipe, PAD_ID, after_step)

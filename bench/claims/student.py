@@ -23,6 +23,7 @@ from typing import Any, Final, cast
 import numpy as np
 import numpy.typing as npt
 
+from bench.claims.facts import Fact
 from stillhouse.actors.rewards.answer import AnswerCheck
 from stillhouse.builtin.tally import Tally
 from stillhouse.builtin.tokenizer import END_OF_TURN, build_tokenizer, prompt_token_ids
@@ -43,6 +44,7 @@ from stillhouse.protocol.payloads.hidden import HiddenEncoder
 
 MAX_NEW_TOKENS: Final = 200
 MAX_CONTEXT: Final = 288
+FACT_TOKENS: Final = 6
 CONCURRENT: Final = 64
 POOL: Final = "default"
 TOKENIZER: Final = build_tokenizer()
@@ -54,7 +56,7 @@ _CHECK: Final = AnswerCheck()
 class Rollout:
     """An answer to one prompt."""
 
-    task: Tally
+    task: Tally | Fact
     prompt_tokens: int
     ids_L: npt.NDArray[np.int32]
     logprobs_L: npt.NDArray[np.float32]
@@ -70,6 +72,8 @@ class Rollout:
     @property
     def reward(self) -> float:
         text = cast(str, TOKENIZER.decode(self.ids_L[self.prompt_tokens :], skip_special_tokens=True))
+        if isinstance(self.task, Fact):
+            return float(text.strip().startswith(self.task.answer))
         return _CHECK.reward(text, self.task.answer) or 0.0
 
 
@@ -109,20 +113,23 @@ class Writer:
         self._engine.stage_weights(WeightVersion(0, self._step), weights)
 
     def write(
-        self, tasks: Sequence[Tally], seeds: Sequence[int], *, temperature: float = 1.0, group_size: int = 1
+        self, tasks: Sequence[Tally | Fact], seeds: Sequence[int], *, temperature: float = 1.0, group_size: int = 1
     ) -> list[Rollout]:
         """`group_size` answers to each task, in order. `seeds`: one per answer."""
-        asked: dict[str, tuple[Tally, list[int], int, int]] = {}
+        asked: dict[str, tuple[Tally | Fact, list[int], int, int]] = {}
         for at, seed in enumerate(seeds):
             group, sample = divmod(at, group_size)
-            prompt, self._requests = prompt_token_ids(TOKENIZER, tasks[group].prompt), self._requests + 1
-            asked[str(self._requests)] = tasks[group], prompt, group, sample
+            task, self._requests = tasks[group], self._requests + 1
+            told = isinstance(task, Fact)
+            prompt = TOKENIZER.encode(task.prompt) if told else prompt_token_ids(TOKENIZER, task.prompt)
+            longest = FACT_TOKENS if told else MAX_NEW_TOKENS
+            asked[str(self._requests)] = task, prompt, group, sample
             self._engine.submit(
                 GenerationRequest(
                     str(self._requests),
                     np.array(prompt, np.int32),
-                    Sampling(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed),
-                    MAX_NEW_TOKENS,
+                    Sampling(temperature=temperature, max_new_tokens=longest, seed=seed),
+                    longest,
                     (END_ID,),
                 )
             )
@@ -146,7 +153,7 @@ class Writer:
             for name, (task, prompt, group, sample) in asked.items()
         ]
 
-    def accuracy(self, tasks: Sequence[Tally], *, greedy: bool, seed: int = 0) -> float:
+    def accuracy(self, tasks: Sequence[Tally | Fact], *, greedy: bool, seed: int = 0) -> float:
         """Share of right answers, one per task."""
         written = self.write(tasks, [seed * 100_003 + n for n in range(len(tasks))], temperature=0.0 if greedy else 1.0)
         return sum(rollout.reward for rollout in written) / len(written)
@@ -260,6 +267,12 @@ class Student:
             )
         self.writer.take((name, tensor.detach()) for name, tensor in self.trainer.model.named_parameters())
         return figures
+
+
+def document(text: str, task: Fact) -> Rollout:
+    """As `stillhouse write` renders it: the first token is not trained, the one that ends a text is. `task`: any."""
+    ids = [*TOKENIZER.encode(text), END_ID]
+    return Rollout(task, 1, np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop")
 
 
 def renumbered(rollouts: Sequence[Rollout], *, group_size: int = 1) -> list[Rollout]:

@@ -10,10 +10,11 @@ import torch
 
 from bench.claims import arm as arms
 from bench.claims.arm import Arm, Phase, Run, read_arm, read_texts, write_texts
+from bench.claims.facts import documents, facts
 from bench.claims.grid import grid
 from bench.claims.jobs import fill
 from bench.claims.pair import save
-from bench.claims.student import TOKENIZER, Rollout, Student, flops_of
+from bench.claims.student import TOKENIZER, Rollout, Student, document, flops_of, item_of
 from stillhouse.builtin.sft import Recipe, new_model
 
 TINY = Recipe(hidden=16, mlp=16, layers=2, head_dim=4, steps=1, learning_rate=1e-3, seed=1, init_std=0.08)
@@ -42,6 +43,29 @@ def test_an_arm_of_two_phases_counts_what_each_spent(folder: Path) -> None:
     assert spent["learner"] > sum(one.training(len(text.ids_L), frozen=False) for text in texts)
     own = spent["teacher"] - sum(one.of(0, len(text.ids_L)) for text in texts)
     assert own == spent["actor"] > 0  # the teacher has the student's size here, and reads what the student wrote
+
+
+def test_documents_are_trained_as_a_whole_cost_no_teacher_and_their_facts_are_asked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.claims.facts.COUNT", 4)
+    monkeypatch.setattr("bench.claims.facts.PER_DOCUMENT", 2)
+    phase = Phase("seq_kd", 120, 2e-2, batch=2, own=0.0, documents=True)
+    arm = Arm("5", "documents", 0, (phase,), teacher=(), asks_facts=True)
+    assert arm.needs == {"pair-start"}
+    Run(arm, folder).make("abc")
+    lines = read_arm(folder, arm.name)
+    assert lines is not None and lines[-1]["commit"] == "abc"
+    assert lines[0]["facts"] == 0.0 and lines[-2]["facts"] > 0.5 and lines[-2]["facts_greedy"] > 0.5
+    assert lines[-2]["flops"]["teacher"] == 0.0 < lines[-2]["flops"]["learner"]
+
+
+def test_a_document_trains_its_end_and_all_but_its_first_token() -> None:
+    told = next(documents(facts(0), 0))
+    item = item_of(document(told, facts(0)[0]), 0, group_size=1, graded=None)
+    assert told.count(" has ") == told.count(".") == 8
+    assert item.train_mask_L.tolist() == [False] + [True] * (len(item.tokens_L) - 1)
+    assert TOKENIZER.decode(item.tokens_L) == told + "<|im_end|>"
 
 
 def test_a_killed_arm_leaves_no_result_and_its_second_making_is_the_same(
@@ -97,7 +121,7 @@ def test_the_first_start_makes_its_folder(tmp_path: Path) -> None:
 
 
 def test_every_arm_of_the_grid_has_a_name_of_its_own_and_needs_what_is_made_before() -> None:
-    made = {"pair-start", "pair-teacher", "texts"}
+    made = {*arms.OF_PAIR.values(), "texts"}
     for arm in grid():
         assert arm.name not in made and arm.needs <= made
         made.add(arm.name)

@@ -65,6 +65,41 @@ def test_off_policy_text_is_compared_by_the_flops_of_the_least_that_suffices(sft
     assert judge.off_policy(Results.of(files), TIMES) == verdict
 
 
+def more_steps(*rows: tuple[int, float]) -> judge.Verdict:
+    """Rows of reverse KL: (steps, accuracy), beside SFT with 0.1 at 10, 0.2 at 20, 0.3 at 50 and 0.4 at 100."""
+    sft = ((n, 10 * n, right) for n, right in zip(TIMES, (0.1, 0.2, 0.3, 0.4), strict=True))
+    files = [arm("2", f"SFT, {n}x", {0: 0.0, steps: right}) for n, steps, right in sft]
+    files += [arm("2b", f"OPD, {n}", {0: 0.0, steps: right}) for n, (steps, right) in enumerate(rows)]
+    return judge.longer(Results.of(files), TIMES)
+
+
+def test_more_steps_are_compared_with_sft_at_their_own_flops() -> None:
+    assert more_steps((14, 0.16), (50, 0.31), (100, 0.41)) == "held"  # at 14, SFT has 0.149
+    assert more_steps((14, 0.14), (50, 0.31), (100, 0.41)) == "not held"
+    assert more_steps((20, 0.2), (50, 0.31), (130, 0.41)) == "partly"  # and 0.4 from 100 on
+    assert more_steps((20, 0.2), (50, 0.3), (130, 0.39)) == "not held"
+    assert more_steps((20, 0.3)) == "not run"
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "verdict"),
+    [
+        ((0.5, 0.55), (0.4, 0.6), "held"),
+        ((0.5, 0.55), (0.4, 0.44), "not held"),
+        ((0.5, 0.4), (0.4, 0.35), "not held"),
+    ],
+)
+def test_a_smaller_students_gap_is_that_to_sft(
+    large: tuple[float, float], small: tuple[float, float], verdict: str
+) -> None:
+    keys = ("2", "SFT, 1x"), ("3", "SFT, then OPD"), ("3b", "SFT"), ("3b", "SFT, then OPD")
+    files = [arm(claim, row, {0: 0.0, 10: right}) for (claim, row), right in zip(keys, large + small, strict=True)]
+    assert judge.smaller(Results.of(files)) == verdict
+    if verdict == "held":  # with another seed it is 0.11 with an error of 0.064, beside 0.05
+        files += [arm("3b", "SFT", {0: 0.0, 10: 0.48}, seed=1), arm("3b", "SFT, then OPD", {0: 0.0, 10: 0.5}, seed=1)]
+        assert judge.smaller(Results.of(files)) == "partly"
+
+
 def test_the_page_has_the_figures_of_its_arms_and_can_be_written_again_without_them(tmp_path: Path) -> None:
     shutil.copy(page.DOCS / "claims.md", tmp_path)
     place = tmp_path / "runs"
