@@ -25,6 +25,7 @@ from stillhouse.launch.checks.table import examined
 from stillhouse.launch.config.command_line import CommandLine, parse_arguments, resolve_config
 from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.help import help_text
+from stillhouse.launch.config.known_sets import describe_known_sets
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError, LaunchError, interrupted, refuse
 from stillhouse.launch.machine.machine import pretended_machine
@@ -179,6 +180,8 @@ def run(
     status.say(_headline(config, folder, backend.elsewhere, resume=plan.resume))
     for line in (*describe_resumed(found), *set_damaged_aside(found)) if plan.resume else ():
         status.say(line)
+    for key, said in describe_known_sets(config):
+        status.say(f"{key}: {said}")
     if plan.placement.text:
         status.say(plan.placement.text)
     evaluate_teachers(config, folder, status.say)

@@ -14,13 +14,16 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import PreTrainedTokenizerBase
 
+from stillhouse.actors.envs.single_turn import reward_for
 from stillhouse.actors.rewards.answer import AnswerCheck
 from stillhouse.launch.checks.architectures import architectures
 from stillhouse.launch.checks.finding import Case, Finding, Status
 from stillhouse.launch.checks.model_files import check_weights, has_no_weights
 from stillhouse.launch.config.consistency import teacher_window
+from stillhouse.launch.config.known_sets import describe_known_sets
 from stillhouse.launch.config.pools import teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
@@ -73,6 +76,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
         tokenizer = load_tokenizer(config.models.student)
     except TokenizerError as error:
         raise ConfigError(*mistakes, f"models.student: {error}") from error
+    yield from (_found(key, said) for key, said in describe_known_sets(config))
     tasks = config.learner.tasks
     files = {"learner.tasks.prompts": tasks.prompts}
     if tasks.eval_prompts and config.learner.eval_every:
@@ -80,8 +84,9 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
     if config.learner.eval_every:
         files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in config.learner.eval_sets.items()}
     for key, path in files.items():
+        training = key == "learner.tasks.prompts"
         try:
-            rows = read_rows(path, tokenizer, tasks, config.environments)
+            rows = read_rows(path, tokenizer, tasks if training else replace(tasks, mix={}), config.environments)
         except (DataError, TokenizerError, OSError) as error:
             mistakes.append(f"{key}: {error}")
             continue
@@ -91,7 +96,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
             continue
         yield from _describe(key, rows, tokenizer)
         yield from _reward(key, rows, config)
-        if key == "learner.tasks.prompts" and not tasks.eval_prompts and config.learner.eval_every:
+        if training and not tasks.eval_prompts and config.learner.eval_every:
             yield from _held_out(key, rows.rows, tasks)
         mistakes += _too_long_for_teachers(key, rows, config)
     if mistakes:
@@ -157,8 +162,9 @@ def _reward(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
     if environment is None or environment.name != "single_turn":
         yield _found(key, f"reward: that of the environment {name}; {there}")
         return
-    reward = str(options.get("reward", "answer"))
-    if reward != "answer" or {"reward_options", "answer_pattern", "rewards"} & options.keys():
+    assert rows.first is not None and rows.first.record is not None
+    reward, own = reward_for(options, rows.first.record.tag)
+    if reward != "answer" or own:
         yield _found(key, f"reward: {reward} of single_turn; {there}")
         return
     check = AnswerCheck()

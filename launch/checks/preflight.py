@@ -24,6 +24,7 @@ from stillhouse.launch.checks.reward_rows import Unreadable, unreadable_rows
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.checks.turn_ends import turn_end_warnings
 from stillhouse.launch.config.consistency import check_consistency
+from stillhouse.launch.config.known_sets import with_known_sets
 from stillhouse.launch.config.pools import measurable_pools, teacher_pools, without_idle_routes
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.launch.errors import ConfigError
@@ -64,7 +65,7 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     """Check everything. `pretended`: used in place of this machine's GPUs, for a plan that needs no weights. Raises
     ConfigError with all mistakes."""
     mistakes: list[str] = []
-    config = without_idle_routes(config)
+    config = with_known_sets(without_idle_routes(config))
     interpreters = Interpreters()
     # even if device = cpu, one part may name a GPU
     machine = pretended or find_machine()._replace(host_gib=host_gib(), cores=usable_cores())

@@ -12,7 +12,8 @@ from typing import Any, Final, cast
 from stillhouse.actors.config import EnvConfig
 from stillhouse.actors.envs.registry import UnknownEnvironment, check_options, lacking_options, options_of_row
 from stillhouse.launch.checks.model_files import nearest_path
-from stillhouse.learner.prompts.data import HUB, open_prompts
+from stillhouse.learner.prompts.data import open_prompts
+from stillhouse.learner.prompts.known_sets import HUB
 from stillhouse.learner.prompts.records import (
     NO_COLUMNS,
     DataError,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from stillhouse.learner.prompts.known_sets import KNOWN_TAGS
 from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 MAX_EVAL_PROMPTS = 1_000_000
@@ -20,10 +21,10 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
     prompts: str = ""
     """Training prompts: a JSONL file, a Parquet file, a folder of Parquet files, a folder of `datasets.save_to_disk`,
-    or hf:NAME[:CONFIG][:SPLIT] for what `datasets.load_dataset` reads. Fields: `prompt` (text) or `messages` (chat
-    turns), and optionally `tag`, `ground_truth`, `hint` (see `privileged`), `env` and `env_options` (the row's
-    environment and its options), `tools` and `chat_template_kwargs` (docs/prompts.md). The environment sees all
-    columns. Empty: the built-in task."""
+    or hf:NAME[:CONFIG][:SPLIT] for what `datasets.load_dataset` reads; some are known by name. Fields: `prompt` (text)
+    or `messages` (chat turns), and optionally `tag`, `ground_truth`, `hint` (see `privileged`), `env` and `env_options`
+    (the row's environment and its options), `tools` and `chat_template_kwargs` (docs/prompts.md). The environment sees
+    all columns. Empty: the built-in task."""
     columns: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Field -> the column that has it where its name is another, e.g. prompt = "question". Holds for all files of
     prompts."""
@@ -117,8 +118,10 @@ class TaskConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def tags_named(self) -> list[str]:
-        """Tags whose rows are rendered in a way of their own."""
-        return [*dict.fromkeys([*self.templates, *self.chat_template_kwargs_tags])]
+        """Tags that training rows must have, because they are rendered in a way of their own. Templates of known sets
+        may be those of evaluations."""
+        templates = [tag for tag in self.templates if tag not in KNOWN_TAGS]
+        return [*dict.fromkeys([*templates, *self.chat_template_kwargs_tags])]
 
     def template_kwargs_for(self, tag: str, of_row: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments for the chat template of a row with this tag and these arguments of its own."""

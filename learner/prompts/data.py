@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stillhouse.learner.prompts.known_sets import HUB, named_set
 from stillhouse.learner.prompts.records import (
     NO_COLUMNS,
     DataError,
@@ -31,8 +32,6 @@ from stillhouse.learner.prompts.records import (
     record_from_json,
 )
 
-HUB: Final = "hf:"
-"""Begins a path that `datasets.load_dataset` reads: hf:NAME[:CONFIG][:SPLIT]."""
 NEEDS_DATASETS: Final = "reading it needs: pip install -e '.[data]'"
 CACHED_BLOCKS = 8
 """Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.prompts.order`)."""
@@ -76,6 +75,8 @@ class Reading(NamedTuple):
     """Field -> the column that has it."""
     answers: bool = False
     """Rows have the answers too (learner.prompts.answers)."""
+    tag: str = ""
+    """Tag of a table's rows that name none."""
 
 
 def open_prompts(
@@ -295,7 +296,7 @@ def _checked(columns: Mapping[str, Any], row: int, path: str, reading: Reading) 
     record = record_from_columns(columns, row, lambda: f"{path}, row {row}", reading.columns, answers=reading.answers)
     if reading.environments is not None:
         expect_known_environment(record.env, reading.environments, lambda: f"{path}, row {row}")
-    return record
+    return msgspec.structs.replace(record, tag=reading.tag) if reading.tag and not record.tag else record
 
 
 def _open_saved(folder: Path, reading: Reading) -> PromptSource:
@@ -313,23 +314,25 @@ def _open_saved(folder: Path, reading: Reading) -> PromptSource:
 
 def _open_named(path: str, reading: Reading) -> PromptSource:
     """What `datasets.load_dataset` reads: a name of the Hugging Face hub, or a folder of files in one format."""
-    name, *rest = path.removeprefix(HUB).split(":")
-    if not name or len(rest) > 2:
+    named = named_set(path)
+    if named is None:
         raise DataError(
             f"{path!r}: expected hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, e.g. hf:openai/gsm8k:main:train"
         )
-    split, config = rest[-1] if rest else "train", rest[0] if len(rest) == 2 else None
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(f"{path} is a name of a data set; {NEEDS_DATASETS}") from error
     try:
-        dataset: Any = load_dataset(name, config, split=split)
+        dataset: Any = load_dataset(named.name, named.config, split=named.split)
     except Exception as error:  # its readers and the network raise anything
         reason = str(error).strip().splitlines()
         raise DataError(
             f"{path}: datasets cannot load it: {type(error).__name__}: {reason[0] if reason else ''}"
         ) from error
+    if named.known is not None:
+        columns = named.known.columns_for(reading.columns, dataset.column_names)
+        reading = reading._replace(columns=columns, tag=named.known.tag)
     return DatasetsSource(path, dataset, [Path(file["filename"]) for file in dataset.cache_files], reading)
 
 

@@ -367,7 +367,7 @@ class RenderedPrompts(Dataset[Rendered]):
         """Render the first rows, and the first row of each template. Raises TokenizerError, because if these rows fail,
         the others will too; DataError for a template without a row."""
         config = self._config
-        check_tags("templates", list(config.templates), tags, self._source.path)
+        check_tags("templates", [tag for tag in config.tags_named if tag in config.templates], tags, self._source.path)
         check_tags("chat_template_kwargs_tags", list(config.chat_template_kwargs_tags), tags, self._source.path)
         with_template = [tags.index(tag) for tag in config.tags_named]
         for row in [*range(min(len(self._source), _PROBED_PROMPTS)), *with_template]:

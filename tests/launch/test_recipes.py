@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets.utils.logging import disable_progress_bar
 from transformers import PretrainedConfig, Qwen3_5Config, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse import builtin
@@ -17,6 +18,7 @@ from stillhouse.launch.config.consistency import check_consistency
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.run import main
 from stillhouse.launch.stages.config import has_stages, read_stages
+from tests.known_sets import write_known_set
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.toml"))
@@ -50,8 +52,8 @@ OWN = {"personal/merged": "Qwen3-8B", "math-8b": "Qwen3-8B", "code-8b": "Qwen3-8
 """Folders that recipes name, by their last parts, and the model that they are made of."""
 
 ROW: dict[str, Any] = {
-    "problem": "1+1=",  # DeepScaleR, AIME and MATH-500
-    "answer": "2",
+    "prompt": "1+1=",
+    "ground_truth": "2",
     "tests": ["assert 1 + 1 == 2"],
     "task": {"prompt": "1+1=", "answer": "2"},
 }
@@ -102,12 +104,14 @@ def replaced(config: RunConfig, folder: Path) -> list[str]:
         models["models.teacher"] = config.models.teacher
     flags = [f"--{key}={stand_in(model, folder)}" for key, model in models.items()]
     tasks, rows = config.learner.tasks, folder / "rows.jsonl"
-    named = {} if tasks.columns else {"prompt": "1+1=", "ground_truth": "2"}
     tags = list(tasks.mix) or [""]
-    rows.write_text("".join(json.dumps(ROW | named | ({"tag": tag} if tag else {})) + "\n" for tag in tags))
-    keys = ["learner.tasks.prompts", "learner.tasks.eval_prompts"]
-    keys += [f"learner.eval_sets.{name}.prompts" for name in config.learner.eval_sets]
-    return flags + [f"--{key}={rows}" for key in keys]
+    rows.write_text("".join(json.dumps(ROW | ({"tag": tag} if tag else {})) + "\n" for tag in tags))
+    files = {"learner.tasks.prompts": tasks.prompts, "learner.tasks.eval_prompts": tasks.eval_prompts}
+    files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in config.learner.eval_sets.items()}
+    for path in files.values():
+        if path.startswith("hf:"):
+            write_known_set(path.removeprefix("hf:"), folder)  # found by its name in the working folder
+    return flags + [f"--{key}={rows}" for key, path in files.items() if not path.startswith("hf:")]
 
 
 FOR_GPUS = [recipe for recipe in RECIPES if "HAS NOT BEEN RUN HERE" in recipe.read_text(encoding="utf-8")]
@@ -117,6 +121,8 @@ FOR_GPUS = [recipe for recipe in RECIPES if "HAS NOT BEEN RUN HERE" in recipe.re
 def test_a_recipe_for_gpus_is_planned_as_its_comment_says(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    disable_progress_bar()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     comment = recipe.read_text(encoding="utf-8").split("\n\n")[0]
     gpus = re.findall(r"`--check --gpus (\S+)`", comment)
     quoted = re.findall(r"GPU \d+: about [\d.]+ of \d+ GiB", comment)
