@@ -59,6 +59,18 @@ ROWS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         "train",
         {**_DAPO, "prompt": "What is 30 + 4?", "solution": "34", "source_prompt": _DAPO["prompt"]},
     ),
+    "google/IFEval": (
+        "train",
+        {
+            "key": 1000,
+            "prompt": "Write about rivers in at least 20 words. Do not use commas.",
+            "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+            "kwargs": [
+                {"num_highlights": None, "relation": None, "num_words": None},  # a table has the keys of all
+                {"num_highlights": None, "relation": "at least", "num_words": 20},
+            ],
+        },
+    ),
 }
 """Name -> the split that is read by default, and a row."""
 CONFIGS: Final = {"openai/gsm8k": "main", "open-r1/DAPO-Math-17k-Processed": "all"}

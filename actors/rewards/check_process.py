@@ -1,4 +1,5 @@
-"""The program that compares formulas and checks documents, in a process of its own (`actors.rewards.checkers`).
+"""The program that compares formulas, checks documents and verifies instructions, in a process of its own
+(`actors.rewards.checkers`).
 
 It reads a JSON object per line and writes one: `{"reward": 0.0 or 1.0}`, `{"unscored": REASON}`, or `{"error": TEXT}`.
 It stands alone and imports nothing of ours, so that it starts quickly and knows no more than the text it gets. A check
@@ -11,18 +12,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import resource
 import signal
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 MEMORY_BYTES = 4 << 30
 """Address space. A power of a power would otherwise fill the machine's memory."""
 
 
-PACKAGES = {"math": "math_verify", "json_schema": "jsonschema"}
+PACKAGES = {"math": "math_verify", "json_schema": "jsonschema", "ifeval": "lm_eval"}
 
 
 class TooHard(BaseException):
@@ -43,9 +46,15 @@ def main() -> None:
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
     """What is answered to a request. A request with nothing else only imports."""
-    checks: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"math": same_mathematics, "json_schema": fits}
+    checks: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "math": same_mathematics,
+        "json_schema": fits,
+        "ifeval": follows,
+    }
     try:
         importlib.import_module(PACKAGES[asked["check"]])  # outside the limit: sympy takes a second
+        if asked["check"] == "ifeval":
+            ifeval_verifiers()
     except ImportError as error:
         return {"error": f"the checking process cannot import {PACKAGES[asked['check']]}: {error}"}
     if len(asked) == 1:
@@ -126,6 +135,50 @@ def fits(asked: dict[str, Any]) -> dict[str, Any]:
         return {"reward": float(checker.is_valid(document))}
     except Unresolvable:
         return {"unscored": "schema_reference"}
+
+
+def ifeval_verifiers() -> Any:
+    """lm-eval's module of IFEval alone. `lm_eval.tasks` would import the whole harness, and dozens of packages."""
+    if "lm_eval.tasks" not in sys.modules:
+        package: Any = importlib.import_module("lm_eval")
+        tasks = ModuleType("lm_eval.tasks")
+        tasks.__path__ = [f"{folder}/tasks" for folder in package.__path__]
+        sys.modules["lm_eval.tasks"] = tasks
+        os.environ["LOCAL_RANK"] = "1"  # else it downloads nltk's data where they are missing
+        importlib.import_module("langdetect").DetectorFactory.seed = 0  # the same response, the same verdict
+    return importlib.import_module("lm_eval.tasks.ifeval.utils")
+
+
+def follows(asked: dict[str, Any]) -> dict[str, Any]:
+    """Whether the response follows all instructions of its row; `loose`: or would without its first or last line, or
+    asterisks. Without a response: why that cannot be judged."""
+    utils = ifeval_verifiers()
+    example = utils.InputExample(0, asked["instructions"], asked["prompt"], asked["arguments"])
+    if "response" not in asked:
+        return {"why": _why_no_instruction(utils, example)}
+    judge = utils.test_instruction_following_loose if asked["loose"] else utils.test_instruction_following_strict
+    found = judge(example, asked["response"]).follow_instruction_list
+    return {"reward": float(all(found)), "info": {"ifeval_instructions": len(found), "ifeval_followed": sum(found)}}
+
+
+def _why_no_instruction(utils: Any, example: Any) -> str:
+    """The package takes random arguments where some are missing, so all must be there."""
+    known = utils.instructions_registry.INSTRUCTION_DICT
+    for name, arguments in zip(example.instruction_id_list, example.kwargs, strict=True):
+        if name not in known:
+            return f"got the instruction {name!r:.60}, expected one of IFEval"
+        wanted, there = set(known[name](name).get_instruction_args_keys()), {k for k, v in arguments.items() if v}
+        if wanted != there:
+            return f"{name}: got the arguments {sorted(there)}, expected {sorted(wanted)}"
+    try:
+        utils.test_instruction_following_strict(example, "A text. It has two sentences.")
+    except LookupError as error:
+        if "punkt" not in str(error):
+            raise
+        return "it needs data of nltk: python -m nltk.downloader punkt_tab"
+    except (ValueError, TypeError, AttributeError, re.error) as error:
+        return f"lm-eval says {type(error).__name__}: {error}"[:200]
+    return ""
 
 
 def _refuse(constant: str) -> None:

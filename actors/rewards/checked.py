@@ -1,4 +1,5 @@
-"""The rewards `math` and `json_schema`, whose checks run in processes beside the actor (`actors.rewards.checkers`)."""
+"""The rewards `math`, `json_schema` and `ifeval`, whose checks run in processes beside the actor
+(`actors.rewards.checkers`)."""
 
 from __future__ import annotations
 
@@ -105,6 +106,60 @@ def json_schema_reward(schema: Mapping[str, Any] | bool, limit_s: float = 5.0) -
     return judged
 
 
+@row_may_set()
+def ifeval_reward(loose: bool = False, limit_s: float = 5.0) -> Reward:
+    """1.0 if the response follows all instructions of its row (columns `instruction_id_list` and `kwargs`), by the
+    verifiers of IFEval (arXiv 2311.07911) in the package lm-eval. `loose`: or if it would without its first or last
+    line, or without asterisks. How many instructions there were, and were followed, is counted too."""
+    if lacking := [module for module in IFEVAL_MODULES if importlib.util.find_spec(module) is None]:
+        raise ValueError(f"it needs {', '.join(lacking)}: pip install 'lm_eval[ifeval]' (docs/rewards.md#ifeval)")
+    if loose not in (True, False):
+        raise ValueError(f"loose: got {loose!r}, expected true or false")
+    limit_s = positive("limit_s", limit_s)
+
+    async def judged(answered: Answered) -> Verdict:
+        request = _instructions(answered)
+        if isinstance(request, str):
+            return unscored("instructions_unreadable") if request else unscored("no_instructions")
+        return await _asked("ifeval", limit_s, response=answered.response, loose=loose, **request)
+
+    return judged
+
+
+IFEVAL_MODULES: Final = ("lm_eval", "langdetect", "immutabledict", "nltk")
+
+
+def why_no_instructions(answered: Answered, *, limit_s: float = 5.0, **_: Any) -> str:
+    """Why the verifiers cannot read the row; empty: they can, there are no instructions, or the package is not here."""
+    request = _instructions(answered)
+    if isinstance(request, str) or any(importlib.util.find_spec(module) is None for module in IFEVAL_MODULES):
+        return request if isinstance(request, str) else ""
+    try:
+        return CHECKERS.ask({"check": "ifeval", "limit_s": limit_s, **request}, wait_s=limit_s + WAIT_S).get("why", "")
+    except CheckerLost:
+        return ""  # a busy machine says nothing
+    except RuntimeError as error:  # the package cannot be imported
+        return str(error)
+
+
+ifeval_reward.why_unreadable = why_no_instructions  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _instructions(answered: Answered) -> dict[str, Any] | str:
+    """What the verifiers are asked of a row; or why not, empty where it has no instructions."""
+    names, arguments = (answered.row.get(column) for column in ("instruction_id_list", "kwargs"))
+    match names, arguments:
+        case (None | [], _):
+            return ""
+        case ([*_], [*_]) if len(names) == len(arguments):
+            pass
+        case _:
+            return f"got instruction_id_list {names!r:.60} and kwargs {arguments!r:.60}, expected lists of one length"
+    if not all(isinstance(name, str) for name in names) or not all(isinstance(one, dict) for one in arguments):
+        return f"got instruction_id_list {names!r:.60} and kwargs {arguments!r:.60}, expected texts and objects"
+    return {"instructions": names, "arguments": arguments, "prompt": answered.prompt}
+
+
 def _needs(module: str, *, package: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ValueError(f"it needs the package {package}: pip install -e '.[{extra}]'")
@@ -119,4 +174,6 @@ async def _asked(check: str, limit_s: float, **request: Any) -> Verdict:
         return Verdict(0.0, {"reward_too_hard": 1.0}) if lost.too_hard else unscored(lost.reason)
     if "unscored" in answer:
         return unscored(answer["unscored"])
-    return Verdict(answer["reward"], {"reward_too_hard": 1.0} if "too_hard" in answer else {})
+    return Verdict(
+        answer["reward"], answer.get("info", {}) | ({"reward_too_hard": 1.0} if "too_hard" in answer else {})
+    )

@@ -19,10 +19,11 @@ BUILT_IN: Final = {
     "math": "stillhouse.actors.rewards.checked:math_reward",
     "pattern": "stillhouse.actors.rewards.pattern:pattern_reward",
     "json_schema": "stillhouse.actors.rewards.checked:json_schema_reward",
+    "ifeval": "stillhouse.actors.rewards.checked:ifeval_reward",
     "code": "stillhouse.actors.rewards.code:code_reward",
     "judge": "stillhouse.actors.rewards.judge:judge_reward",
 }
-ROWS_MAY_NAME: Final = frozenset({"answer", "math", "pattern", "json_schema"})
+ROWS_MAY_NAME: Final = frozenset({"answer", "math", "pattern", "json_schema", "ifeval"})
 """Rewards that a row may ask for where another one is configured: they run no program and ask no server."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from datasets.utils.logging import disable_progress_bar
 from transformers import PretrainedConfig, Qwen3_5Config, Qwen3Config, Qwen3MoeConfig
 
 from stillhouse import builtin
+from stillhouse.actors.rewards.checked import IFEVAL_MODULES
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
 from stillhouse.launch.config.consistency import check_consistency
 from stillhouse.launch.config.run import RunConfig
@@ -108,10 +110,12 @@ def replaced(config: RunConfig, folder: Path) -> list[str]:
     rows.write_text("".join(json.dumps(ROW | ({"tag": tag} if tag else {})) + "\n" for tag in tags))
     files = {"learner.tasks.prompts": tasks.prompts, "learner.tasks.eval_prompts": tasks.eval_prompts}
     files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in config.learner.eval_sets.items()}
-    for path in files.values():
-        if path.startswith("hf:"):
-            write_known_set(path.removeprefix("hf:"), folder)  # found by its name in the working folder
-    return flags + [f"--{key}={rows}" for key, path in files.items() if not path.startswith("hf:")]
+    named = {path for path in files.values() if path.startswith("hf:")}
+    if not all(find_spec(module) for module in IFEVAL_MODULES):
+        named -= {"hf:google/IFEval"}  # its reward could not be made
+    for path in named:
+        write_known_set(path.removeprefix("hf:"), folder)  # found by its name in the working folder
+    return flags + [f"--{key}={rows}" for key, path in files.items() if path not in named]
 
 
 FOR_GPUS = [recipe for recipe in RECIPES if "HAS NOT BEEN RUN HERE" in recipe.read_text(encoding="utf-8")]

@@ -12,7 +12,7 @@ from stillhouse.learner.prompts.known_sets import KNOWN_SETS, named_set
 from stillhouse.learner.prompts.records import DataError
 from tests.known_sets import CONFIGS, ROWS, write_known_set
 
-PROMPTS = {
+PROMPTS: dict[str, tuple[str, str | None]] = {
     "HuggingFaceH4/MATH-500": ("Write $x$ if $2x = 1$.", "\\frac{1}{2}"),
     "HuggingFaceH4/aime_2024": ("What is $200 + 4$?", "204"),
     "Maxwell-Jia/AIME_2024": ("What is $30 + 3$?", "33"),
@@ -20,6 +20,7 @@ PROMPTS = {
     "yentinglin/aime_2025": ("What is $60 + 10$?", "70"),
     "openai/gsm8k": (ROWS["openai/gsm8k"][1]["question"], "1,000 - 18 = <<1000-18=982>>982\n#### 982"),
     "agentica-org/DeepScaleR-Preview-Dataset": ("Write $x$ if $2x = 1$.", "\\frac{1}{2}"),
+    "google/IFEval": ("Write about rivers in at least 20 words. Do not use commas.", None),
     "open-r1/DAPO-Math-17k-Processed": ("What is 30 + 4?", "34"),
 }
 
