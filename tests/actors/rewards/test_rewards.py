@@ -120,7 +120,7 @@ def test_a_missing_package_is_one_line_that_names_the_extra(monkeypatch: pytest.
 
 
 def test_unknown_names_have_a_class_of_their_own() -> None:
-    with pytest.raises(UnknownReward, match="Known: answer, code, json_schema, judge, math, pattern"):
+    with pytest.raises(UnknownReward, match="Known: answer, code, ifeval, json_schema, judge, math, pattern"):
         make_reward("zzz")
 
 
