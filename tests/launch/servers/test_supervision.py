@@ -16,12 +16,13 @@ from tests.patience import PATIENCE_S, eventually
 
 
 def settings(behave: str = "serve", **launch: Any) -> dict[str, Any]:
-    """One actor and one teacher, each with a server; that of the actor behaves so."""
-    server = {"python": sys.executable, "device": "cpu"}
+    """One actor and one teacher, each with a server; that of the actor behaves so. Servers that are given an address
+    for ranks need no torch to bind one."""
+    server = {"python": sys.executable, "device": "cpu", "args": ["--dist-init-addr", "127.0.0.1:1"]}
     return {
         "actor": {
             "engine": "sglang",
-            "server": {**server, "args": ["--behave", behave], "start_timeout_s": PATIENCE_S},
+            "server": server | {"args": [*server["args"], "--behave", behave], "start_timeout_s": PATIENCE_S},
         },
         "teacher": {"engine": "sglang", "server": server},
         "launch": launch,

@@ -16,6 +16,7 @@ class ServerArgs:
         parser.add_argument("--device")
         parser.add_argument("--log-level-http")
         parser.add_argument("--tp-size", type=int)
+        parser.add_argument("--dist-init-addr")
         parser.add_argument("--behave", default="serve")
 
 
