@@ -3,6 +3,7 @@ what keeps the cost of many processes low."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -79,12 +80,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Only files that have some of what `make test` and `make test-slow` run are imported, once in each process."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
-    path = collection_path.relative_to(HERE).as_posix() if collection_path.is_relative_to(HERE) else ""
+    path = _name(collection_path)
     if config.option.markexpr == QUICK_MARKS:
         return True if _all_slow(path) else None
     return True if config.option.markexpr == SHORT_MARKS and path not in SHORT_FILES else None
 
 
+@functools.cache
+def _name(path: Path) -> str:
+    """Of a file under tests/: its path from there."""
+    return path.relative_to(HERE).as_posix() if path.is_relative_to(HERE) else path.name
+
+
+@functools.cache
 def _all_slow(path: str) -> bool:
     in_slow_folder = path.split("/")[0] in SLOW_FOLDERS and path not in (*QUICK_FILES_OF_THEM, REPRESENTATIVE)
     return in_slow_folder or path in SLOW_FILES
@@ -93,7 +101,7 @@ def _all_slow(path: str) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the slow ones, give each test its time, and put those first that take longest."""
     for item in items:
-        path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
+        path = _name(item.path)
         if _all_slow(path):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("slow") and not item.nodeid.removeprefix("tests/").startswith(SHORT):
@@ -101,12 +109,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("timeout") is None:
             limit_s = SLOW_TEST_S if item.get_closest_marker("slow") else TEST_S
             item.add_marker(pytest.mark.timeout(limit_s * SLOWNESS))
-    items.sort(key=_turn)
+    items.sort(key=lambda item: _turn(item.path))
 
 
-def _turn(item: pytest.Item) -> int:
-    """Its place among those that take long; the others come after them, in the order in which they were found."""
-    return next((turn for turn, name in enumerate(LONGEST) if item.path.is_relative_to(HERE / name)), len(LONGEST))
+@functools.cache
+def _turn(path: Path) -> int:
+    """A file's place among those that take long; the others come after them, in the order in which they were found."""
+    return next((turn for turn, name in enumerate(LONGEST) if path.is_relative_to(HERE / name)), len(LONGEST))
 
 
 class _NamesFailures:

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
-from typing import Final
+from contextlib import closing, contextmanager, suppress
+from typing import Any, Final
 
 import pytest
 
@@ -84,40 +84,45 @@ def environment_of(url: str) -> Mapping[str, str]:
     return {**KEYS, **nowhere, "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": url}
 
 
-def objects(server: Server) -> dict[str, bytes]:
-    """All that is in the bucket, by name: boto3's view. What is deleted meanwhile is left out."""
+@contextmanager
+def _client(server: Server) -> Generator[Any]:
+    """boto3's view of the bucket."""
     import boto3
 
-    client = boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
-    found = client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+    with closing(
+        boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
+    ) as client:
+        yield client
+
+
+def object_names(server: Server, prefix: str = "") -> list[str]:
+    with _client(server) as client:
+        return [one["Key"] for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])]
+
+
+def objects(server: Server, prefix: str = "") -> dict[str, bytes]:
+    """All whose names begin so, by name. What is deleted meanwhile is left out."""
     read: dict[str, bytes] = {}
-    for one in found:
-        with suppress(client.exceptions.NoSuchKey):
-            read[one["Key"]] = client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
-    client.close()
+    with _client(server) as client:
+        for one in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", []):
+            with suppress(client.exceptions.NoSuchKey):
+                read[one["Key"]] = client.get_object(Bucket=BUCKET, Key=one["Key"])["Body"].read()
     return read
 
 
 def object_named(server: Server, name: str) -> bytes:
     """One object, while others come and go."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
-    content = client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
-    client.close()
-    return content
+    with _client(server) as client:
+        return client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
 
 
 def overwrite(server: Server, name: str, content: bytes | None) -> None:
     """None: delete it."""
-    import boto3
-
-    client = boto3.client("s3", endpoint_url=server.url, aws_access_key_id="stillhouse", aws_secret_access_key="secret")
-    if content is None:
-        client.delete_object(Bucket=BUCKET, Key=name)
-    else:
-        client.put_object(Bucket=BUCKET, Key=name, Body=content)
-    client.close()
+    with _client(server) as client:
+        if content is None:
+            client.delete_object(Bucket=BUCKET, Key=name)
+        else:
+            client.put_object(Bucket=BUCKET, Key=name, Body=content)
 
 
 class Gate:

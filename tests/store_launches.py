@@ -32,10 +32,9 @@ def owner_in(server: Server, prefix: str) -> dict[str, Any]:
 def whole_folders(server: Server, prefix: str, kind: str) -> dict[str, dict[str, bytes]]:
     """Name -> files of each folder of this kind whose manifest is true."""
     found: dict[str, dict[str, bytes]] = {}
-    for key, data in objects(server).items():
-        if key.startswith(f"{prefix}/{kind}/"):
-            name, _, file = key.removeprefix(f"{prefix}/{kind}/").partition("/")
-            found.setdefault(name, {})[file] = data
+    for key, data in objects(server, f"{prefix}/{kind}/").items():
+        name, _, file = key.removeprefix(f"{prefix}/{kind}/").partition("/")
+        found.setdefault(name, {})[file] = data
     whole: dict[str, dict[str, bytes]] = {}
     for name, files in found.items():
         try:

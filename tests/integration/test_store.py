@@ -24,7 +24,7 @@ from stillhouse.models.loading import load_causal_lm
 from tests.faulty_store import Fault, FaultyStore
 from tests.integration.conftest import Launched
 from tests.patience import PATIENCE_S, eventually
-from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, s3_server
+from tests.s3_server import BUCKET, Gate, Server, environment_of, object_named, object_names, s3_server
 from tests.store_launches import owner_in, whole_folders
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def export(out: Path, *, hidden: Path | None = None) -> str:
 
 def steps_in_store(server: Server) -> list[int]:
     """Steps of the checkpoints with a manifest."""
-    names = [name.split("/") for name in objects(server) if name.endswith("/manifest.json")]
+    names = [name.split("/") for name in object_names(server) if name.endswith("/manifest.json")]
     return sorted(int(parts[2].split("_")[1]) for parts in names)
 
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_in_an_empty_folder(launch: Callable[..., Launched], serve
     stopped_at = len(run.steps())
     assert steps_in_store(server)[-1] == stopped_at, "the last checkpoint is there, too"
     assert len(steps_in_store(server)) <= 2, "older ones are deleted"
-    secret = [name for name in objects(server) if "key" in name or "journal" in name]
+    secret = [name for name in object_names(server) if "key" in name or "journal" in name]
     assert owner_in(server, "big")["over"], "the store was given back"
     assert not secret, secret
 
@@ -80,7 +80,7 @@ def test_a_run_goes_on_in_an_empty_folder(launch: Callable[..., Launched], serve
     there = launch("--resume", f"--store={URL}", folder="elsewhere/run")
     assert there.wait() == 0, there.text()
     assert "waiting up to" not in there.text(), "the first launch had given the store back"
-    assert "big/launches/2/summary.json" in objects(server) and "big/launches/1/metrics.jsonl" in objects(server)
+    assert {"big/launches/2/summary.json", "big/launches/1/metrics.jsonl"} <= set(object_names(server))
     assert f"going on from step {stopped_at}" in there.text()
     assert there.summary()["steps"] == 9 and there.summary()["tokens"]["balanced"]
     assert [row["step"] for row in there.steps()] == list(range(stopped_at + 1, 10))
@@ -215,7 +215,7 @@ def test_two_launches_of_one_store(server: Server, tmp_path: Path) -> None:
     assert all("epoch_1" in name for name in found["checkpoints"]), "the two that are kept are the second's"
     whole = whole_folders(server, "big", "checkpoints")
     assert {name.partition("/")[2] for name in found["checkpoints"]} <= set(whole)
-    record = json.loads(objects(server)["big/run.json"])
+    record = json.loads(object_named(server, "big/run.json"))
     assert record["launcher_pid"] == second.process.pid and record["state"] == "stopped"
 
 
@@ -304,9 +304,9 @@ def test_training_goes_on_while_a_store_takes_its_time_and_averages_that_it_refu
         run.until(lambda: faulty.faults[0].met > 0, "the last average on its way")
         os.kill(run.process.pid, signal.SIGINT)
         run.until(lambda: steps_in_store(server)[-1] == len(run.steps()), "the last checkpoint")
-        names = {name for name in objects(server) if "/teacher_weights/" in name}
+        names = {name for name in object_names(server) if "/teacher_weights/" in name}
         faulty.release.set()
         assert run.wait() == 130, run.text()
-        assert {name for name in objects(server) if "/teacher_weights/" in name} != names, "the stop waited for it"
+        assert {name for name in object_names(server) if "/teacher_weights/" in name} != names, "the stop waited for it"
     assert steps_in_store(server)[-1] == len(run.steps())
     run.expect_clean_audit()

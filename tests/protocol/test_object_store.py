@@ -12,7 +12,7 @@ import pytest
 
 from stillhouse.protocol.object_store import Store, StoreError, check_store_url
 from tests.patience import PATIENCE_S
-from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, s3_server
+from tests.s3_server import BUCKET, Gate, Server, environment_of, object_named, s3_server
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_what_is_put_can_be_listed_read_and_deleted(store: Store, tmp_path: Path
 def test_objects_lie_where_other_tools_expect_them(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     use(server.url, monkeypatch)
     Store(f"s3://{BUCKET}/deep/prefix/").put_bytes("x/y", b"z")
-    assert objects(server)["deep/prefix/x/y"] == b"z"
+    assert object_named(server, "deep/prefix/x/y") == b"z"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.snapshot import put_snapshot, read_snapshot, write_snapshot
 from tests.patience import PATIENCE_S, eventually
-from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
+from tests.s3_server import BUCKET, Gate, Server, environment_of, object_named, object_names, overwrite, s3_server
 from tests.sim.weights.weight_actors import ActorFleet, digest_of
 from tests.weights.fleet_learner import quick, version
 from tests.weights.test_folder import NAMES, weights
@@ -44,7 +44,7 @@ def test_a_snapshot_comes_back_from_a_bucket_and_old_ones_go(
     store = Store(f"s3://{BUCKET}/run")
     refs = [put(store, tmp_path / "weights", step) for step in (1, 2, 10)]
     assert refs[-1].path == f"s3://{BUCKET}/run/weights/0.10/model.safetensors"
-    assert sorted(objects(server)) == [f"run/weights/0.{step}/model.safetensors" for step in (10, 2)]
+    assert sorted(object_names(server)) == [f"run/weights/0.{step}/model.safetensors" for step in (10, 2)]
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
     got = dict(read_snapshot(refs[-1]))
@@ -60,7 +60,7 @@ def test_bytes_that_are_not_the_learners_are_refused(
     use(server.url, monkeypatch)
     ref = put(Store(f"s3://{BUCKET}/other"), tmp_path / "weights", 3)
     name = "other/weights/0.3/model.safetensors"
-    good = objects(server)[name]
+    good = object_named(server, name)
     overwrite(server, name, good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(SnapshotRefused, match="damaged or replaced"):
         read_snapshot(ref)

@@ -17,7 +17,7 @@ from stillhouse.tools.audit.run import audit
 from tests.launch.ray.nodes import ray_nodes, raylet_of
 from tests.launch.ray.ray_run import ray_run
 from tests.patience import RUN_PATIENCE_S
-from tests.s3_server import BUCKET, KEYS, environment_of, objects, s3_server
+from tests.s3_server import BUCKET, KEYS, environment_of, object_names, s3_server
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +51,7 @@ def test_a_run_with_a_store_behind_the_s3_api(tmp_path: Path) -> None:
             assert not inherited.keys() & KEYS.keys(), "the node itself has no access"
             run.stop()
             stopped_at = len(run.steps())
-        names = [name.removeprefix("big/") for name in objects(server)]
+        names = [name.removeprefix("big/") for name in object_names(server)]
         saved = sorted(
             int(name.split("/")[1].split("_")[1])
             for name in names

@@ -16,7 +16,7 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.object_store import Store, StoreError
 from stillhouse.protocol.store_owner import Displaced, Owner, StoreOwner
 from stillhouse.tools.export.command import main as export
-from tests.s3_server import BUCKET, Gate, Server, environment_of, objects, overwrite, s3_server
+from tests.s3_server import BUCKET, Gate, Server, environment_of, object_named, object_names, overwrite, s3_server
 from tests.store_launches import owned, owner_in, take_from_dead, whole_folders
 
 FILES: Final = ("config.json", "model.safetensors", "optimizer.safetensors", "trainer.json", "deep/tokenizer.json")
@@ -118,7 +118,7 @@ def test_old_ones_are_deleted(server: Server, url: str, tmp_path: Path) -> None:
 
 
 def objects_below(server: Server, prefix: str) -> list[str]:
-    return [name for name in objects(server) if name.startswith(f"{prefix}/")]
+    return object_names(server, f"{prefix}/")
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_a_damaged_one_is_left_out_and_named(server: Server, url: str, tmp_path:
     for step in (10, 20):
         stored.add(checkpoint(here, step), keep=3)
     key = f"{tmp_path.name}/checkpoints/step_000020_epoch_0/{file}"
-    data = bytearray(objects(server)[key])
+    data = bytearray(object_named(server, key))
     data[50] ^= 1
     overwrite(server, key, bytes(data))
     found = go_on_from_store(tmp_path / "there", url)

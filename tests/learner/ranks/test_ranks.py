@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stillhouse.models.packed_layout import balanced_packs
 from tests.learner.ranks.processes import run_ranks
 from tests.learner.ranks.same_as_one import CASES, FURTHER
-from tests.torchao_packages import needs_torchao
+from tests.torchao_packages import THERE, needs_torchao
 
 FLOAT64 = 1e-9
 ALLOWED = {
@@ -43,7 +43,10 @@ QUICK = (
     "recurrent layers",
 )
 """Each thing that ranks divide or add up. The other cases are variations."""
-FEW = ("k1", "value head", "adapters", "bad rollouts", "resumed", "gathered", "recurrent layers")
+FEW = (
+    *("k1", "value head", "adapters", "bad rollouts", "resumed", "gathered", "recurrent layers"),
+    *(("8 bits",) if THERE else ()),
+)
 """Those of them for `make test`. `make test-slow` has the others, with divided sequences."""
 SLOW = tuple(name for name in (*CASES, *FURTHER) if name not in QUICK and name != "8 bits")
 FURTHER_OF_TWO = tuple(name for name in (*QUICK, *SLOW) if name not in FEW)
@@ -74,9 +77,9 @@ def test_two_ranks_do_together_what_one_does_alone() -> None:
 
 
 @needs_torchao
-@pytest.mark.parametrize(("n_ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_moments_in_8_bits_do_not_depend_on_the_number_of_ranks(n_ranks: int, replicas: int) -> None:
-    expect_the_same(results_of(n_ranks, "8 bits", replicas=replicas), ["8 bits"])
+@pytest.mark.slow
+def test_moments_in_8_bits_do_not_depend_on_the_number_of_ranks() -> None:
+    expect_the_same(results_of(4, "8 bits", replicas=2), ["8 bits"])
 
 
 @pytest.mark.slow
