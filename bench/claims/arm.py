@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-from bench.claims.facts import documents, facts
+from bench.claims.facts import Fact, documents, facts
 from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, document, flops_of, item_of, renumbered
 from stillhouse.builtin.tally import Tally, tallies
 from stillhouse.learner.batch import TrainItem
@@ -51,8 +51,8 @@ class Phase:
     own: float = 1.0
     """Share of the batch that the student writes; the rest is the teacher's text."""
     group_size: int = 1
-    documents: bool = False
-    """The texts are documents (bench.claims.facts), and not a teacher's."""
+    documents: float = 0.0
+    """Share of the texts that are documents (bench.claims.facts); the others are the teacher's."""
     prompts: int = 0
     """Different prompts, in turn. 0: always new ones."""
     staleness: int = 0
@@ -95,7 +95,7 @@ class Arm:
 
 
 def reads_texts(phase: Phase) -> bool:
-    return phase.own < 1.0 and not phase.documents
+    return phase.own + phase.documents < 1.0
 
 
 def objective_of(phase: Phase) -> ObjectiveConfig:
@@ -136,6 +136,17 @@ def eval_tasks(count: int) -> list[Tally]:
 def prompts_of(phase: Phase, seed: int, number: int) -> Iterator[Tally]:
     fresh = tallies(1_000 + 100 * number + seed)
     return cycle(list(islice(fresh, phase.prompts))) if phase.prompts else fresh
+
+
+def told(seed: int) -> Iterator[Rollout]:
+    known = facts(seed)
+    return (document(text, known[0]) for text in documents(known, seed))
+
+
+def mixed(texts: Iterator[Rollout], others: Iterator[Rollout], share: float) -> Iterator[Rollout]:
+    """Evenly; `share` is that of `others`."""
+    for n in count():
+        yield next(others if int((n + 1) * (1 - share)) == int(n * (1 - share)) else texts)
 
 
 class Run:
@@ -205,16 +216,16 @@ class Run:
             own = student.items(rollouts, group_size=phase.group_size)
         if n_own < phase.batch:
             read = renumbered(list(islice(texts, phase.batch - n_own)))
-            offline = self._text_items(student, read, phase.documents)
+            offline = self._text_items(student, read)
         student.train(own or offline, offline if own else ())
         self._steps += 1
 
-    def _text_items(self, student: Student, read: Sequence[Rollout], of_documents: bool) -> list[TrainItem]:
+    def _text_items(self, student: Student, read: Sequence[Rollout]) -> list[TrainItem]:
         """A teacher has the log-probs and states of what it writes, so their second computation is not counted."""
-        if not of_documents:
-            student.tokens["teacher"] += sum(one.written for one in read)
+        if of_teacher := [one for one in read if not isinstance(one.task, Fact)]:
+            student.tokens["teacher"] += sum(one.written for one in of_teacher)
             teacher = text_flops(self._folder)
-            student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in read)
+            student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in of_teacher)
         if student.teacher is not None:
             graded = student.teacher.grade(read)
         else:
@@ -225,17 +236,16 @@ class Run:
         ]
 
     def _texts(self, phase: Phase) -> Iterator[Rollout]:
-        """Those of the file, each seed from another place; or documents of the seed's own facts."""
+        """Those of the file, each seed from another place, and documents of the seed's own facts among them."""
+        texts: Iterator[Rollout] = iter(())
+        if reads_texts(phase):
+            all_texts = read_texts(self._folder / "texts.npz")
+            first = len(all_texts) * self._arm.seed // 3
+            rotated = all_texts[first:] + all_texts[:first]
+            texts = cycle(rotated[: phase.prompts] if phase.prompts else rotated)
         if phase.documents:
-            known = facts(self._arm.seed)
-            told = (document(text, known[0]) for text in documents(known, self._arm.seed))
-            return cycle(list(islice(told, phase.prompts))) if phase.prompts else told
-        if not reads_texts(phase):
-            return iter(())
-        texts = read_texts(self._folder / "texts.npz")
-        first = len(texts) * self._arm.seed // 3
-        texts = texts[first:] + texts[:first]
-        return cycle(texts[: phase.prompts] if phase.prompts else texts)
+            return mixed(texts, told(self._arm.seed), phase.documents)
+        return texts
 
     def _evaluate(self, *, last: bool = False) -> None:
         student, began_s = self._student, time.process_time()
@@ -301,12 +311,12 @@ def text_flops(folder: Path) -> ForwardFlops:
     return flops_of(model_folder(folder, "teacher"))
 
 
-def write_texts(folder: Path, count: int) -> None:
+def write_texts(folder: Path, number: int) -> None:
     """What the teacher of the pair writes, sampled, right or wrong."""
     writer, tasks = Writer(model_folder(folder, "teacher")), tallies(TEXTS_SEED)
     began_s, parts = time.process_time(), list[Rollout]()
-    for first in range(0, count, 256):
-        some = list(islice(tasks, min(256, count - first)))
+    for first in range(0, number, 256):
+        some = list(islice(tasks, min(256, number - first)))
         parts += writer.write(some, [TEXTS_SEED * 10**6 + first + n for n in range(len(some))])
     draft = folder / "texts.draft.npz"
     np.savez(
@@ -319,7 +329,7 @@ def write_texts(folder: Path, count: int) -> None:
     draft.replace(folder / "texts.npz")
     right = sum(one.reward for one in parts) / len(parts)
     cpu_s = time.process_time() - began_s
-    write_lines(result_file(folder, "texts"), [{"texts": count, "sampled": right}, {"done": True, "cpu_s": cpu_s}])
+    write_lines(result_file(folder, "texts"), [{"texts": number, "sampled": right}, {"done": True, "cpu_s": cpu_s}])
 
 
 def read_texts(path: Path) -> list[Rollout]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-COUNT: Final = 64
+COUNT: Final = 32
 PER_DOCUMENT: Final = 8
 
 

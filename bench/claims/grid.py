@@ -7,7 +7,7 @@ Changed once, when the GRPO arms of seed 0 and six arms of claim 2 had been run:
 student, from which no row came above 0.08 with 12 steps (docs/results/claims.md shows these arms). They begin at S now,
 with 10 steps. And rates are chosen with seed 0 alone.
 
-Added when all arms of claims 1, 2, 3, 4 and 6 were known, their own rules before their own arms: 2b and 3b.
+Added when all arms of claims 1, 2, 3, 4 and 6 were known, their own rules before their own arms: 2b, 3b and 5.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ TEXTS: Final = 3_840
 OPD, STALE = "OPD, reverse KL", "OPD, reverse KL, 4 steps stale"
 LONGER: Final = f"OPD, reverse KL, {GRPO_STEPS} steps"
 REUSED: Final = (1, 16, 200)
+DOCUMENT_STEPS, DOCUMENT_LR = 60, 4e-3
+RECOVERY_STEPS: Final = 16
 
 RULES: Final = {
     "1": (
@@ -82,6 +84,21 @@ RULES: Final = {
         "while GRPO on one prompt has less than 0.5 of its own. **Partly** if this is so for 16 prompts but not "
         "for one. Else **not held**.",
     ),
+    "5": (
+        "Recovery",
+        f"The teacher of the pair, which knows the tally, is trained on documents ({DOCUMENT_STEPS} steps of 32): "
+        "running text of 32 made-up facts, other ones for each seed. Two texts of each 32 are the teacher's own on "
+        "the tally, because documents alone left nothing of the skill to go on from (a trial with another seed). Then "
+        f"its earlier self is its teacher on prompts of the tally ({RECOVERY_STEPS} steps of 32 rollouts, reverse KL). "
+        f"Beside it SFT on what the earlier self writes to such prompts, {RECOVERY_STEPS * 5 // 4} steps, which are as "
+        "many FLOPs; and nothing. Skill: sampled accuracy on the tally. Knowledge: sampled accuracy on the documents' "
+        "facts, asked as running text. "
+        "A method's rate is that with the better sum of both. The claim is **not tested** if the documents leave "
+        "more than half of the skill, or give less than 0.5 of the knowledge. The skill returns if its mean is at "
+        "least 0.9 of that before the documents; the knowledge stays if its mean is at least 0.9 of that behind "
+        "them. **Held** if on-policy both are so, and with SFT not both. **Partly** if both are so with SFT, too. "
+        "Else **not held**.",
+    ),
     "6": (
         "Lambda and beta",
         "10 steps of 32 texts from S, a share lambda of 0, 0.25, 0.5 or 1 written by the student, with forward KL "
@@ -90,13 +107,13 @@ RULES: Final = {
         "**partly** if for some; else **not held**.",
     ),
 }
-NOT_RUN: Final = ("5, recovery: train on documents until an old skill is lost, distil the earlier self",)
+NOT_RUN: Final = "5 on SmolLM2 with IFEval; 2 with longer answers (200 to 300 tokens)"
 
 
 def grid() -> list[Arm]:
     """In the order in which they are made."""
     arms = [arm for seed in SEEDS for arm in dense(seed)]
-    for claim in (off_policy_and_order, further, controls, reuse, shares, longer, smaller):
+    for claim in (off_policy_and_order, further, controls, reuse, shares, longer, smaller, recovery):
         arms += [arm for seed in SEEDS for arm in claim(seed)]
     return arms
 
@@ -210,3 +227,18 @@ def shares(seed: int) -> list[Arm]:
     arms = [_row("6", f"JSD, {own:g}", seed, _base("jsd", own)) for own in (0.0, 1.0)]
     arms += [_row("6", f"{word}, {own:g}", seed, _base(method, own)) for word, method in methods for own in (0.25, 0.5)]
     return [one for arm in arms for one in at_rates(arm)]
+
+
+def recovery(seed: int) -> list[Arm]:
+    """Documents at one rate; what follows at the rates of all."""
+    read = Phase("seq_kd", DOCUMENT_STEPS, DOCUMENT_LR, own=0.0, documents=15 / 16)
+    told = Arm("5", "documents", seed, (read,), start="teacher", teacher=(), keeps=True, asks_facts=True)
+    rows = (
+        ("OPD, reverse KL", _base("reverse_kl", steps=RECOVERY_STEPS)),
+        ("SFT", _base("seq_kd", 0.0, steps=RECOVERY_STEPS * 5 // 4)),
+    )
+    arms = [
+        replace(_row("5", row, seed, replace(phase, eval_every=phase.steps // 2)), start=told.name, asks_facts=True)
+        for row, phase in rows
+    ]
+    return [told, *(one for arm in arms for one in at_rates(arm))]

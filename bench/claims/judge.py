@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 Lines: TypeAlias = list[dict[str, Any]]
-Kind: TypeAlias = Literal["sampled", "greedy"]
+Kind: TypeAlias = Literal["sampled", "greedy", "facts", "facts_greedy"]
 Verdict: TypeAlias = Literal["held", "partly", "not held", "not tested", "not run"]
 TARGET: Final = 0.95
 LEARNT: Final = 0.1
@@ -267,6 +267,25 @@ def reuse(results: Results) -> Verdict:
     return "held" if one else "partly" if few else "not held"
 
 
+def kept(results: Results, row: str) -> tuple[float, float] | None:
+    """Claim 5: (skill by that before the documents, knowledge by that behind them), at the row's end."""
+    told, own = results.row("5", "documents"), results.row("5", row)
+    if told is None or own is None or len(told.arms) != len(own.arms):
+        return None
+    return own.end("sampled").value / told.start, own.end("facts").value / told.end("facts").value
+
+
+def recovery(results: Results) -> Verdict:
+    told, opd, sft = results.row("5", "documents"), kept(results, "OPD, reverse KL"), kept(results, "SFT")
+    if told is None or opd is None or sft is None:
+        return "not run"
+    if told.end("sampled").value > 0.5 * told.start or told.end("facts").value < 0.5:
+        return "not tested"
+    if min(opd) < 0.9:
+        return "not held"
+    return "held" if min(sft) < 0.9 else "partly"
+
+
 BETAS: Final = ("forward KL", "JSD", "reverse KL")
 SHARES: Final = (0.0, 0.25, 0.5, 1.0)
 
@@ -298,5 +317,6 @@ def verdicts(times: Sequence[int]) -> dict[str, Callable[[Results], Verdict]]:
         "3": order,
         "3b": smaller,
         "4": reuse,
+        "5": recovery,
         "6": shares,
     }

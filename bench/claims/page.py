@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from bench.claims import judge
 from bench.claims.arm import OF_PAIR
-from bench.claims.grid import NOT_RUN, RULES, SEEDS, TIMES, grid
+from bench.claims.grid import NOT_RUN, REUSED, RULES, SEEDS, TIMES, grid
 from bench.claims.judge import TOTAL, Lines, Mean, Results, Row
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -84,7 +84,7 @@ def overview(results: Results, arms: Mapping[str, Lines]) -> list[str]:
             verdict = "incomplete"
         note = "" if done == len(own) or verdict in ("not run", "incomplete") else " (so far)"
         lines.append(f"| {claim}. {title} | **{verdict}**{note} | {done} of {len(own)} |")
-    return [*lines, "", "Not run, and not in the command: " + "; ".join(NOT_RUN) + "."]
+    return [*lines, "", "Not run, and not in the command: " + NOT_RUN + "."]
 
 
 def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) -> list[str]:
@@ -121,6 +121,7 @@ def tables(results: Results) -> dict[str, list[str]]:
         "3": table(judge.order_rows(results)),
         "3b": table(results.rows("3b")),
         "4": table(results.rows("4")),
+        "5": [*table(results.rows("5")), "", *recovery_table(results)],
         "6": share_table(results),
     }
     return {claim: lines if any(line for line in lines) else ["No arm is done."] for claim, lines in found.items()}
@@ -189,6 +190,20 @@ def beside_table(results: Results) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def recovery_table(results: Results) -> list[str]:
+    lines = [
+        "| | skill | knowledge | knowledge, greedy | skill / before | knowledge / behind the documents |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    if told := results.row("5", "documents"):
+        lines.append(f"| before | {told.start:.2f} | | | 1 | |")
+    for name, row in results.rows("5").items():
+        if found := judge.kept(results, name):
+            ends = " | ".join(str(row.end(kind)) for kind in ("sampled", "facts", "facts_greedy"))
+            lines.append(f"| {name} | {ends} | {found[0]:.2f} | {found[1]:.2f} |")
+    return lines if len(lines) > 2 else []
+
+
 def share_table(results: Results) -> list[str]:
     if not results.rows("6"):
         return []
@@ -202,12 +217,12 @@ def share_table(results: Results) -> list[str]:
     return lines
 
 
-def curve(row: Row) -> tuple[list[int], list[Mean]]:
-    """(steps, sampled accuracy) of the evaluations that every seed has."""
+def curve(row: Row, key: str = "sampled") -> tuple[list[int], list[Mean]]:
+    """(steps, accuracy) of the evaluations that every seed has."""
     by_step: dict[int, list[float]] = {}
     for lines in row.arms.values():
         for line in lines[:-1]:
-            by_step.setdefault(line["step"], []).append(line["sampled"])
+            by_step.setdefault(line["step"], []).append(line[key])
     steps = [step for step, values in by_step.items() if len(values) == len(row.arms)]
     return steps, [judge.mean(by_step[step]) for step in steps]
 
@@ -222,32 +237,71 @@ def plot(results: Results, place: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    dense, cost, bars = axes
-    for name, row in results.rows("1").items():
-        steps, values = curve(row)
-        dense.errorbar(steps, [v.value for v in values], [v.error for v in values], label=name, capsize=2)
-    dense.set(title="1. Dense against sparse", xlabel="steps of 64 rollouts", ylabel="sampled accuracy")
-    rows = results.rows("2")
-    sft = [rows[name] for name in (f"SFT, {n}x" for n in TIMES) if name in rows]
-    _points(cost, "SFT, 1x to 10x", sft, "-o")
-    for name in ("OPD, reverse KL", "OPD, forward KL"):
-        _points(cost, name, [rows[name]] if name in rows else [], "s")
-    cost.set(title="2. Against more off-policy text", xlabel="GFLOPs", xscale="log", ylabel="sampled accuracy")
-    ordered = judge.order_rows(results)
-    ends = [row.end("sampled") for row in ordered.values()]
-    bars.barh(list(ordered), [one.value for one in ends], xerr=[one.error for one in ends], capsize=3)
-    bars.set(title="3. Order", xlabel="sampled accuracy")
-    for one in (dense, cost):
-        if one.get_legend_handles_labels()[0]:
-            one.legend(fontsize=8)
+    figure, axes = pyplot.subplots(2, 3, figsize=(15, 9), layout="constrained")
+    for axis, draw in zip(axes.flat, (_dense, _cost, _order, _reuse, _recovery, _shares), strict=True):
+        draw(axis, results)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
     figure.suptitle(f"Mean and standard error over {len(SEEDS)} seeds, each method at the better of its rates")
     figure.savefig(place, dpi=90, metadata={"Software": None})
     pyplot.close(figure)
 
 
-def _points(axis: Any, name: str, rows: Sequence[Row], style: str) -> None:
-    if rows:
-        ends = [row.end("sampled") for row in rows]
-        costs = [row.flops(*TOTAL) / 1e9 for row in rows]
-        axis.errorbar(costs, [v.value for v in ends], [v.error for v in ends], fmt=style, label=name, capsize=3)
+def _dense(axis: Any, results: Results) -> None:
+    for name, row in results.rows("1").items():
+        _points(axis, name, *curve(row), "-")
+    axis.set(title="1. Dense against sparse", xlabel="steps of 64 rollouts", ylabel="sampled accuracy")
+
+
+def _cost(axis: Any, results: Results) -> None:
+    rows, more = results.rows("2"), results.rows("2b")
+    shown = {
+        "SFT, 1x to 10x": ("-o", [f"SFT, {n}x" for n in TIMES]),
+        "OPD, reverse KL, 1x to 10x": ("-s", ["OPD, reverse KL", *more]),
+        "OPD, forward KL": ("^", ["OPD, forward KL"]),
+    }
+    for label, (style, names) in shown.items():
+        found = [one for name in names if (one := {**rows, **more}.get(name))]
+        costs = [row.flops(*TOTAL) / 1e9 for row in found]
+        _points(axis, label, costs, [row.end("sampled") for row in found], style)
+    axis.set(title="2. Against more off-policy text", xlabel="GFLOPs", xscale="log", ylabel="sampled accuracy")
+
+
+def _order(axis: Any, results: Results) -> None:
+    small = {f"half the width: {name}": row for name, row in results.rows("3b").items()}
+    ordered = {**judge.order_rows(results), **small}
+    ends = [row.end("sampled") for row in ordered.values()]
+    axis.barh(list(ordered), [one.value for one in ends], xerr=[one.error for one in ends], capsize=3)
+    axis.set(title="3. Order", xlabel="sampled accuracy")
+    axis.tick_params("y", labelsize=8)
+
+
+def _reuse(axis: Any, results: Results) -> None:
+    fresh = {"OPD": ("2", "OPD, reverse KL"), "SFT": ("2", "SFT, 1x"), "GRPO": ("1", "GRPO")}
+    for word, key in fresh.items():
+        rows = {str(n): results.row("4", f"{word}, {n}") for n in REUSED} | {"new": results.row(*key)}
+        ends = {n: row.end("sampled") for n, row in rows.items() if row}
+        _points(axis, word, list(ends), list(ends.values()), "-o")
+    axis.set(title="4. Data reuse", xlabel="different prompts", ylabel="sampled accuracy")
+
+
+def _recovery(axis: Any, results: Results) -> None:
+    for n, (name, row) in enumerate(results.rows("5").items()):
+        for key, style in (("sampled", "-"), ("facts", ":")):
+            label = f"{name}: {'skill' if key == 'sampled' else 'knowledge'}"
+            _points(axis, label, *curve(row, key), style, color=f"C{n}")
+    axis.set(title="5. Recovery", xlabel="steps of 32", ylabel="sampled accuracy")
+
+
+def _shares(axis: Any, results: Results) -> None:
+    for beta in judge.BETAS:
+        rows = {own: judge.share_row(results, beta, own) for own in judge.SHARES}
+        ends = {own: row.end("sampled") for own, row in rows.items() if row}
+        _points(axis, beta, list(ends), list(ends.values()), "-o")
+    axis.set(title="6. Lambda and beta", xlabel="share of own text (lambda)", ylabel="sampled accuracy")
+
+
+def _points(axis: Any, name: str, at: Sequence[Any], values: Sequence[Mean], style: str, **options: Any) -> None:
+    if values:
+        errors = [one.error for one in values]
+        axis.errorbar(at, [one.value for one in values], errors, fmt=style, label=name, capsize=2, **options)

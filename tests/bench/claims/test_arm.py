@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from bench.claims import arm as arms
-from bench.claims.arm import Arm, Phase, Run, read_arm, read_texts, write_texts
+from bench.claims.arm import Arm, Phase, Run, mixed, read_arm, read_texts, write_texts
 from bench.claims.facts import documents, facts
 from bench.claims.grid import grid
 from bench.claims.jobs import fill
@@ -50,7 +51,7 @@ def test_documents_are_trained_as_a_whole_cost_no_teacher_and_their_facts_are_as
 ) -> None:
     monkeypatch.setattr("bench.claims.facts.COUNT", 4)
     monkeypatch.setattr("bench.claims.facts.PER_DOCUMENT", 2)
-    phase = Phase("seq_kd", 120, 2e-2, batch=2, own=0.0, documents=True)
+    phase = Phase("seq_kd", 120, 2e-2, batch=2, own=0.0, documents=1.0)
     arm = Arm("5", "documents", 0, (phase,), teacher=(), asks_facts=True)
     assert arm.needs == {"pair-start"}
     Run(arm, folder).make("abc")
@@ -66,6 +67,16 @@ def test_a_document_trains_its_end_and_all_but_its_first_token() -> None:
     assert told.count(" has ") == told.count(".") == 8
     assert item.train_mask_L.tolist() == [False] + [True] * (len(item.tokens_L) - 1)
     assert TOKENIZER.decode(item.tokens_L) == told + "<|im_end|>"
+
+
+def test_a_share_of_documents_comes_evenly_and_pays_for_the_others(folder: Path) -> None:
+    ours = [n < 100 for n in islice(mixed(iter(range(100)), iter(range(100, 200)), 15 / 16), 64)]
+    assert ours == ([False] * 15 + [True]) * 4
+    arm = Arm("5", "both", 0, (Phase("seq_kd", 1, 1e-3, batch=16, own=0.0, documents=15 / 16),), teacher=())
+    assert arm.needs == {"pair-start", "texts"}
+    Run(arm, folder).make()
+    lines = read_arm(folder, arm.name)
+    assert lines is not None and lines[-2]["tokens"]["teacher"] == read_texts(folder / "texts.npz")[0].written
 
 
 def test_a_killed_arm_leaves_no_result_and_its_second_making_is_the_same(

@@ -100,6 +100,25 @@ def test_a_smaller_students_gap_is_that_to_sft(
         assert judge.smaller(Results.of(files)) == "partly"
 
 
+def recovered(told: tuple[float, float], opd: tuple[float, float], sft: tuple[float, float]) -> judge.Verdict:
+    """(skill, knowledge) behind the documents, and of the rows; the skill was 0.9 before."""
+    files: list[Lines] = []
+    for row, (skill, knowledge) in {"documents": told, "OPD, reverse KL": opd, "SFT": sft}.items():
+        files.append(arm("5", row, {0: 0.9, 10: skill}))
+        files[-1][-2]["facts"] = knowledge
+    return judge.recovery(Results.of(files))
+
+
+def test_recovery_is_the_skill_of_before_with_the_knowledge_of_the_documents() -> None:
+    told = (0.1, 0.6)
+    assert recovered(told, (0.82, 0.55), (0.9, 0.53)) == recovered(told, (0.82, 0.55), (0.8, 0.6)) == "held"
+    assert recovered(told, (0.82, 0.55), (0.82, 0.55)) == "partly"
+    assert recovered(told, (0.9, 0.53), (0.1, 0.1)) == recovered(told, (0.8, 0.6), (0.1, 0.1)) == "not held"
+    assert (
+        recovered((0.5, 0.6), (0.9, 0.6), (0.1, 0.1)) == recovered((0.1, 0.4), (0.9, 0.4), (0.1, 0.1)) == "not tested"
+    )
+
+
 def test_the_page_has_the_figures_of_its_arms_and_can_be_written_again_without_them(tmp_path: Path) -> None:
     shutil.copy(page.DOCS / "claims.md", tmp_path)
     place = tmp_path / "runs"
