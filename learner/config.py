@@ -321,11 +321,6 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         ends = until.plateau > 0 or until.gap is not None
         if (ends or self.eval_teacher) and not self.eval_every:
             raise ValueError("until, eval_teacher: they read evaluations, and eval_every is 0; expected more")
-        if ends and self.publish_every > 1:
-            raise ValueError(
-                f"until with publish_every = {self.publish_every}: the last evaluation needs the weights of the step "
-                "that ends the run, whichever it is; expected publish_every = 1"
-            )
         if until.eval_set not in self.eval_names:
             names = ", ".join(filter(None, self.eval_names)) or "none"
             raise ValueError(f"until.eval_set: got {until.eval_set!r}, expected a name of learner.eval_sets: {names}")

@@ -161,7 +161,7 @@ class LearnerLoop:
             self._report,
             self._stop_if_alarmed,
             self._checkpoint_if_due,
-            self._end_if_far_enough,  # first: the step that ends the run is evaluated at the end, and only once
+            self._end_if_far_enough,  # first: the step that ends the run is evaluated at its end
             self._evaluate_if_due,
         )
         batches = source if parts.turns is None else InTurns(source, self._aside, self._back)
@@ -330,8 +330,10 @@ class LearnerLoop:
         if step < self._steps and not self._loop.ended and (due := self._config.evaluated_at(step)):
             self._desk.start(done.version, due)
 
-    def _end_if_far_enough(self, _done: StepDone) -> None:
-        self._loop.ended = bool(self.progress.rule.reason)
+    def _end_if_far_enough(self, done: StepDone) -> None:
+        """At a step whose weights the actors get: they answer the last evaluation with them."""
+        published = done.version.step % self._config.publish_every == 0
+        self._loop.ended = published and bool(self.progress.rule.reason)
 
     # ------------------------------------------------------------------------------- while it waits, and at the end
 

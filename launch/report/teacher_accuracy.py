@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,9 +27,10 @@ from stillhouse.launch.checks.threads import threads_alone
 from stillhouse.launch.config.files import read_config
 from stillhouse.launch.config.pools import measurable_pools
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.errors import LaunchError
+from stillhouse.launch.errors import ConfigError, LaunchError
 from stillhouse.launch.processes.local import worker_environment
 from stillhouse.launch.runfolder import RunFolder
+from stillhouse.launch.stages.state import FOLDER as STAGES
 from stillhouse.learner.evaluation.figures import MeasuredTeacher
 from stillhouse.learner.evaluation.until import TEACHER_EVAL, Measured
 from stillhouse.protocol.atomic_file import not_a_link, write_atomic
@@ -60,6 +62,10 @@ def evaluate_teachers(config: RunConfig, folder: RunFolder, say: Callable[[str],
     file = folder.path / TEACHER_EVAL
     if not config.learner.eval_teacher or file.exists():
         return
+    if (earlier := _earlier_stage(config, folder.path)) is not None:
+        say(f"the teacher's accuracies are those of {earlier}: the same teacher, evaluation sets and settings")
+        write_atomic(file, (earlier / TEACHER_EVAL).read_bytes())
+        return
     measured = _measured_teachers(config, folder, config.learner.stall_timeout_s, say)
     if measured:
         write_atomic(file, msgspec.json.format(msgspec.json.encode(measured), indent=2))
@@ -68,6 +74,31 @@ def evaluate_teachers(config: RunConfig, folder: RunFolder, say: Callable[[str],
             f"learner.until.gap: the teacher was not measured, see {folder.logs / LOG_FILE}; expected an embedded "
             "teacher that answers all evaluation prompts within learner.stall_timeout_s"
         )
+
+
+def _earlier_stage(config: RunConfig, run_dir: Path) -> Path | None:
+    """Folder of an earlier stage of the same run in which the same was measured."""
+    if run_dir.parent.name != STAGES:
+        return None
+    for file in sorted(run_dir.parent.glob(f"*/{TEACHER_EVAL}")):
+        with suppress(ConfigError, OSError):
+            if _asked(read_config(file.with_name("config.yaml"))) == _asked(config):
+                return file.parent
+    return None
+
+
+def _asked(config: RunConfig) -> tuple[object, ...]:
+    """All that a measurement depends on: teachers, sets, seed, how prompts are rendered and answers judged. Training
+    prompts count where some of them are held out."""
+    replace, learner = msgspec.structs.replace, config.learner
+    sets = [learner.eval_tasks(name) for name in learner.eval_names]
+    asked = [replace(one, prompts="" if one.eval_prompts else one.prompts, group_size=1) for one in sets]
+    turns = [one.max_turns for one in learner.eval_sets.values()]
+    teachers = [(pool.name, pool.config.models.teacher, pool.config.teacher) for pool in measurable_pools(config)]
+    student = Path(config.models.student)
+    files = [student / name for name in ("tokenizer.json", "chat_template.jinja")]
+    rendered = [file.read_bytes() if file.is_file() else b"" for file in files]
+    return config.seed, asked, turns, teachers, rendered, config.environments, config.actor
 
 
 def measured_teachers(

@@ -40,6 +40,7 @@ class EvaluationDesk:
         self._send = send
         self._on_result = on_result
         self._active: list[EvaluationRun] = []
+        self._started: set[tuple[WeightVersion, str]] = set()
         self._asked_s = -math.inf
 
     @property
@@ -47,8 +48,12 @@ class EvaluationDesk:
         return len(self._active)
 
     def start(self, version: WeightVersion, names: Iterable[str] = ("",)) -> None:
-        """Start the evaluations of these sets."""
+        """Start the evaluations of these sets. One that was started before is not started again: the buffer gives its
+        results once, and nobody would get them a second time."""
         for name in names:
+            if (version, name) in self._started:
+                continue
+            self._started.add((version, name))
             evaluation = self._make(version, name)
             for message, frames in in_messages(evaluation.tasks()):
                 self._send(message, frames)

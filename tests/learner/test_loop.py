@@ -290,8 +290,9 @@ def test_without_room_for_the_last_checkpoint_the_run_has_failed_and_says_why(
     assert not stopped.value.shutdown.ok and [saved.version.step for saved in made.saved] == [2]
 
 
+@pytest.mark.parametrize("publish_every", [1, 2])
 def test_it_ends_in_order_when_its_evaluations_say_so(
-    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learning: Learning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publish_every: int
 ) -> None:
     """Every answer earns 1, so no evaluation is better than the first. The batch that was asked for ahead is not
     trained, and is accounted for."""
@@ -304,12 +305,12 @@ def test_it_ends_in_order_when_its_evaluations_say_so(
 
     monkeypatch.setattr(Client, "send", sent)
     with real_buffer(BUFFER, tmp_path) as (address, ended):
-        with learning(address, steps=500, eval_every=2) as made, crowd(address):
+        with learning(address, steps=500, eval_every=2, publish_every=publish_every) as made, crowd(address):
             made.loop.progress.rule = StopRule(UntilConfig(plateau=1))
             made.loop.run()
         assert ended.result(WAIT_S) == 0
     step = made.loop.version.step
-    assert 2 < step < 500 and [saved.version.step for saved in made.saved] == [step]
+    assert 2 < step < 500 and step % publish_every == 0 and [saved.version.step for saved in made.saved] == [step]
     assert finished[0].ok and f"{step} steps done, as eval/accuracy_sampled was not better" in finished[0].reason
     assert made.loop.progress.evaluations[-1].step == step, "it was evaluated once more"
     assert msgspec.json.decode((tmp_path / "ledger.json").read_bytes(), type=m.Snapshot).ledger.balanced

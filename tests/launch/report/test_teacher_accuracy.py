@@ -24,7 +24,9 @@ from stillhouse.launch.config.tree import build
 from stillhouse.launch.report import teacher_accuracy
 from stillhouse.launch.report.summary_table import teachers_text
 from stillhouse.launch.report.teacher_accuracy import (
+    TEACHER_EVAL,
     MeasuredTeacher,
+    evaluate_teachers,
     longest_s,
     measurable_pools,
     measure_teachers,
@@ -105,6 +107,38 @@ def test_before_a_run_all_sets_are_answered_also_greedily(tmp_path: Path) -> Non
     assert (measured[""].n_greedy, measured[""].n_sampled) == (N, N)
     assert measured[""].accuracy_greedy == expected
     assert measured["wrong"] == MeasuredTeacher(accuracy_sampled=None, n_sampled=0, accuracy_greedy=0.0, n_greedy=4)
+
+
+def test_a_stage_takes_what_an_earlier_one_measured_if_all_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages differ in their student, its rate and their training prompts."""
+    asked: list[Path] = []
+    figures = {"default": {"": MeasuredTeacher(accuracy_sampled=0.9, n_sampled=N)}}
+
+    def measured(_: RunConfig, folder: RunFolder, *__: object) -> object:
+        asked.append(folder.path)
+        return figures
+
+    monkeypatch.setattr("stillhouse.launch.report.teacher_accuracy._measured_teachers", measured)
+    config = run_config(eval_file(tmp_path / "eval.jsonl"), {})
+    replace = msgspec.structs.replace
+    learner = replace(config.learner, eval_teacher=True)
+    config = replace(config, learner=learner)
+    other_tasks = replace(learner.tasks, prompts=str(tmp_path / "other.jsonl"))
+    same = replace(config, learner=replace(learner, lr=0.5, tasks=other_tasks))
+    longer = replace(config, learner=replace(learner, tasks=replace(learner.tasks, max_new_tokens=7)))
+    other = replace(config, models=replace(config.models, teacher=str(builtin.STUDENT_DIR)))
+    chain = tmp_path / "stages"
+    for name, one in {"1-a": config, "2-b": same, "3-c": longer, "4-d": other, "5-e": replace(config, seed=5)}.items():
+        with RunFolder.open(chain / name, resume=False) as folder:
+            write_config(one, folder.config_path)
+            evaluate_teachers(one, folder, lambda _: None)
+    assert [path.name for path in asked] == ["1-a", "3-c", "4-d", "5-e"]
+    assert (chain / "2-b" / TEACHER_EVAL).read_bytes() == (chain / "1-a" / TEACHER_EVAL).read_bytes()
+    with RunFolder.open(tmp_path / "alone", resume=False) as folder:
+        evaluate_teachers(config, folder, lambda _: None)
+    assert asked[-1].name == "alone"
 
 
 def test_each_pool_is_measured_on_the_prompts_that_it_grades(tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def test_several_sets_are_evaluated_at_once_and_come_back_one_by_one(world: Worl
     assert [(figures.name, figures.n_sampled) for figures in world.figures] == [("hard", 3), ("", 3)]
 
 
+def test_a_version_is_evaluated_once(world: World) -> None:
+    """The buffer would not give its results again, so a second evaluation would never be complete."""
+    world.desk.start(V0)
+    world.desk.start(V0)
+    assert (world.desk.active, len(world.tasks)) == (1, 6)
+    for half in halves(world.tasks):
+        world.answer(*half)
+    world.desk.start(V0, ("", "hard"))
+    assert (world.desk.active, len(world.tasks), len(world.figures)) == (1, 12, 1), "of the other set only"
+    world.desk.start(V20)
+    assert world.desk.active == 2
+
+
 def test_an_evaluation_goes_out_as_tasks_and_comes_back_as_figures(world: World) -> None:
     world.desk.start(V0)
     assert (world.desk.active, len(world.tasks), {task.kind for task in world.tasks}) == (1, 6, {"eval"})

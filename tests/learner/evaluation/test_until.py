@@ -92,7 +92,6 @@ def test_the_gap_is_to_all_pools_together(tmp_path: Path) -> None:
     [
         ({"until": {"plateau": 2}, "eval_every": 0}, "eval_every is 0"),
         ({"until": {"plateau": 2, "eval_set": "x"}}, "expected a name of learner.eval_sets: none"),
-        ({"until": {"plateau": 2}, "publish_every": 2}, "expected publish_every = 1"),
         ({"until": {"gap": 0.1}}, "expected eval_teacher = true"),
         ({"until": {"gap": 0.1, "figure": "reverse_kl"}, "eval_teacher": True}, "only accuracies are measured"),
         ({"until": {"plateau": 1}, "tasks": {"eval_sampled": 0}}, "asks no prompt of that kind"),
