@@ -19,13 +19,12 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from bench.claims.facts import Fact, documents, facts
-from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, document, flops_of, item_of, renumbered
+from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, document, flops_of, item_of
 from stillhouse.builtin.tally import Tally, tallies
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
 from stillhouse.learner.objectives.options import Capped, Distributions, Grpo, Jsd, LogRatio, Null
-from stillhouse.models.flops import ForwardFlops
 from stillhouse.protocol.settings import Member
 
 Method: TypeAlias = Literal["reverse_kl", "forward_kl", "jsd", "k1", "null", "grpo", "seq_kd"]
@@ -215,7 +214,7 @@ class Run:
             student.tokens["student"] += sum(one.written for one in rollouts)
             own = student.items(rollouts, group_size=phase.group_size)
         if n_own < phase.batch:
-            read = renumbered(list(islice(texts, phase.batch - n_own)))
+            read = [replace(one, group=n) for n, one in enumerate(islice(texts, phase.batch - n_own))]
             offline = self._text_items(student, read)
         student.train(own or offline, offline if own else ())
         self._steps += 1
@@ -224,8 +223,8 @@ class Run:
         """A teacher has the log-probs and states of what it writes, so their second computation is not counted."""
         if of_teacher := [one for one in read if not isinstance(one.task, Fact)]:
             student.tokens["teacher"] += sum(one.written for one in of_teacher)
-            teacher = text_flops(self._folder)
-            student.flops.teacher += sum(teacher.of(0, len(one.ids_L)) for one in of_teacher)
+            teacher = flops_of(model_folder(self._folder, "teacher"))
+            student.flops["teacher"] += sum(teacher.of(0, len(one.ids_L)) for one in of_teacher)
         if student.teacher is not None:
             graded = student.teacher.grade(read)
         else:
@@ -256,7 +255,7 @@ class Run:
             "step": self._steps,
             "sampled": student.writer.accuracy(tasks, greedy=False, seed=self._arm.seed),
             "prompts": len(tasks),
-            "flops": asdict(student.flops),
+            "flops": dict(student.flops),
             "tokens": dict(student.tokens),
         }
         if last:
@@ -304,11 +303,6 @@ def last_sampled(folder: Path, name: str) -> float:
     """Sampled accuracy at the end of an arm, with that of the facts where they are asked; 1 for a model of the pair."""
     lines = read_arm(folder, name)
     return 1.0 if lines is None else float(lines[-2]["sampled"] + lines[-2].get("facts", 0.0))
-
-
-@cache
-def text_flops(folder: Path) -> ForwardFlops:
-    return flops_of(model_folder(folder, "teacher"))
 
 
 def write_texts(folder: Path, number: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
@@ -71,21 +72,15 @@ def note(folder: Path) -> str:
     asked = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, encoding="utf-8", check=False
     )
-    model = next(
-        (line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.machine()
-    )
+    about = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", about.read_text(encoding="utf-8") if about.is_file() else "")
     folder.mkdir(parents=True, exist_ok=True)
     row = {
         "commit": asked.stdout.strip(),
         "at": time.strftime("%Y-%m-%d %H:%M"),
-        "cpu": model,
+        "cpu": model[1] if model else platform.machine(),
         "load": os.getloadavg()[0],
     }
     with (folder / "machines.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     return str(row["commit"])
-
-
-def _cpuinfo() -> list[str]:
-    place = Path("/proc/cpuinfo")
-    return place.read_text(encoding="utf-8").splitlines() if place.is_file() else []

@@ -1,4 +1,4 @@
-"""From the arms' files to figures and verdicts, by the rules of bench.claims.grid. No torch."""
+"""From the arms' files to figures and verdicts, by the rules of bench.claims.grid."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from bench.claims.grid import TIMES
 
 Lines: TypeAlias = list[dict[str, Any]]
 Kind: TypeAlias = Literal["sampled", "greedy", "facts", "facts_greedy"]
@@ -94,8 +98,8 @@ def reached(lines: Lines, target: float) -> dict[str, Any] | None:
 class Race(NamedTuple):
     """Claim 1, one method: what each seed needed to reach the target; None where it did not."""
 
-    steps: list[int | None]
-    tokens: list[int | None]
+    steps: list[float | None]
+    tokens: list[float | None]
     flops: list[float | None]
 
 
@@ -110,18 +114,16 @@ def race(results: Results, row: str) -> Race | None:
     found = results.row("1", row)
     if found is None:
         return None
-    firsts: list[dict[str, Any] | None] = []
+    needed: list[tuple[float | None, float | None, float | None]] = []
     for seed, lines in found.arms.items():
         arms = lines
         if row == "GRPO":  # that of R, whichever rate it has
             arms = max((s[seed] for s in results.arms["1", row].values() if seed in s), key=lambda a: a[-2]["sampled"])
         target = target_of(results, seed)
-        firsts.append(None if target is None else reached(arms, target))
-    return Race(
-        [None if line is None else line["step"] for line in firsts],
-        [None if line is None else line["tokens"].get("student", 0) for line in firsts],
-        [None if line is None else sum(line["flops"].values()) for line in firsts],
-    )
+        line = None if target is None else reached(arms, target)
+        spent = line and (line["step"], line["tokens"].get("student", 0), sum(line["flops"].values()))
+        needed.append(spent or (None, None, None))
+    return Race(*map(list, zip(*needed, strict=True)))
 
 
 def ratios(slow: Sequence[float | None], fast: Sequence[float | None]) -> list[float]:
@@ -157,60 +159,49 @@ class Cheapest(NamedTuple):
     """The same with the teacher's writing of SFT's text left out."""
 
 
-def cheapest_sft(results: Results, row: str, kind: Kind, times: Sequence[int]) -> Cheapest | None:
+def cheapest_sft(results: Results, row: str, kind: Kind) -> Cheapest | None:
     own = results.row("2", row)
-    sft = {n: one for n in times if (one := results.row("2", f"SFT, {n}x")) is not None}
-    if own is None or len(sft) < len(times):
+    sft = {n: one for n in TIMES if (one := results.row("2", f"SFT, {n}x")) is not None}
+    if own is None or len(sft) < len(TIMES):
         return None
     enough = [n for n, one in sft.items() if one.end(kind).value >= own.end(kind).value]
-    used = sft[min(enough, default=max(times))]
+    used = sft[min(enough, default=max(TIMES))]
     cost = own.flops(*TOTAL)
     return Cheapest(min(enough, default=None), used.flops(*TOTAL) / cost, used.flops("learner") / cost)
 
 
-def off_policy(results: Results, times: Sequence[int]) -> Verdict:
-    found = cheapest_sft(results, "OPD, reverse KL", "sampled", times)
+def off_policy(results: Results) -> Verdict:
+    found = cheapest_sft(results, "OPD, reverse KL", "sampled")
     if found is None:
         return "not run"
     return "held" if found.times is None else _graded(found.ratio, 9.0, 1.5)
 
 
-class Beside(NamedTuple):
-    """Claim 2b: an on-policy row and SFT's curve at its FLOPs."""
-
-    value: Mean
-    curve: float
-    error: float
-    """Of the difference."""
-
-    @property
-    def side(self) -> Literal["above", "on", "below"]:
-        difference = self.value.value - self.curve
-        return "on" if abs(difference) <= self.error else "above" if difference > 0 else "below"
+def sft_rows(results: Results) -> list[Row]:
+    """1x to 10x; fewer while some have not been run."""
+    return [one for n in TIMES if (one := results.row("2", f"SFT, {n}x")) is not None]
 
 
-def beside_sft(results: Results, row: Row, times: Sequence[int]) -> Beside | None:
-    sft = [one for n in times if (one := results.row("2", f"SFT, {n}x")) is not None]
-    if len(sft) < len(times):
+def beside_sft(results: Results, row: Row) -> tuple[float, float, str] | None:
+    """Claim 2b: (how far the row is above SFT's curve at its FLOPs, the error, in a word). Below is negative."""
+    sft = sft_rows(results)
+    if len(sft) < len(TIMES):
         return None
     ends, costs = [one.end("sampled") for one in sft], [math.log(one.flops(*TOTAL)) for one in sft]
     at, own = math.log(row.flops(*TOTAL)), row.end("sampled")
-    after = min(next((n for n, cost in enumerate(costs) if cost >= at), len(sft) - 1), len(sft) - 1)
-    before = max(after - 1, 0)
-    share = min(1.0, (at - costs[before]) / (costs[after] - costs[before])) if after else 1.0
-    curve = ends[before].value + share * (ends[after].value - ends[before].value)
-    return Beside(own, curve, math.hypot(own.error, ends[after].error))
+    after = next((n for n, cost in enumerate(costs) if cost >= at), len(sft) - 1)
+    curve = float(np.interp(at, costs, [one.value for one in ends]))
+    difference, error = own.value - curve, math.hypot(own.error, ends[after].error)
+    return difference, error, "on" if abs(difference) <= error else "above" if difference > 0 else "below"
 
 
-def longer(results: Results, times: Sequence[int]) -> Verdict:
+def longer(results: Results) -> Verdict:
     rows = results.rows("2b")
-    found = [one for row in rows.values() if (one := beside_sft(results, row, times)) is not None]
-    if len(found) < len(times) - 1:
+    found = [one for row in rows.values() if (one := beside_sft(results, row)) is not None]
+    if len(found) < len(TIMES) - 1:
         return "not run"
-    sides = [one.side for one in found]
-    if set(sides) == {"above"}:
-        return "held"
-    return "partly" if "above" in sides and "below" not in sides else "not held"
+    sides = {side for _, _, side in found}
+    return "held" if sides == {"above"} else "partly" if "above" in sides and "below" not in sides else "not held"
 
 
 def order(results: Results) -> Verdict:
@@ -309,14 +300,6 @@ def shares(results: Results) -> Verdict:
     return "held" if all(better) else "partly" if any(better) else "not held"
 
 
-def verdicts(times: Sequence[int]) -> dict[str, Callable[[Results], Verdict]]:
-    return {
-        "1": dense,
-        "2": lambda results: off_policy(results, times),
-        "2b": lambda results: longer(results, times),
-        "3": order,
-        "3b": smaller,
-        "4": reuse,
-        "5": recovery,
-        "6": shares,
-    }
+VERDICTS: Final[dict[str, Callable[[Results], Verdict]]] = {
+    **{"1": dense, "2": off_policy, "2b": longer, "3": order, "3b": smaller, "4": reuse, "5": recovery, "6": shares},
+}

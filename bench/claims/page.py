@@ -78,7 +78,7 @@ def overview(results: Results, arms: Mapping[str, Lines]) -> list[str]:
     lines = ["| claim | verdict | arms done |", "|---|---|---:|"]
     for claim, (title, _) in RULES.items():
         own = [arm.name for arm in grid() if arm.claim == claim]
-        verdict = judge.verdicts(TIMES)[claim](results)
+        verdict = judge.VERDICTS[claim](results)
         done = sum(name in arms for name in own)
         if verdict == "not run" and done:
             verdict = "incomplete"
@@ -103,13 +103,9 @@ def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) ->
             f"{notes[0]['cpu']}; load of the machine at each start: {loads}."
         )
     for name, own in pair.items():
+        what = next(key for key in ("parameters", "texts") if key in own[0])
         right = f"right {own[-2]['sampled']:.2f} of the time, sampled"
-        size = (
-            f"{own[0]['parameters']:,} parameters, "
-            if "parameters" in own[0]
-            else f"{own[0].get('texts', 0):,} texts, "
-        )
-        lines.append(f"{name}: {size}{right}, {own[-1]['cpu_s']:.0f} CPU seconds.")
+        lines.append(f"{name}: {own[0][what]:,} {what}, {right}, {own[-1]['cpu_s']:.0f} CPU seconds.")
     return lines
 
 
@@ -166,7 +162,7 @@ def cheapest_table(results: Results) -> list[str]:
     ]
     for name in ("OPD, reverse KL", "OPD, forward KL"):
         for kind in ("sampled", "greedy"):
-            found = judge.cheapest_sft(results, name, kind, TIMES)
+            found = judge.cheapest_sft(results, name, kind)
             if found is not None:
                 least, more = (f"{found.times}x", "") if found.times else (f"none up to {max(TIMES)}x", "> ")
                 lines.append(
@@ -176,17 +172,12 @@ def cheapest_table(results: Results) -> list[str]:
 
 
 def beside_table(results: Results) -> list[str]:
-    lines = [
-        "| | sampled | SFT's curve at its FLOPs | it is ... the curve | SFT on as many texts |",
-        "|---|---|---:|---|---|",
-    ]
+    lines = ["| | sampled | SFT's curve at its FLOPs | it is ... the curve |", "|---|---|---:|---|"]
     for name, row in results.rows("2b").items():
-        found, same = judge.beside_sft(results, row, TIMES), results.row("2", f"SFT, {name.split(', ')[-1]}")
-        if found is not None and same is not None:
-            error = f"{found.value.value - found.curve:+.2f}, error {found.error:.2f}"
-            lines.append(
-                f"| {name} | {found.value} | {found.curve:.2f} | {found.side} ({error}) | {same.end('sampled')} |"
-            )
+        if found := judge.beside_sft(results, row):
+            (difference, error, side), own = found, row.end("sampled")
+            where = f"{own.value - difference:.2f} | {side} ({difference:+.2f}, error {error:.2f})"
+            lines.append(f"| {name} | {own} | {where} |")
     return lines if len(lines) > 2 else []
 
 
@@ -254,17 +245,17 @@ def _dense(axis: Any, results: Results) -> None:
 
 
 def _cost(axis: Any, results: Results) -> None:
-    rows, more = results.rows("2"), results.rows("2b")
-    shown = {
-        "SFT, 1x to 10x": ("-o", [f"SFT, {n}x" for n in TIMES]),
-        "OPD, reverse KL, 1x to 10x": ("-s", ["OPD, reverse KL", *more]),
-        "OPD, forward KL": ("^", ["OPD, forward KL"]),
+    own = [results.row("2", "OPD, reverse KL"), *results.rows("2b").values()]
+    rows = {
+        "SFT": judge.sft_rows(results),
+        "OPD, reverse KL": own,
+        "OPD, forward KL": [results.row("2", "OPD, forward KL")],
     }
-    for label, (style, names) in shown.items():
-        found = [one for name in names if (one := {**rows, **more}.get(name))]
-        costs = [row.flops(*TOTAL) / 1e9 for row in found]
-        _points(axis, label, costs, [row.end("sampled") for row in found], style)
-    axis.set(title="2. Against more off-policy text", xlabel="GFLOPs", xscale="log", ylabel="sampled accuracy")
+    for label, found in rows.items():
+        _ends(axis, label, {row.flops(*TOTAL) / 1e9: row for row in found if row})
+    axis.set(
+        title="2. Against more off-policy text, 1x to 10x", xlabel="GFLOPs", xscale="log", ylabel="sampled accuracy"
+    )
 
 
 def _order(axis: Any, results: Results) -> None:
@@ -279,9 +270,8 @@ def _order(axis: Any, results: Results) -> None:
 def _reuse(axis: Any, results: Results) -> None:
     fresh = {"OPD": ("2", "OPD, reverse KL"), "SFT": ("2", "SFT, 1x"), "GRPO": ("1", "GRPO")}
     for word, key in fresh.items():
-        rows = {str(n): results.row("4", f"{word}, {n}") for n in REUSED} | {"new": results.row(*key)}
-        ends = {n: row.end("sampled") for n, row in rows.items() if row}
-        _points(axis, word, list(ends), list(ends.values()), "-o")
+        few = {str(n): results.row("4", f"{word}, {n}") for n in REUSED}
+        _ends(axis, word, few | {"new": results.row(*key)})
     axis.set(title="4. Data reuse", xlabel="different prompts", ylabel="sampled accuracy")
 
 
@@ -295,10 +285,13 @@ def _recovery(axis: Any, results: Results) -> None:
 
 def _shares(axis: Any, results: Results) -> None:
     for beta in judge.BETAS:
-        rows = {own: judge.share_row(results, beta, own) for own in judge.SHARES}
-        ends = {own: row.end("sampled") for own, row in rows.items() if row}
-        _points(axis, beta, list(ends), list(ends.values()), "-o")
+        _ends(axis, beta, {own: judge.share_row(results, beta, own) for own in judge.SHARES})
     axis.set(title="6. Lambda and beta", xlabel="share of own text (lambda)", ylabel="sampled accuracy")
+
+
+def _ends(axis: Any, name: str, rows: Mapping[Any, Row | None]) -> None:
+    done = {at: row.end("sampled") for at, row in rows.items() if row}
+    _points(axis, name, list(done), list(done.values()), "-o")
 
 
 def _points(axis: Any, name: str, at: Sequence[Any], values: Sequence[Mean], style: str, **options: Any) -> None:

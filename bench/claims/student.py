@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -75,19 +75,6 @@ class Rollout:
         if isinstance(self.task, Fact):
             return float(text.strip().startswith(self.task.answer))
         return _CHECK.reward(text, self.task.answer) or 0.0
-
-
-@dataclass
-class Flops:
-    """Running totals, by who spends them."""
-
-    actor: float = 0.0
-    teacher: float = 0.0
-    learner: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.actor + self.teacher + self.learner
 
 
 def flops_of(folder: Path) -> ForwardFlops:
@@ -213,7 +200,7 @@ class Student:
     steps: int
     teacher: Teacher | None = None
     seed: int = 0
-    flops: Flops = field(default_factory=Flops)
+    flops: dict[str, float] = field(default_factory=lambda: {"actor": 0.0, "teacher": 0.0, "learner": 0.0})
     tokens: Counter[str] = field(default_factory=Counter[str])
     """student: it wrote and trained them; teacher: a teacher wrote them."""
 
@@ -235,7 +222,7 @@ class Student:
         """Fresh answers under the present weights, to be trained."""
         seeds = [self._seed(n) for n in range(len(tasks) * group_size)]
         written = self.writer.write(tasks, seeds, group_size=group_size)
-        self.flops.actor += sum(self.writer.flops.of(0, len(one.ids_L)) for one in written)
+        self.flops["actor"] += sum(self.writer.flops.of(0, len(one.ids_L)) for one in written)
         return written
 
     def _seed(self, n: int) -> int:
@@ -247,7 +234,7 @@ class Student:
         graded: Sequence[Any] = [None] * len(rollouts)
         if self.teacher is not None:
             graded = self.teacher.grade(rollouts)
-            self.flops.teacher += sum(self.teacher.flops.of(0, len(one.ids_L)) for one in rollouts)
+            self.flops["teacher"] += sum(self.teacher.flops.of(0, len(one.ids_L)) for one in rollouts)
         first, self._number = self._number, self._number + len(rollouts)
         return [
             item_of(one, first + n, group_size=group_size, graded=own)
@@ -262,7 +249,7 @@ class Student:
         """One step; the next answers are of the weights after it."""
         figures = self.trainer.step(items, offline)
         for one in (*items, *offline):
-            self.flops.learner += self.config.updates_per_batch * self.writer.flops.training(
+            self.flops["learner"] += self.config.updates_per_batch * self.writer.flops.training(
                 len(one.tokens_L), frozen=False
             )
         self.writer.take((name, tensor.detach()) for name, tensor in self.trainer.model.named_parameters())
@@ -273,8 +260,3 @@ def document(text: str, task: Fact) -> Rollout:
     """As `stillhouse write` renders it: the first token is not trained, the one that ends a text is. `task`: any."""
     ids = [*TOKENIZER.encode(text), END_ID]
     return Rollout(task, 1, np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop")
-
-
-def renumbered(rollouts: Sequence[Rollout], *, group_size: int = 1) -> list[Rollout]:
-    """With groups by place in the batch."""
-    return [replace(one, group=n // group_size, sample=n % group_size) for n, one in enumerate(rollouts)]

@@ -62,7 +62,7 @@ def test_a_row_is_its_better_rate_by_the_mean_over_seeds() -> None:
 def test_off_policy_text_is_compared_by_the_flops_of_the_least_that_suffices(sft: Any, verdict: str) -> None:
     files = [arm("2", "OPD, reverse KL", {0: 0.0, 10: 0.45})]
     files += [arm("2", f"SFT, {n}x", {0: 0.0, 10 * n: right}) for n, right in zip(TIMES, sft, strict=True)]
-    assert judge.off_policy(Results.of(files), TIMES) == verdict
+    assert judge.off_policy(Results.of(files)) == verdict
 
 
 def more_steps(*rows: tuple[int, float]) -> judge.Verdict:
@@ -70,7 +70,7 @@ def more_steps(*rows: tuple[int, float]) -> judge.Verdict:
     sft = ((n, 10 * n, right) for n, right in zip(TIMES, (0.1, 0.2, 0.3, 0.4), strict=True))
     files = [arm("2", f"SFT, {n}x", {0: 0.0, steps: right}) for n, steps, right in sft]
     files += [arm("2b", f"OPD, {n}", {0: 0.0, steps: right}) for n, (steps, right) in enumerate(rows)]
-    return judge.longer(Results.of(files), TIMES)
+    return judge.longer(Results.of(files))
 
 
 def test_more_steps_are_compared_with_sft_at_their_own_flops() -> None:
