@@ -187,7 +187,9 @@ def run(
     evaluate_teachers(config, folder, status.say)
     supervisor = RunSupervisor(plan, folder, status, backend, store=store)
     first_step = found.version.step if plan.resume and found.version is not None else 0
-    summary = write_summary(config, folder, supervisor.run(), first_step=first_step)
+    summary = write_summary(
+        config, folder, supervisor.run(), first_step=first_step, gpus=len(plan.placement.places.gpus)
+    )
     folder.finish(summary.exit_code)
     if store is not None:
         put_end(store.owner, folder)

@@ -76,6 +76,9 @@ class LaunchConfig(Settings, frozen=True, kw_only=True):
     """File for a trace of the run, which https://ui.perfetto.dev opens: what every process did when (docs/tracing.md).
     Compressed if its name ends in .gz. Written at the end of the run; until then each process writes its events into
     trace/ of the run folder, at most 64 MiB. Empty: no trace, and no cost."""
+    gpu_hour_price: NonNegativeFloat = 0.0
+    """What an hour of one GPU costs, in any currency. The summary then has what the run's GPU hours cost: those of all
+    GPUs of the learner, students and teachers, from the start of a launch to its end. 0: it has the hours only."""
     prometheus: str = ""
     """Serve the status to Prometheus at this port of 127.0.0.1, or at HOST:PORT, under /metrics. 0: a free port, which
     is printed. Empty: do not serve it. Anyone who reaches the port can read it."""

@@ -51,6 +51,12 @@ class Places(NamedTuple):
     servers: dict[str, Groups]
     """Wanted.role -> the GPUs of its servers."""
 
+    @property
+    def gpus(self) -> frozenset[int]:
+        """All that something is placed on."""
+        of_servers = (gpu for groups in self.servers.values() for group in groups for gpu in group)
+        return frozenset([*(gpu for gpu in self.seats.values() if gpu is not None), *of_servers])
+
 
 class NotEnoughGpus(ValueError):
     """The message says what is available, what was requested, and how to share."""

@@ -149,6 +149,13 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
     rejected: dict[str, int]
 
 
+class _GpuTime(msgspec.Struct, frozen=True):
+    """What an earlier launch's summary.json says of it."""
+
+    gpu_hours: float = 0.0
+    gpu_cost: float = 0.0
+
+
 class Summary(LearnerAccount, frozen=True, kw_only=True):
     """summary.json. `steps`, `eval` and `eval_sets` cover all launches of the run; `checkpoint` is the newest of
     any launch."""
@@ -163,6 +170,12 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     first_step: int = 0
     """Step that this launch went on from; `wall_s`, `ready_s` and `peak_memory_bytes` are of this launch alone."""
     wall_s: float
+    gpus: int = 0
+    """Those that this launch placed something on; joined workers are not among them."""
+    gpu_hours: float = 0.0
+    """`gpus` times `wall_s`, with those of earlier launches that left a summary."""
+    gpu_cost: float = 0.0
+    """These hours, each at launch.gpu_hour_price of its launch."""
     ready_s: float | None
     peak_memory_bytes: int
     """Largest sampled sum of PSS over the process tree."""
@@ -184,9 +197,11 @@ class Summary(LearnerAccount, frozen=True, kw_only=True):
     """By reason; the most recent reason is last."""
 
 
-def write_summary(config: RunConfig, folder: RunFolder, outcome: RunOutcome, *, first_step: int = 0) -> Summary:
+def write_summary(
+    config: RunConfig, folder: RunFolder, outcome: RunOutcome, *, first_step: int = 0, gpus: int = 0
+) -> Summary:
     """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3. `first_step`: that
-    of the checkpoint that this launch went on from."""
+    of the checkpoint that this launch went on from. `gpus`: how many it has."""
     final = _final_snapshot(folder.path, config.buffer.shards)
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
@@ -196,6 +211,9 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: RunOutcome, *, 
     ledger = snapshot.ledger if snapshot is not None else NO_LEDGER
     mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
     found = newest(folder.path / CHECKPOINTS)
+    hours = gpus * outcome.wall_s / 3600
+    earlier = [_read(folder.path / f"summary.{n}.json", _GpuTime) for n in range(1, folder.record.launches)]
+    before = next((one for one in reversed(earlier) if one is not None), _GpuTime())
     account = msgspec.structs.replace(
         account,
         efficiency=account.efficiency | _pauses(snapshot),
@@ -214,6 +232,9 @@ def write_summary(config: RunConfig, folder: RunFolder, outcome: RunOutcome, *, 
         exit_code=ending.exit_code,
         first_step=first_step,
         wall_s=outcome.wall_s,
+        gpus=gpus,
+        gpu_hours=before.gpu_hours + hours,
+        gpu_cost=before.gpu_cost + hours * config.launch.gpu_hour_price,
         ready_s=outcome.ready_s,
         peak_memory_bytes=outcome.peak_memory_bytes,
         tokens=TokenCounts(**msgspec.structs.asdict(ledger.tokens), balanced=ledger.balanced),

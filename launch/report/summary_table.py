@@ -114,6 +114,9 @@ def _work_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "efficiency", efficiency
     if summary.flops:
         yield "compute", flops_text(summary.flops)
+    if summary.gpu_hours:
+        cost = f", {summary.gpu_cost:,.2f} by launch.gpu_hour_price" if summary.gpu_cost else ""
+        yield "GPU hours", f"{summary.gpu_hours:,.2f} ({plural(summary.gpus, 'GPU')}){cost}"
     yield "peak memory", f"{summary.peak_memory_bytes / 2**30:.2f} GiB over all processes"
     tokens = summary.tokens
     yield "tokens", f"{tokens.accepted:,} accepted = {counts_text(tokens)}"

@@ -6,12 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillhouse.launch.machine.gpus import NotEnoughGpus, Wanted, assign_gpus
+from stillhouse.launch.machine.gpus import NotEnoughGpus, Places, Wanted, assign_gpus
 
 
 def test_the_learner_has_the_first_then_come_actors_then_teachers() -> None:
     wanted = [Wanted("actor", 2, 2), Wanted("teacher", 1, 1)]
     assert assign_gpus(8, [0], wanted) == {"actor": ((1, 2), (3, 4)), "teacher": ((5,),)}
+
+
+def test_a_gpu_that_several_share_counts_once() -> None:
+    assert Places({"learner": 0, "teacher-0": 0, "actor-0": None}, {"actor": ((1, 2), (2,))}).gpus == {0, 1, 2}
 
 
 def test_an_explicit_choice_wins_and_the_others_get_what_is_left() -> None:

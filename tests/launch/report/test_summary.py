@@ -196,6 +196,27 @@ def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunF
     ]
 
 
+def test_gpu_hours_and_what_they_cost_are_those_of_all_launches(folder: RunFolder) -> None:
+    """Each launch takes 61 s. The first has 4 GPUs at 36 an hour, the second was killed, the third has 2 at 72."""
+    priced = [msgspec.structs.replace(CONFIG.launch, gpu_hour_price=price) for price in (36.0, 72.0)]
+    first, third = (msgspec.structs.replace(CONFIG, launch=launch) for launch in priced)
+    leave(folder, snapshot(), ACCOUNT)
+    seconds = outcome(WELL).wall_s
+    write_summary(first, folder, outcome(WELL), gpus=4)
+    for _ in range(2):
+        folder.close()
+        folder = RunFolder.open(folder.path, resume=True)
+    leave(folder, snapshot(), ACCOUNT)
+    summary = write_summary(third, folder, outcome(WELL), gpus=2)
+    folder.close()
+    assert summary.gpu_hours == pytest.approx(6 * seconds / 3600)
+    assert summary.gpu_cost == pytest.approx(seconds / 3600 * (4 * 36 + 2 * 72))
+    assert f"GPU hours {6 * seconds / 3600:.2f} (2 GPUs), {summary.gpu_cost:.2f} by launch.gpu_hour_price" in table(
+        summary, folder
+    )
+    assert "GPU hours" not in table(msgspec.structs.replace(summary, gpu_hours=0.0), folder)
+
+
 def test_each_workers_part_is_there(folder: RunFolder) -> None:
     leave(folder, snapshot(), ACCOUNT)
     workers = write_summary(CONFIG, folder, outcome(WELL)).workers
