@@ -27,9 +27,8 @@ from stillhouse.actors.trajectory.graph import GraphCounts, Origin
 from stillhouse.actors.trajectory.rollout import CutSegment, NoRoom, Rollout
 from stillhouse.engines.base import GenerationDelta, GenerationEngine, Int32s
 from stillhouse.models.flops import ForwardFlops
-from stillhouse.protocol.messages import Message, RolloutFailed, Ticket
+from stillhouse.protocol.messages import Message, RolloutFailed, Ticket, is_training
 from stillhouse.protocol.printable import in_one_line
-from stillhouse.protocol.shards.division import is_training
 from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)

@@ -22,14 +22,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, default=1, help="of each buffer (docs/decisions/buffer-shards.md)")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--check-every", type=int, default=10, help="events between two audits of all records")
     options = parser.parse_args()
     began_s, began_cpu_s = time.perf_counter(), cpu_s()
-    totals = run(
-        options.events, options.seed, options.check_every, options.jobs, progress_s=10.0, shards=options.shards
-    )
+    totals = run(options.events, options.seed, options.check_every, options.jobs, progress_s=10.0)
     seconds, spent_s = time.perf_counter() - began_s, cpu_s() - began_cpu_s
     for name, n in sorted(totals.items()):
         print(f"{name:40} {n:>12,}")

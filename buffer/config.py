@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from stillhouse.protocol.addresses import is_local
@@ -26,12 +25,6 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     advertise: str = ""
     """Address at which other machines reach the buffer, tcp://HOST:PORT, where it differs from `bind` (port forwarding,
     NAT, or bind on all interfaces). Workers that join are given it. Empty: the same as `bind`."""
-    shards: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Processes that hold the buffer together, each with a core of its own: 1, unless one core is too little for all
-    segments (some 5,000 small ones/s; docs/scaling.md). Each owns every n-th task, its share of the actors and of each
-    pool's teachers, and batch_rollouts / shards of every batch, so deal fast and slow workers evenly. Shards listen on
-    consecutive ports, from that of `bind` on. batch_rollouts must be a multiple of shards, and with release = rollout
-    of shards * learner.tasks.group_size."""
     encrypt: Literal["auto", "on", "off"] = "auto"
     """Encrypt the links to the buffer and the weight control channel, and admit only holders of this run's keys
     (SECURITY.md). auto: on, unless only this machine can reach `bind` and `advertise`."""
@@ -115,10 +108,6 @@ class BufferConfig(Settings, frozen=True, kw_only=True):
     def _reachable(self) -> bool:
         """True if other machines can reach the buffer."""
         return not is_local(self.bind) or bool(self.advertise and not is_local(self.advertise))
-
-    def of_shard(self) -> BufferConfig:
-        """Settings of each shard: it paces and fills its own part of every batch."""
-        return msgspec.structs.replace(self, batch_rollouts=self.batch_rollouts // self.shards)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,8 +2,7 @@
 
 `Runs` maps whole numbers to values at a cost per run of equal neighbours, not per number: [first, last] -> value. What
 is numbered in the order of its issue and ends the same way is remembered forever at no cost; every exception costs an
-entry or two. Of several shards each has every n-th task, so neighbours are n apart. A segment that comes late, or
-twice, is recognised by `EndedRollouts`.
+entry or two. A segment that comes late, or twice, is recognised by `EndedRollouts`.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ ValueT = TypeVar("ValueT")
 class Runs(Generic[ValueT]):
     """A map from whole numbers to values, which are compared by `==` and must not change."""
 
-    __slots__ = ("_firsts", "_lasts", "_step", "_values")
+    __slots__ = ("_firsts", "_lasts", "_values")
 
-    def __init__(self, step: int = 1) -> None:
-        """`step`: all numbers that are put, discarded or asked for are a multiple of it apart. Those in between are of
-        no account, and may be in a run."""
-        self._step = step
+    def __init__(self) -> None:
         self._firsts: list[int] = []
         """Ascending, as are `_lasts`."""
         self._lasts: list[int] = []
@@ -39,7 +35,6 @@ class Runs(Generic[ValueT]):
 
     @property
     def n_numbers(self) -> int:
-        """Those in between, too."""
         return sum(self._lasts) - sum(self._firsts) + self.n_runs
 
     def __contains__(self, number: int) -> bool:
@@ -54,8 +49,8 @@ class Runs(Generic[ValueT]):
         """Set the value of a number."""
         self.discard(number)
         at = bisect_right(self._firsts, number)
-        follows = at > 0 and self._lasts[at - 1] >= number - self._step and self._values[at - 1] == value
-        precedes = at < len(self._firsts) and self._firsts[at] <= number + self._step and self._values[at] == value
+        follows = at > 0 and self._lasts[at - 1] >= number - 1 and self._values[at - 1] == value
+        precedes = at < len(self._firsts) and self._firsts[at] <= number + 1 and self._values[at] == value
         if follows and precedes:
             self._lasts[at - 1] = self._lasts[at]
             self._delete(at)
@@ -121,10 +116,7 @@ class EndedRollouts:
     """Number of accepted segments of each rollout that is over. When the memory is full, the lowest task ids of the
     series that takes up most of it are forgotten."""
 
-    def __init__(self, n_shards: int = 1) -> None:
-        self._n_shards = n_shards
-        self._shard: int | None = None
-        """That of the tasks; None before the first."""
+    def __init__(self) -> None:
         self._series: dict[Series, Runs[int]] = {}
         """Segments by task id."""
         self._n_runs = 0
@@ -143,10 +135,9 @@ class EndedRollouts:
         if found is None:
             raise ValueError(f"rollout id {rollout_id!r}: expected kind-task-sample-attempt")
         series, task_id = found
-        self._shard = task_id % self._n_shards
         runs = self._series.get(series)
         if runs is None:
-            runs = self._series[series] = Runs(self._n_shards)
+            runs = self._series[series] = Runs()
         before = runs.n_runs
         runs.put(task_id, n_segments)
         self._n_runs += runs.n_runs - before
@@ -156,7 +147,7 @@ class EndedRollouts:
     def get(self, rollout_id: str) -> int | None:
         """Number of segments; None for a rollout that is not remembered. The id may be any text."""
         found = _parsed(rollout_id)
-        if found is None or found[1] % self._n_shards != self._shard:
+        if found is None:
             return None
         runs = self._series.get(found[0])
         return None if runs is None else runs.get(found[1])

@@ -51,9 +51,8 @@ class Lifecycle:
             config.max_attempts,
             whole_groups=self._whole_groups,
             epoch=start.epoch,
-            n_shards=config.shards,
         )
-        self._ended = EndedRollouts(config.shards)
+        self._ended = EndedRollouts()
         self._finished_rollouts = 0
         self._finished_tokens = 0
 

@@ -10,10 +10,8 @@ It has three phases:
 A process that dies in the first two phases is started again with the same arguments. It then continues from RUN/journal
 at the address where its peers look for it.
 
-Files in the folder of the process: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final
-Snapshot) at the end, both written atomically, and `journal/` until ledger.json is there. That folder is the run's, or
-RUN/shards/N for shard N of a buffer of several processes: each is a whole buffer for its own tasks
-(docs/decisions/buffer-shards.md)."""
+Files in the run's folder: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final Snapshot) at
+the end, both written atomically, and `journal/` until ledger.json is there."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ from stillhouse.protocol.server import PeerServer
 from stillhouse.protocol.sigterm import SigtermCount
 
 JOURNAL: Final = "journal"
-"""Name of the journal's folder in the folder of the process."""
-SHARDS: Final = "shards"
-"""Name of the folder, in the run folder, of all shards but the first."""
+"""Name of the journal's folder in the run's."""
 REBIND_S: Final = 10.0
 """Time for which a restored buffer tries to get its former address back."""
 
@@ -63,64 +59,53 @@ class BufferAddress(msgspec.Struct, frozen=True):
     """Process that listens. A launcher waits for the one that it started last."""
 
 
-def shard_folder(run_dir: Path, shard: int) -> Path:
-    """Folder of a shard's files. The first one's is the run's own, as in a run with one process."""
-    return run_dir if shard == 0 else run_dir / SHARDS / str(shard)
-
-
 def main(
     *,
     config: BufferConfig,
     run_id: str,
     run_dir: Path,
-    shard: int = 0,
     incarnation: str = "",
-    bind: str | None = None,
     version: WeightVersion = WeightVersion(0, 0),  # noqa: B008 - frozen
     carried: Ledger | None = None,
     vocab_fingerprint: str | None = None,
     vocab_size: int | None = None,
 ) -> int:
-    """Run the buffer, or one shard of it, until its run is over. Returns an ExitCode: OK after RunFinished(ok=True)
-    with a ledger that balances, TERMINATED after SIGTERM, FAILED otherwise. Raises any error of the core, after
-    notifying all peers, and `buffer.journal.recovery.JournalError` if there is a journal of this run from which it
-    cannot continue.
+    """Run the buffer until its run is over. Returns an ExitCode: OK after RunFinished(ok=True) with a ledger that
+    balances, TERMINATED after SIGTERM, FAILED otherwise. Raises any error of the core, after notifying all peers, and
+    `buffer.journal.recovery.JournalError` if there is a journal of this run from which it cannot continue.
 
-    `config`: of the whole buffer. `incarnation`: id of this process, for buffer.json. `bind`: used in place of
-    config.bind. `version`: the weights
-    that the run (re)starts from; `carried`: the ledger of the checkpoint that it restarts from; both are ignored if
-    there is a journal of this run. `vocab_fingerprint`: of the run's tokenizer; None: the learner's. `vocab_size`:
-    token ids at or above it are rejected; None: only negative ones are."""
+    `incarnation`: id of this process, for buffer.json. `version`: the weights that the run (re)starts from; `carried`:
+    the ledger of the checkpoint that it restarts from; both are ignored if there is a journal of this run.
+    `vocab_fingerprint`: of the run's tokenizer; None: the learner's. `vocab_size`: token ids at or above it are
+    rejected; None: only negative ones are."""
     beginning = Beginning(
         release=release_hash(),
         run_id=run_id,
-        config=config.of_shard(),
+        config=config,
         version=version,
         carried=carried,
         vocab_fingerprint=vocab_fingerprint,
         vocab_size=vocab_size,
     )
-    folder = shard_folder(run_dir, shard)
-    folder.mkdir(parents=True, exist_ok=True)
-    ended = _ended_before(folder, run_id)
+    ended = _ended_before(run_dir, run_id)
     if ended is not None:
         return exit_code(ended, terminated=False)
-    started = start(folder / JOURNAL, beginning, goes_on=_former_address(folder, run_id) is not None)
+    started = start(run_dir / JOURNAL, beginning, goes_on=_former_address(run_dir, run_id) is not None)
     server = None
     try:
-        server = _listen(bind, folder, run_dir / KEYS, beginning, started)
+        server = _listen(run_dir, beginning, started)
         with SigtermCount() as sigterms:
             loop = BufferLoop(server, started, sigterms)
-            _write_address(folder, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
+            _write_address(run_dir, BufferAddress(server.address, os.getpid(), run_id, incarnation), started)
             log.info("listening at %s", server.address)
             try:
                 loop.run()
             except BaseException as error:
                 loop.shut_down_peers(Shutdown(False, f"the buffer broke: {type(error).__name__}: {error}"[:500]))
-                _write_ledger(folder, loop.snapshot(), broken=True)
+                _write_ledger(run_dir, loop.snapshot(), broken=True)
                 raise
             final = loop.snapshot()
-            _write_ledger(folder, final)
+            _write_ledger(run_dir, final)
             started.journal.remove()
             return exit_code(final, terminated=loop.terminated)
     finally:
@@ -129,7 +114,7 @@ def main(
         started.journal.close()
 
 
-def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, started: Started) -> PeerServer:
+def _listen(folder: Path, beginning: Beginning, started: Started) -> PeerServer:
     """Start the server. A restored buffer listens where it did before, or its peers would not find it."""
     config = beginning.config
 
@@ -140,24 +125,21 @@ def _listen(bind: str | None, folder: Path, keys: Path, beginning: Beginning, st
             vocab_fingerprint=beginning.vocab_fingerprint,
             heartbeat_s=config.heartbeat_s,
             peer_timeout_s=config.peer_timeout_s,
-            keys=load_server_keys(keys) if config.encrypted else None,
+            keys=load_server_keys(folder / KEYS) if config.encrypted else None,
             restored=started.book,
         )
 
     former = _former_address(folder, beginning.run_id) if started.book is not None else None
     if former is not None:
         return _listen_again(listen, former)
-    return _listen_anew(listen, bind or config.bind, config.shards)
+    return _listen_anew(listen, config.bind)
 
 
-def _listen_anew(listen: Callable[[str], PeerServer], bind: str, n_shards: int) -> PeerServer:
-    """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart, and that the
-    ports of the other shards can follow."""
+def _listen_anew(listen: Callable[[str], PeerServer], bind: str) -> PeerServer:
+    """Listen at `bind`. If the port is free to choose, take one that will still be free after a restart."""
     host, _, port = bind.rpartition(":")
     for chosen in lasting_ports() if port in ("0", "*") else ():
         with contextlib.suppress(AddressUnusable):
-            for other in range(chosen + 1, chosen + n_shards):
-                listen(f"{host}:{other}").close(linger_s=0.0)
             return listen(f"{host}:{chosen}")
     return listen(bind)
 

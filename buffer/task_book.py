@@ -23,11 +23,8 @@ class TaskBook:
     (`go_back`). Each settled train sample is reported to the learner once.
     """
 
-    def __init__(
-        self, capacity: int, max_attempts: int, *, whole_groups: bool, epoch: int = 0, n_shards: int = 1
-    ) -> None:
-        """`whole_groups`: a task's samples are trained in one batch, and so they are reported together. `n_shards`: of
-        which this one has every n-th task."""
+    def __init__(self, capacity: int, max_attempts: int, *, whole_groups: bool, epoch: int = 0) -> None:
+        """`whole_groups`: a task's samples are trained in one batch, and so they are reported together."""
         self.stream_ended = False
         """True once the learner said that no train task follows."""
         self._epoch = epoch
@@ -35,9 +32,8 @@ class TaskBook:
         self._capacity = capacity
         self._max_attempts = max_attempts
         self._whole_groups = whole_groups
-        self._n_shards = n_shards
         self._active: dict[TaskKey, TaskRecord] = {}
-        self._done: dict[TaskKind, Runs[bool]] = {"train": Runs(n_shards), "eval": Runs(n_shards)}
+        self._done: dict[TaskKind, Runs[bool]] = {"train": Runs(), "eval": Runs()}
         """Ids of done tasks. The learner numbers train tasks in order, and those of an evaluation too."""
         self._known: dict[int, OpenTask] = {}
         """State, from a checkpoint, of train tasks that have not been offered since."""
@@ -161,7 +157,7 @@ class TaskBook:
         self._queues["train"].clear()
         self._unreported.clear()
         self._known = {task.task_id: task for task in known if ("train", task.task_id) not in self._active}
-        done = self._done["train"] = Runs(self._n_shards)
+        done = self._done["train"] = Runs()
         first = 0
         for task_id in sorted(task.task_id for task in known if task.task_id < next_task_id):
             done.append_range(first, task_id - 1, True)
@@ -199,7 +195,7 @@ class TaskBook:
         self._again["eval"].clear()
         for key in [key for key in self._active if key[0] == "eval"]:
             self._active.pop(key).let_go()
-        self._done["eval"] = Runs(self._n_shards)
+        self._done["eval"] = Runs()
 
     def clear(self) -> list[Slot]:
         """End the run: no further tickets. Returns the samples that waited for another attempt."""

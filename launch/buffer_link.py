@@ -11,10 +11,10 @@ from typing import Final
 import msgspec
 
 from stillhouse.buffer.server import BufferAddress
+from stillhouse.protocol.client import Client
 from stillhouse.protocol.errors import LinkError, ProtocolError
 from stillhouse.protocol.keys import ClientKeys
 from stillhouse.protocol.messages import Hello, Shutdown, Snapshot, SnapshotWanted
-from stillhouse.protocol.shards.client import client_of_all
 
 CONNECT_TIMEOUT_S: Final = 30.0
 ANEW_S: Final = 0.5
@@ -46,11 +46,11 @@ class BufferLink:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         reconnect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        """Connects; raises ProtocolError. `address`: of all shards, in one text. `run_id`: empty for whichever run
+        """Connects; raises ProtocolError. `run_id`: empty for whichever run
         listens there. `keys`: None for an unencrypted link. `reconnect_timeout_s`: the link is lost after the buffer
         has not answered for this long."""
         hello = Hello(role="launcher", name=name, incarnation=incarnation, run_id=run_id, vocab_fingerprint="")
-        self._client = client_of_all(
+        self._client = Client(
             address, hello, keys=keys, connect_timeout_s=connect_timeout_s, reconnect_timeout_s=reconnect_timeout_s
         )
         self.snapshot: Snapshot | None = None

@@ -8,7 +8,6 @@ runs/<name>/   config.yaml    the resolved configuration; another run can be sta
                logs/          <role>-<i>.log, forkserver.log, launcher.log
                buffer.json    where the buffer listens
                ledger.json    the buffer's last snapshot     learner.json   the learner's own account
-               shards/        a folder for each further shard of the buffer: its buffer.json, ledger.json and journal
                summary.json   written at the end of every run
                teacher_eval.json   with learner.eval_teacher: accuracies of the teachers
                replay.json, replay_plan.json   of a replay in their place (replay.run, replay.plan)
@@ -28,7 +27,6 @@ import logging
 import os
 import platform
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterable
@@ -37,7 +35,6 @@ from typing import Final, Literal, Self, TypeAlias
 
 import msgspec
 
-from stillhouse.buffer.server import JOURNAL, SHARDS
 from stillhouse.engines.provider import SERVERS
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, unwritten
 from stillhouse.launch.workers.start_role import WorkFolder
@@ -119,11 +116,8 @@ class RunFolder(WorkFolder):
             os.ftruncate(lock_fd, 0)
             os.write(lock_fd, f"{os.getpid()}\n".encode())
             (path / "logs").mkdir(exist_ok=True)
-            for part in (path, *(path / SHARDS).glob("*")):
-                for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
-                    _set_aside(part / stale, former)
-            for journal in (path / SHARDS).glob(f"*/{JOURNAL}"):  # this launch may have fewer shards
-                shutil.rmtree(journal)
+            for stale in ("buffer.json", "ledger.json", "learner.json", "summary.json"):
+                _set_aside(path / stale, former)
             for stale in (path / SERVERS).glob("*.json"):
                 stale.unlink()
             name = former.name if former is not None else path.name

@@ -14,7 +14,6 @@ import msgspec
 from stillhouse.launch.config.cluster import HostConfig
 from stillhouse.launch.config.pools import needs_no_teacher
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.config.shards import too_few_workers
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.report.figures import plural
 from stillhouse.protocol.addresses import is_local
@@ -132,7 +131,6 @@ def resources(cpus: int, gpus: int, memory_gib: int) -> str:
 
 def _mistakes(config: RunConfig, groups: Sequence[HostGroup], *, one_machine: bool) -> Iterator[str]:
     names = [group.name for group in groups]
-    yield from too_few_workers(config)
     if "actors" in names and config.actor.urls:
         yield "cluster.actors.each: expected 0 with actor.urls, whose servers are there already"
     if "teachers" in names and (config.teacher.urls or any(pool.urls for pool in config.pools.values())):

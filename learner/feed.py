@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.learner.inbox import Delivered, Inbox, StopRequest, describe_queues
 from stillhouse.learner.reports.wait_clock import WaitCause, WaitClock
+from stillhouse.protocol.client import Client
 from stillhouse.protocol.errors import LinkError
 from stillhouse.protocol.messages import Batch, BatchWanted, Message, SnapshotWanted, WeightVersion
-from stillhouse.protocol.shards.client import AnyClient
 from stillhouse.tracing import events
 
 PUMP_S: Final = 0.1
@@ -47,7 +47,7 @@ class BatchFeed:
 
     def __init__(
         self,
-        client: AnyClient,
+        client: Client,
         inbox: Inbox,
         *,
         pack: Callable[[Sequence[TrainItem], int], None],
@@ -153,10 +153,7 @@ class BatchFeed:
         return None
 
     def _cause_of_wait(self) -> WaitCause:
-        """The slowest shard's share of the batch; else weights still being sent; else scores, if everything generated
-        so far waits for them; else data."""
-        if self._client.waits_for_shards:
-            return "shards"
+        """Weights still being sent; else scores, if everything generated so far waits for them; else data."""
         snapshot = self._inbox.snapshot
         if self._publishing():
             return "weights"

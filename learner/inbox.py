@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stillhouse.protocol.client import Client
 from stillhouse.protocol.messages import Batch, BatchTrainedAck, EvalResult, Membership, Shutdown, Snapshot, TasksAck
-from stillhouse.protocol.shards.client import AnyClient
 from stillhouse.protocol.sigterm import SigtermCount
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Inbox:
 
     def __init__(
         self,
-        client: AnyClient,
+        client: Client,
         *,
         on_membership: Callable[[Membership], None],
         on_eval: Callable[[EvalResult, tuple[np.ndarray, ...]], None],

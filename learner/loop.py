@@ -42,6 +42,7 @@ from stillhouse.learner.step.ema import StudentEma
 from stillhouse.learner.steps import StepDone, StepLoop
 from stillhouse.models.flops import ForwardFlops
 from stillhouse.models.logprobs import lm_head
+from stillhouse.protocol.client import Client
 from stillhouse.protocol.errors import LinkError
 from stillhouse.protocol.messages import (
     Batch,
@@ -52,7 +53,6 @@ from stillhouse.protocol.messages import (
     SnapshotWanted,
     WeightVersion,
 )
-from stillhouse.protocol.shards.client import AnyClient
 from stillhouse.recording.writer import BatchRecorder
 from stillhouse.tracing import events
 from stillhouse.weights.publisher import Publisher
@@ -75,7 +75,7 @@ STOP_ANSWER_S: Final = 15.0
 class LearnerParts(TrainingParts):
     """What a run's loop uses. learner.worker makes and closes all of it."""
 
-    client: AnyClient
+    client: Client
     stream: TaskStream
     publisher: Publisher
     make_evaluation: Callable[[WeightVersion, str], EvaluationRun]

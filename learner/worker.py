@@ -44,6 +44,7 @@ from stillhouse.learner.written import WrittenStream
 from stillhouse.models.flops import forward_flops
 from stillhouse.models.routing import RoutingError
 from stillhouse.models.tokenizer import load_tokenizer, token_map_fingerprint
+from stillhouse.protocol.client import Client, worker_client
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.protocol.handshake import vocab_tokens
 from stillhouse.protocol.keys import run_server_keys
@@ -57,7 +58,6 @@ from stillhouse.protocol.messages import (
     WeightVersion,
 )
 from stillhouse.protocol.object_store import Store
-from stillhouse.protocol.shards.client import AnyClient, learner_client
 from stillhouse.protocol.store_owner import StoreOwner
 from stillhouse.protocol.turns import Turn
 from stillhouse.recording.format import FORMAT, RecordError, RecordHeader, config_digest
@@ -114,7 +114,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
     with ExitStack() as stack:
         if start.mixer is not None:
             stack.callback(start.mixer.close)
-        client = stack.enter_context(learner_client(ctx, start.fingerprint))
+        client = stack.enter_context(worker_client(ctx, start.fingerprint))
         welcome = client.connect()
         noted = newest_epoch(ctx.run_dir) if ctx.resume else None
         version = first_version(start.version, welcome.version, noted, resume=ctx.resume)
@@ -229,7 +229,7 @@ def first_version(
 def _make_parts(
     ctx: RoleContext[LearnerRunConfig],
     start: LearnerStart,
-    client: AnyClient,
+    client: Client,
     version: WeightVersion,
     stack: ExitStack,
     stop: StopRequest,
@@ -358,7 +358,7 @@ def _export(
 
 
 def _make_publisher(
-    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient, turn: Turn | None
+    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: Client, turn: Turn | None
 ) -> Publisher:
     config, publish = ctx.config, ctx.config.weights
 
@@ -408,7 +408,7 @@ def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: LearnerStart) -> G
 
 
 def _student_ema(
-    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: AnyClient, failed: Callable[[str], None]
+    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: Client, failed: Callable[[str], None]
 ) -> StudentEma | None:
     config = ctx.config.learner.ema
     if not config.decay:

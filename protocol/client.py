@@ -50,9 +50,7 @@ class Client:
         send_timeout_s: float = 60.0,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         max_inbox_bytes: int = MAX_MESSAGE_BYTES,
-        changed: threading.Condition | None = None,
     ) -> None:
-        """`changed`: shared with other clients, so that one wait is for all of them; None: its own."""
         self._address = address
         self._hello = hello
         self._keys = keys
@@ -60,9 +58,7 @@ class Client:
         self._reconnect_timeout_s = connect_timeout_s if reconnect_timeout_s is None else reconnect_timeout_s
         self._send_timeout_s = send_timeout_s
         self._max_unconfirmed_bytes = max_unconfirmed_bytes
-        self._state = LinkState(
-            ClientOutbox(resend_s=resend_s), changed or threading.Condition(), max_inbox_bytes=max_inbox_bytes
-        )
+        self._state = LinkState(ClientOutbox(resend_s=resend_s), threading.Condition(), max_inbox_bytes=max_inbox_bytes)
         self._link: ClientLink | None = None
         self._woken = False
 
@@ -94,11 +90,6 @@ class Client:
         """Welcomes received: 1 plus the number of reconnects."""
         with self._state.changed:
             return self._state.connects_total
-
-    @property
-    def waits_for_shards(self) -> bool:
-        """As `ShardedClient.waits_for_shards`. False: the other end is one process."""
-        return False
 
     def connect(self) -> Welcome:
         """Start the link and wait for the handshake. Raises HandshakeRefused or ConnectTimeout; close the client

@@ -54,9 +54,8 @@ class RoleContext(Generic[ConfigT_co]):
     run_id: str
     run_dir: Path
     buffer_address: str
-    """ZeroMQ endpoint of the buffer; empty for the buffer itself, which chooses it and writes it into the run folder.
-    With `buffer.shards` above 1: for an actor or teacher that of its shard, for the learner those of all
-    (`protocol.shards.division`), and for each further shard that of the first."""
+    """ZeroMQ endpoint of the buffer; empty for the buffer itself, which chooses it and writes it into the run
+    folder."""
     resume: bool
     """Continue from the newest checkpoint and ledger in the run folder, if there are any."""
     config: ConfigT_co

@@ -57,9 +57,9 @@ from stillhouse.protocol.messages import (
     TeacherWeights,
     WeightsRef,
     WeightVersion,
+    is_training,
 )
 from stillhouse.protocol.payloads.aligned import END, REASONS, SPECIAL
-from stillhouse.protocol.shards.division import is_training
 from stillhouse.protocol.turns import ALONE, Alone, EngineTurns
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig

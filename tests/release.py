@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Final
 
 SHORT: Final = (
-    # Faults: a campaign over two shards, whole runs that are killed and stopped, exactly once.
+    # Faults: a campaign, whole runs that are killed and stopped, exactly once.
     "chaos/test_chaos.py::test_the_cases",
-    "chaos/test_chaos.py::test_faults_lose_nothing_and_leave_nothing[deadline-bound-2-shards-2]",
+    "chaos/test_chaos.py::test_faults_lose_nothing_and_leave_nothing[deadline-bound-2]",
     *(
         f"integration/test_whole_run.py::test_{name}"
         for name in ("a_killed_buffer", "a_killed_launcher", "a_killed_learner", "ctrl_c", "a_damaged_checkpoint")
@@ -20,9 +20,8 @@ SHORT: Final = (
     "integration/test_join.py::test_workers_join",
     "integration/test_store.py::test_a_run_goes_on_in_an_empty_folder",
     "buffer/test_buffer_sim.py::test_twenty_thousand_random_events_break_nothing[7]",
-    "buffer/test_buffer_sim.py::test_shards_are_one_buffer_in_any_course_of_events[2-6]",
     "buffer/test_kill.py::test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing[2-1]",
-    "buffer/test_memory.py::test_no_container_of_the_state_grows_with_the_rollouts[deadline-1]",
+    "buffer/test_memory.py::test_no_container_of_the_state_grows_with_the_rollouts[deadline]",
     "launch/test_recovery.py::test_a_stopped_buffer",
     # What the user types, who listens, which figures are told.
     "integration/test_typed_commands.py::test_the_projects_own_command",

@@ -62,7 +62,7 @@ def needed(config: RunConfig) -> DiskNeed:
     of_moments = max(learner.optimizer.matrix_bytes, learner.optimizer.table_bytes)
     checkpoint = (4 + of_moments) * trained + averages
     snapshots = 4 * parameters * SNAPSHOTS
-    logs = float(buffer.shards * (buffer.journal_log_mb << 20))  # each shard has its own
+    logs = float(buffer.journal_log_mb << 20)
     journal = 2 * logs + held_bytes(config)
     whole = checkpoint * (learner.keep_checkpoints + 1) + snapshots + averages + journal
     return DiskNeed(checkpoint, checkpoint + logs, journal, whole)

@@ -32,9 +32,7 @@ def listens(config: RunConfig) -> Iterator[Listen]:
     if scheme == "tcp":
         host, _, port = rest.rpartition(":")
         host = host.strip("[]")
-        first = int(port) if port.isdecimal() else 0
-        for shard in range(config.buffer.shards if first else 1):
-            yield Listen("buffer.bind", _address(host), first + shard)
+        yield Listen("buffer.bind", _address(host), int(port) if port.isdecimal() else 0)
     yield Listen("weights.store_port", config.weights.host, config.weights.store_port)
     yield Listen("weights.control_port", config.weights.host, config.weights.control_port)
     for group in launched_groups(config):

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from stillhouse import builtin
 from stillhouse.actors.envs.registry import UnknownEnvironment, check_options
+from stillhouse.buffer.batch_size import MOST_ROLLOUTS
 from stillhouse.engines.registry import BUILT_IN, find_engine
 from stillhouse.launch.config.group_filters import group_filters, undistilled_groups
 from stillhouse.launch.config.message_sizes import batches_that_will_be_cut, rollouts_that_no_message_holds
@@ -22,7 +23,6 @@ from stillhouse.launch.config.payloads import engines_for_payloads, other_tokeni
 from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools, worker_groups
 from stillhouse.launch.config.quantized import quantized
 from stillhouse.launch.config.run import BUILTIN, RunConfig
-from stillhouse.launch.config.shards import shards
 from stillhouse.learner.objectives.config import compares_distributions
 from stillhouse.models.description import known_vocabulary_size
 from stillhouse.protocol.addresses import is_local
@@ -57,7 +57,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_average_as_teacher(config, student),
             *quantized(config, student),
             *_groups_that_never_fit(config),
-            *shards(config),
+            *_batch_in_one_message(config),
             *payload_mistakes(config, student),
             *other_tokenizers(config),
             *engines_for_payloads(config),
@@ -370,6 +370,14 @@ def _average_as_teacher(config: RunConfig, student: Path | None) -> Iterator[str
         yield (
             f"{pool.key}.engine: got {engine!r} with learner.ema.decay = {ema.decay}, expected {able}: other teachers "
             "do not read snapshots of the average"
+        )
+
+
+def _batch_in_one_message(config: RunConfig) -> Iterator[str]:
+    if (n_rollouts := config.buffer.batch_rollouts) > MOST_ROLLOUTS:
+        yield (
+            f"buffer.batch_rollouts: got {n_rollouts}, expected at most {MOST_ROLLOUTS}; no message holds more, so "
+            "batches would be smaller than that"
         )
 
 

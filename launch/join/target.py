@@ -32,7 +32,6 @@ from stillhouse.protocol.addresses import is_local
 from stillhouse.protocol.errors import ConnectTimeout, HandshakeRefused, KeysUnusable, LinkError, ProtocolError
 from stillhouse.protocol.keys import KEYS, Owner, load_client_keys
 from stillhouse.protocol.messages import Role
-from stillhouse.protocol.shards.division import all_addresses
 
 JOIN_FILE: Final = "join.json"
 JOINED: Final = "joined"
@@ -250,8 +249,7 @@ def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S
             )
             run_id = asking.run_id
             asking.close()
-        shards = all_addresses(target.address, target.config.buffer.shards)
-        link = BufferLink(shards, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
+        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
     except ProtocolError as error:
         other_run = isinstance(error, HandshakeRefused) and error.refused.code == "run_id"
         here = "; that address is on this machine" if is_local(target.address) else ""

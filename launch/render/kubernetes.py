@@ -56,8 +56,6 @@ class KubernetesRun:
     """The resolved configuration, as YAML."""
     groups: tuple[HostGroup, ...]
     port: int
-    shards: int
-    """How many processes the buffer has; they listen at as many ports in a row."""
     storage_gib: int
     """Size of the volume; it has none with a store."""
     stored: frozenset[GroupName] | None = None
@@ -90,7 +88,6 @@ def kubernetes_files(config: RunConfig, groups: Sequence[HostGroup], name: str, 
         config=config_text(_at_service(config, groups, name)),
         groups=tuple(groups),
         port=config.cluster.port,
-        shards=config.buffer.shards,
         storage_gib=config.cluster.volume_gib,
         stored=groups_with_store(config, groups) if config.store else None,
     )

@@ -23,12 +23,8 @@ QUEUES: Final = {
     "tokens_scoring": "scoring",
     "tokens_scored": "scored",
     "tokens_in_batch": "in_batch",
-    "shards_without_actors": "SHARDS WITHOUT ACTORS",
-    "shards_without_teachers": "SHARDS WITHOUT TEACHERS",
 }
 WAITS: Final = {"data": "wait_data_fraction", "scoring": "wait_scoring_fraction", "weights": "wait_weights_fraction"}
-SHARDS: Final = {"shards": "wait_shards_fraction"}
-"""Shown only where the learner has waited for one."""
 ETA_WINDOW_S: Final = 60.0
 HELD_S: Final = 10.0
 """For `SteadyLimit`."""
@@ -247,8 +243,7 @@ def short(number: float) -> str:
 def _learner_does(stats: Mapping[str, float]) -> str:
     if "busy_fraction" not in stats:
         return "-"
-    shown = WAITS | (SHARDS if stats.get(SHARDS["shards"]) else {})
-    waits = " ".join(f"{cause} {stats.get(key, 0.0):.0%}" for cause, key in shown.items())
+    waits = " ".join(f"{cause} {stats.get(key, 0.0):.0%}" for cause, key in WAITS.items())
     return f"busy {stats['busy_fraction']:.0%}, waits: {waits}"
 
 

@@ -14,7 +14,6 @@ from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from stillhouse.buffer.server import shard_folder
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import unwritten
 from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount
@@ -26,7 +25,6 @@ from stillhouse.learner.reports.alarms import Alarm
 from stillhouse.learner.reports.sample import Sample
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.messages import ForgottenPeers, Ledger, LedgerCounts, Role, Snapshot
-from stillhouse.protocol.shards.snapshots import whole_snapshot
 
 UNBALANCED_EXIT_CODE = 3
 NO_COUNTS = LedgerCounts(accepted=0, trained=0, masked={}, dropped={}, waiting=0, in_flight=0)
@@ -202,7 +200,7 @@ def write_summary(
 ) -> Summary:
     """Compose and write summary.json. An unbalanced ledger makes the run a failure with exit code 3. `first_step`: that
     of the checkpoint that this launch went on from. `gpus`: how many it has."""
-    final = _final_snapshot(folder.path, config.buffer.shards)
+    final = _read(folder.path / "ledger.json", Snapshot)
     snapshot = final or outcome.snapshot
     account = _read(folder.path / "learner.json", LearnerAccount) or _account_from(snapshot)
     ending = judge(outcome.ending, final, snapshot)
@@ -330,13 +328,6 @@ def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
         steps=snapshot.version.step,
         learner=LearnerTimes(busy_fraction=stats.get("busy_fraction", 0.0), wait_fraction=waits),
     )
-
-
-def _final_snapshot(run_dir: Path, n_shards: int) -> Snapshot | None:
-    """The buffer's last word: of all its shards together. None if one of them left none."""
-    parts = [_read(shard_folder(run_dir, shard) / "ledger.json", Snapshot) for shard in range(n_shards)]
-    there = [part for part in parts if part is not None]
-    return whole_snapshot(there) if len(there) == n_shards else None
 
 
 def _read(file: Path, struct: type[StructT]) -> StructT | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final
-from zlib import crc32
 
 from stillhouse.launch.config.pools import group_of, pool_of
 from stillhouse.launch.processes.backend import ProcessBackend
@@ -17,7 +15,6 @@ from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import StartRole
 from stillhouse.protocol.context import WorkerRole
 from stillhouse.protocol.messages import Snapshot
-from stillhouse.protocol.shards.division import all_addresses, shard_address
 
 ROLES: Final[tuple[WorkerRole, ...]] = ("buffer", "learner", "teacher", "actor")
 CLOSING_S: Final = 2.0
@@ -85,7 +82,7 @@ class Crew:
             name=worker.name,
             incarnation=worker.incarnation,
             run_id=self._run_id,
-            buffer_address=self._buffer_address(worker),
+            buffer_address=self.address,
             # A restarted learner continues from its newest checkpoint; a restarted buffer from its journal.
             resume=self._plan.resume or (bool(worker.exit_codes) and worker.role != "buffer"),
             server_url=self._server_url(worker),
@@ -96,27 +93,6 @@ class Crew:
         # The buffer needs no torch and must not wait for it; nor must the learner if no other worker needs torch.
         preloaded = self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"
         self._backend.start(start, preloaded=preloaded)
-
-    def _buffer_address(self, worker: Worker) -> str:
-        """What the worker connects to. Where the buffer has several shards, actors are dealt to them in turn, and so
-        are the teachers of each pool."""
-        n_shards = self._config.buffer.shards
-        if worker.role == "buffer" or n_shards == 1:
-            return self.address
-        if worker.role == "learner":
-            return all_addresses(self.address, n_shards)
-        group = group_of(self._config, worker.role, worker.index)
-        before = self._on_hosts_before(worker, group.n)
-        return shard_address(self.address, (before + worker.index - group.first) % n_shards)
-
-    def _on_hosts_before(self, worker: Worker, n_here: int) -> int:
-        """How many workers of the role joined from the hosts before this one, if prefixes end with the hosts' numbers,
-        as in a rendered job: then all hosts together deal their workers out in turn."""
-        number = re.search(r"\d+$", worker.prefix)
-        if number is None:
-            return crc32(worker.prefix.encode())
-        hosts = self._config.cluster.actors if worker.role == "actor" else self._config.cluster.teachers
-        return int(number[0]) * (hosts.each or n_here)
 
     def _server_url(self, worker: Worker) -> str:
         """URL of the server started for this worker or named by the user; empty if it has none."""

@@ -36,7 +36,6 @@ from stillhouse.models.description import known_vocabulary_size
 from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.context import ExitCode, RoleContext, WorkerRole
 from stillhouse.protocol.messages import Ledger, WeightVersion
-from stillhouse.protocol.shards.division import shard_address
 from stillhouse.tracing import events
 
 ENTRIES: Final[dict[WorkerRole, str]] = {
@@ -118,8 +117,7 @@ class _Carried(msgspec.Struct, frozen=True):
 
 
 def run_buffer(ctx: RoleContext[RunConfig]) -> int:
-    """Main of the buffer, or of one shard of it. On resume it gets the version and ledger of the checkpoint that the
-    learner resumes from; of several shards, the first one carries the ledger on."""
+    """Main of the buffer. On resume it gets the version and ledger of the checkpoint that the learner resumes from."""
     from stillhouse.buffer.server import main as buffer_main
 
     carried = _Carried(WeightVersion(0, 0), None)
@@ -131,21 +129,12 @@ def run_buffer(ctx: RoleContext[RunConfig]) -> int:
         config=ctx.config.buffer,
         run_id=ctx.run_id,
         run_dir=ctx.run_dir,
-        shard=ctx.index,
         incarnation=ctx.incarnation,
-        bind=_bind(ctx) if ctx.index else None,
         version=carried.version,
-        carried=carried.ledger if ctx.index == 0 else None,
+        carried=carried.ledger,
         vocab_fingerprint=_vocab_fingerprint(ctx.config.models.student),
         vocab_size=known_vocabulary_size(ctx.config.models.student),
     )
-
-
-def _bind(ctx: RoleContext[RunConfig]) -> str:
-    """Where a further shard listens: after the configured port, or after the one that the first shard has chosen."""
-    bind = ctx.config.buffer.bind
-    chosen = bind.rpartition(":")[2] in ("0", "*")
-    return shard_address(ctx.buffer_address if chosen else bind, ctx.index)
 
 
 def _vocab_fingerprint(model: str) -> str | None:

@@ -1,7 +1,7 @@
 """Starts the workers of a run, watches them, restarts dead ones and stops everything, leaving no process behind.
 
-    start     fork server imports | SGLang servers load | buffer spawned at once -> it listens, and its other shards do
-              -> learner, teachers, actors (those with a server when it answers) -> all connected
+    start     fork server imports | SGLang servers load | buffer spawned at once -> it listens -> learner,
+              teachers, actors (those with a server when it answers) -> all connected
     watch     until the buffer says Shutdown, the learner or the buffer dies, a worker dies too often, or Ctrl-C
     stop      after Shutdown workers leave by themselves. Otherwise SIGTERM goes to the learner (it writes a checkpoint
               while the buffer hears of it), then to teachers and actors, then to servers and the buffer (it writes the
@@ -20,7 +20,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from stillhouse.buffer.server import JOURNAL, shard_folder
+from stillhouse.buffer.server import JOURNAL
 from stillhouse.launch.buffer_link import BufferLink, read_address, read_listening
 from stillhouse.launch.processes.activity import LOOK_S, Activity, MemoryGauge
 from stillhouse.launch.processes.backend import ProcessBackend
@@ -38,7 +38,6 @@ from stillhouse.protocol.context import ExitCode, WorkerRole
 from stillhouse.protocol.errors import ProtocolError
 from stillhouse.protocol.keys import run_client_keys
 from stillhouse.protocol.messages import Snapshot
-from stillhouse.protocol.shards.division import all_addresses
 
 log = logging.getLogger(__name__)
 LMDB_SOURCE: Final = "mdb.c:"
@@ -73,16 +72,16 @@ class RunSupervisor(Watch):
         store: StoreGuard | None = None,
     ) -> None:
         config = plan.config
-        counts = (config.buffer.shards, 1, config.teachers, config.actors)
+        counts = (1, 1, config.teachers, config.actors)
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
         self._store = store
         self._news = Announcements(self._crew.workers)
         self._memory = MemoryGauge()
-        self._activities = {buffer.name: Activity() for buffer in self._buffers}
-        self._buffer_looked_s = self._hosts_looked_s = 0.0
-        self._buffer_moved_s: dict[str, float] = {}
+        (self._buffer,) = self._crew.of("buffer")
+        self._activity = Activity()
+        self._buffer_looked_s = self._hosts_looked_s = self._buffer_moved_s = 0.0
         self._hosts_said = ("", 0)
         self._unsaved: dict[Saved, float] = dict.fromkeys(UNSAVED, 0.0)
 
@@ -121,19 +120,14 @@ class RunSupervisor(Watch):
     def _start_and_watch(self) -> None:
         self._backend.prepare()
         self._servers.start()
-        first, *others = self._buffers
-        self._crew.start(first)
-        if not self._until_they_listen([first]):
+        self._crew.start(self._buffer)
+        if not self._until_it_listens():
             return
-        self._crew.address = read_address(self._listing(first), self._folder.run_id) or ""
-        for shard in others:
-            self._crew.start(shard)
-        if not self._until_they_listen(others):
-            return
+        self._crew.address = read_address(self._listing, self._folder.run_id) or ""
         try:
             keys = run_client_keys(self._folder.path, "launcher", "launcher")
             self._link = BufferLink(
-                all_addresses(self._crew.address, len(self._buffers)),
+                self._crew.address,
                 self._folder.run_id,
                 secrets.token_hex(8),
                 keys,
@@ -141,13 +135,13 @@ class RunSupervisor(Watch):
                 reconnect_timeout_s=self._config.launch.ready_timeout_s,
             )
         except ProtocolError as error:
-            self._end(f"no connection to the buffer: {error}", log=first.name)
+            self._end(f"no connection to the buffer: {error}", log=self._buffer.name)
             return
         for role in ("learner", "teacher", "actor"):
             for worker in self._crew.of(role):
                 self._crew.start(worker)
         if self._until_ready():
-            n_workers = len(self._crew.workers) - len(self._buffers)
+            n_workers = len(self._crew.workers) - 1
             ready = "the learner is" if n_workers == 1 else f"all {n_workers} workers are"
             self._status.say(f"{ready} ready after {self._ready_s:.1f} s")
             self._say_features()
@@ -155,23 +149,18 @@ class RunSupervisor(Watch):
             self._until_over()
 
     @property
-    def _buffers(self) -> list[Worker]:
-        """The buffer's processes: its shards, by number."""
-        return self._crew.of("buffer")
+    def _listing(self) -> Path:
+        """Where the buffer writes its address."""
+        return self._folder.path / "buffer.json"
 
-    def _listing(self, buffer: Worker) -> Path:
-        """Where it writes its address."""
-        return shard_folder(self._folder.path, buffer.index) / "buffer.json"
-
-    def _until_they_listen(self, buffers: list[Worker]) -> bool:
-        """Pump until they do; False if the run ends first."""
-        run_id = self._folder.run_id
+    def _until_it_listens(self) -> bool:
+        """Pump until the buffer does; False if the run ends first."""
+        run_id, name = self._folder.run_id, self._buffer.name
 
         def silent() -> list[str]:
-            return [one.name for one in buffers if not read_address(self._listing(one), run_id)]
+            return [] if read_address(self._listing, run_id) else [name]
 
         def what() -> str:
-            name = (silent() or [buffers[0].name])[0]
             return f"the buffer to listen; the last lines of {name}.log:\n{self._folder.log_tail(name)}"
 
         return self._until_there(lambda: not silent(), self._config.launch.ready_timeout_s, silent, what)
@@ -192,7 +181,7 @@ class RunSupervisor(Watch):
     def _cause(self, worker: Worker, code: int) -> str:
         if not self._journal_broke(worker, code):
             return said(code)
-        journal = shard_folder(self._folder.path, worker.index) / JOURNAL
+        journal = self._folder.path / JOURNAL
         return (
             f"{said(code)} in LMDB: its journal {journal} is damaged (did the disk lose "
             "writes?). Use --resume: it starts from the newest checkpoint with a new journal"
@@ -223,16 +212,15 @@ class RunSupervisor(Watch):
             self._end(reason, log=name)
 
     def _link_lost(self, why: str) -> None:
-        if running := self._crew.running(self._buffers):
-            self._end(f"the buffer does not answer: {why}", log=running[0].name)
+        if self._buffer.running:
+            self._end(f"the buffer does not answer: {why}", log=self._buffer.name)
 
     def _read_link(self, now_s: float) -> None:
         super()._read_link(now_s)
         self._hear_store()
         if self._link is not None and self._ending is None and now_s - self._buffer_looked_s > LOOK_S:
             self._buffer_looked_s = now_s
-            for buffer in self._buffers:
-                self._kill_hanging_buffer(buffer, self._link, now_s)
+            self._kill_hanging_buffer(self._link, now_s)
 
     def _hear_store(self) -> None:
         """Say what became of the run's store, and end a run that has lost it."""
@@ -252,22 +240,21 @@ class RunSupervisor(Watch):
                 self._status.say(f"{why}; training goes on, and the next {what} tries again ({failed:.0f} failed)")
             self._unsaved[what] = failed
 
-    def _kill_hanging_buffer(self, buffer: Worker, link: BufferLink, now_s: float) -> None:
+    def _kill_hanging_buffer(self, link: BufferLink, now_s: float) -> None:
         """Kill a buffer that owes an answer and does nothing. Its exit is then treated like any other. A buffer that is
-        merely slow is left alone, and so is a shard that waits for nothing while another one owes the answer: it moves
-        several times a second."""
-        name = buffer.name
+        merely slow is left alone."""
+        buffer, name = self._buffer, self._buffer.name
         if not buffer.where or min(link.unanswered_s(now_s), now_s - buffer.started_s) < BUFFER_ANSWER_S:
-            self._buffer_moved_s[name] = now_s
+            self._buffer_moved_s = now_s
             return
         vitals = self._backend.vitals([name])
         stopped = any(process.stopped for process in vitals.values())
-        if self._activities[name].moved(vitals) and not stopped:
-            self._buffer_moved_s[name] = now_s
-        elif stopped or now_s - self._buffer_moved_s[name] > BUFFER_IDLE_S:
+        if self._activity.moved(vitals) and not stopped:
+            self._buffer_moved_s = now_s
+        elif stopped or now_s - self._buffer_moved_s > BUFFER_IDLE_S:
             why = "is stopped (SIGSTOP)" if stopped else "does nothing"
             self._status.say(f"{name} has not answered for {link.unanswered_s(now_s):.0f} s and {why}; it is killed")
-            self._buffer_moved_s[name] = buffer.started_s = now_s  # once is enough
+            self._buffer_moved_s = buffer.started_s = now_s  # once is enough
             self._dump_stacks([buffer])
             self._backend.kill(name)
 
@@ -316,25 +303,24 @@ class RunSupervisor(Watch):
         try:
             if self._link is not None and self._link.shutdown is not None:
                 self._link.close()
-                for buffer in self._buffers:
-                    if buffer.restart_at_s is not None:  # it was killed before it heard what other shards have said
-                        self._restart_for_ledger(buffer)
+                if self._buffer.restart_at_s is not None:  # it was killed before all workers heard it
+                    self._restart_for_ledger()
                 for name in self._unwelcomed():  # they got no Shutdown, and never will
                     if self._crew.workers[name].role in ("actor", "teacher"):
                         self._backend.stop(name)
                 self._wait_gone([w for w in self._crew.workers.values() if w.role != "buffer"])
                 self._wait_gone(self._crew.of("buffer"), BUFFER_ALONE_S)
-            orderly = bool(self._crew.running(self._buffers)) and not self._at_once
+            orderly = self._buffer.running and not self._at_once
             if orderly:
                 self._wait_for_checkpoint()
             for stage in (("learner",), ("teacher", "actor"), ("buffer",)) if orderly else (ROLES,):
                 if "buffer" in stage:
-                    self._wait_for_restarted_buffers()
+                    self._wait_for_restarted_buffer()
                     self._servers.stop()  # they drain while the buffer writes
                     if self._link is not None:
                         self._link.close()  # the buffer waits for its peers to leave, and the launcher is one of them
                 self._dismiss([worker for role in stage for worker in self._crew.of(role)])
-            self._finish_ledgers()
+            self._finish_ledger()
             self._end_servers()
         finally:
             self._close()
@@ -342,7 +328,7 @@ class RunSupervisor(Watch):
     def _exited_at_the_end(self, worker: Worker, code: int) -> None:
         """A buffer that was killed while it sent Shutdown is needed again: for workers that have not received it, and
         for the ledger. If it does not come back, they are told to leave here: they would wait for it."""
-        if worker.role != "buffer" or code >= 0 or worker.given_up or self._restart_for_ledger(worker):
+        if worker.role != "buffer" or code >= 0 or worker.given_up or self._restart_for_ledger():
             return
         if waiting := self._crew.running([one for one in self._crew.workers.values() if one.role != "buffer"]):
             names = ", ".join(one.name for one in waiting)
@@ -352,11 +338,11 @@ class RunSupervisor(Watch):
             for one in waiting:
                 self._backend.stop(one.name)
 
-    def _restart_for_ledger(self, buffer: Worker) -> bool:
+    def _restart_for_ledger(self) -> bool:
         """Start the buffer once more: from its journal it knows that the run is over, sends Shutdown to workers that
         connect, and writes the ledger. False if that is impossible or not needed."""
-        ledger = shard_folder(self._folder.path, buffer.index) / "ledger.json"
-        if self._at_once or ledger.exists():
+        buffer = self._buffer
+        if self._at_once or (self._folder.path / "ledger.json").exists():
             return False
         if self._link is None or self._budget.died(buffer.name, time.monotonic()) is None:
             return False
@@ -364,24 +350,25 @@ class RunSupervisor(Watch):
         self._crew.start(buffer)
         return True
 
-    def _finish_ledgers(self) -> None:
-        """All workers are gone. If a buffer was killed before it wrote its ledger, start it again for that."""
-        killed = [one for one in self._buffers if one.exit_codes and one.exit_codes[-1] < 0 and not one.running]
-        if again := [buffer for buffer in killed if self._restart_for_ledger(buffer)]:
-            self._wait_for_restarted_buffers()
-            self._dismiss(again)
+    def _finish_ledger(self) -> None:
+        """All workers are gone. If the buffer was killed before it wrote its ledger, start it again for that."""
+        buffer = self._buffer
+        killed = bool(buffer.exit_codes) and buffer.exit_codes[-1] < 0 and not buffer.running
+        if killed and self._restart_for_ledger():
+            self._wait_for_restarted_buffer()
+            self._dismiss([buffer])
 
-    def _wait_for_restarted_buffers(self) -> None:
-        """Wait until they listen; before that, SIGTERM would end them without a ledger."""
+    def _wait_for_restarted_buffer(self) -> None:
+        """Wait until it listens; before that, SIGTERM would end it without a ledger."""
         deadline_s = time.monotonic() + self._config.launch.ready_timeout_s
-        while any(map(self._is_starting, self._buffers)) and not self._at_once and time.monotonic() < deadline_s:
+        while self._is_starting(self._buffer) and not self._at_once and time.monotonic() < deadline_s:
             self._pump(STARTING_PUMP_S)
 
     def _is_starting(self, buffer: Worker) -> bool:
         """Whether it was started again and does not listen yet."""
         if not buffer.running or not buffer.exit_codes:
             return False
-        listening = read_listening(self._listing(buffer))
+        listening = read_listening(self._listing)
         return not buffer.where or listening is None or listening.incarnation != buffer.incarnation
 
     def _wait_for_checkpoint(self) -> None:

@@ -54,11 +54,11 @@ WORTH: Final = 1.05
 """A smaller speedup is not worth a sentence."""
 STAGES: Final = (
     *("learner", "teachers", "actors", "environments", "cpu", "staleness"),
-    *("shards", "weights", "eval", "checkpoint", "unknown"),
+    *("weights", "eval", "checkpoint", "unknown"),
 )  # fmt: skip
 
 
-OWN_CAUSES: Final = ("shards", "weights", "eval", "checkpoint")
+OWN_CAUSES: Final = ("weights", "eval", "checkpoint")
 """Causes of waiting that are stages by themselves."""
 CANNOT_TELL: Final = "cannot tell what binds"
 
@@ -313,8 +313,6 @@ def _number(n: int) -> str:
 _WHAT_HELPS: Final = {
     "environments": "rollouts wait for their environments; a larger actor.max_concurrent_rollouts or a faster "
     "environment helps",
-    "shards": "batches wait for the share of one shard of the buffer while others have sent theirs; deal fast and slow "
-    "workers evenly, or use fewer shards",
     "weights": "weights are being sent; see weights/ in the metrics",
     "eval": "the learner waits for evaluations",
     "checkpoint": "the learner waits for checkpoints to be copied or written",

@@ -11,10 +11,9 @@ import msgspec
 
 from stillhouse.tracing import events
 
-WaitCause: TypeAlias = Literal["data", "scoring", "shards", "weights", "eval", "checkpoint"]
-"""data: tokens are not generated yet; scoring: the teachers have not scored them yet; shards: some shards of the buffer
-have sent their share of the batch, others have not; weights: publishing; eval: evaluation rollouts; checkpoint: writing
-one."""
+WaitCause: TypeAlias = Literal["data", "scoring", "weights", "eval", "checkpoint"]
+"""data: tokens are not generated yet; scoring: the teachers have not scored them yet; weights: publishing; eval:
+evaluation rollouts; checkpoint: writing one."""
 WAIT_CAUSES: tuple[WaitCause, ...] = get_args(WaitCause)
 
 

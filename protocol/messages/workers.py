@@ -35,6 +35,11 @@ class Ticket(msgspec.Struct, frozen=True):
     """As in Task."""
 
 
+def is_training(rollout_id: str) -> bool:
+    """True for a rollout that is to be trained, false for one of an evaluation."""
+    return rollout_id.startswith("train-")
+
+
 class TicketCredit(msgspec.Struct, frozen=True, tag=True):
     """actor -> buffer: it can run `n` more rollouts than it runs now. Absolute, not additive: the newest credit
     replaces the former one, and the buffer subtracts tickets that are still on their way."""

@@ -28,31 +28,6 @@ def test_runs_hold_what_a_dict_would_hold(seed: int) -> None:
         assert runs.n_runs == sum(expected.get(i - 1) != value for i, value in expected.items())
 
 
-@pytest.mark.parametrize("step", [2, 3, 8])
-@pytest.mark.parametrize("seed", range(10))
-def test_of_every_nth_number_runs_hold_what_a_dict_would_hold(seed: int, step: int) -> None:
-    rng = Random(seed)
-    residue = rng.randrange(step)
-    own = [residue + step * i for i in range(-3, 20)]
-    runs: Runs[str] = Runs(step)
-    expected: dict[int, str] = {}
-    known = rng.randrange(own[3], own[-1])  # all below it but two are known from the beginning
-    left = sorted(rng.sample([number for number in own if number < known], k=2))
-    for first, after in zip([own[0] - step, *[one + 1 for one in left]], [*left, known], strict=True):
-        runs.append_range(first, after - 1, "a")
-    expected |= {number: "a" for number in own if number < known and number not in left}
-    for _ in range(400):
-        assert {number: runs.get(number) for number in own if number in runs} == expected
-        number = rng.choice(own)
-        if rng.random() < 0.3:
-            runs.discard(number)
-            expected.pop(number, None)
-        else:
-            expected[number] = rng.choice("ab")
-            runs.put(number, expected[number])
-    assert runs.n_runs <= 2 * len(own)
-
-
 def test_forgetting_begins_with_the_lowest_run() -> None:
     runs: Runs[str] = Runs()
     for number in (7, 8, 1, 2, 4):
@@ -72,15 +47,6 @@ def test_a_rollout_that_did_not_end_is_not_taken_for_one_that_did(text: str) -> 
         rollouts.put(rollout_id, 2)
     assert rollouts.get(text) is None
     assert rollouts.get("train-1-0-0") == 2
-
-
-def test_rollouts_of_other_shards_did_not_end_here() -> None:
-    rollouts = EndedRollouts(3)
-    assert rollouts.get("train-1-0-0") is None
-    for task_id in (1, 7, 4):
-        rollouts.put(f"train-{task_id}-0-0", 2)
-    assert rollouts.n_runs == 1
-    assert [rollouts.get(f"train-{task_id}-0-0") for task_id in range(8)] == [None, 2, None, None, 2, None, None, 2]
 
 
 def test_an_id_that_no_ticket_has_is_refused() -> None:

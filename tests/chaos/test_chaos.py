@@ -26,7 +26,6 @@ class Case(NamedTuple):
     batch: int
     surely: tuple[Fault, ...]
     """The seed draws the other faults."""
-    shards: int = 1
 
 
 KILLED = tuple(Fault("kill", name) for name in ("buffer-0", "learner-0", "actor-1", "teacher-0"))
@@ -41,16 +40,11 @@ SAVED = Fault(
 """The whole run dies when a checkpoint is there."""
 TRAINED = Fault("trap", "learner-0", others=("buffer-0",), point="stillhouse.recording.writer:BatchRecorder.add")
 """The learner dies when the buffer knows of a trained batch and the record does not, and the buffer with it."""
-SHARDS = tuple(Fault("kill", name) for name in ("buffer-1", "buffer-0", "learner-0", "buffer-1"))
-SPLIT = Fault(
-    "trap", "buffer-1", others=("learner-0",), point="stillhouse.buffer.learner_desk:LearnerDesk.batch_trained"
-)
-"""A shard dies before it knows that its piece of a batch is trained, and the learner with it; the other may know."""
 CASES = (
     Case(4, 14, 1, "deadline", 4, 18, (*KILLED, SAVED)),
     Case(5, 13, 0, "rollout", 4, 16, (Fault("interrupt", "run"), TRAINED, SAVED)),
     Case(6, 13, 4, "segment", 8, 20, (Fault("relaunch", "run"), TRAINED, Fault("interrupt", "run"))),
-    Case(7, 14, 2, "deadline", 4, 16, (*SHARDS, SPLIT, Fault("relaunch", "run")), shards=2),
+    Case(7, 14, 2, "deadline", 4, 16, (*KILLED, TRAINED, Fault("relaunch", "run"))),
 )
 
 
@@ -60,7 +54,7 @@ def test_the_cases_have_over_fifty_faults_and_every_bound_and_policy() -> None:
     assert {case.release for case in CASES} == {"rollout", "segment", "deadline"}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.release}-bound-{case.bound}-shards-{case.shards}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.release}-bound-{case.bound}")
 def test_faults_lose_nothing_and_leave_nothing(tmp_path: Path, case: Case) -> None:
     """The ledger, an onlooker on the wire, the learner and the audit of the record tell the same: each token trained
     once, none too stale, no sample skipped."""
@@ -69,7 +63,7 @@ def test_faults_lose_nothing_and_leave_nothing(tmp_path: Path, case: Case) -> No
         seed=case.seed,
         kinds=tuple(kind for kind in KINDS if kind not in UNUSUAL),
         surely=case.surely,
-        steps=36 + 24 * (case.shards - 1),  # each shard has its own faults to come back from
+        steps=36,
         max_staleness=case.bound,
         gap_s=(0.2, 1.0),
         end_timeout_s=RUN_PATIENCE_S,
@@ -80,7 +74,6 @@ def test_faults_lose_nothing_and_leave_nothing(tmp_path: Path, case: Case) -> No
             "--learner.checkpoint_every=3",
             f"--buffer.batch_rollouts={case.batch}",
             f"--buffer.release={case.release}",
-            f"--buffer.shards={case.shards}",
         ),
     )
     said: list[str] = []

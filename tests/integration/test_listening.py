@@ -73,16 +73,16 @@ def test_a_server_for_everybody_is_seen(address: str) -> None:
             process.kill()
 
 
-def test_a_run_with_endpoint_ranks_shards_and_prometheus(launch: Callable[..., Launched], tmp_path: Path) -> None:
+def test_a_run_with_endpoint_ranks_and_prometheus(launch: Callable[..., Launched], tmp_path: Path) -> None:
     (tmp_path / "asking.py").write_text(AGENT, encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     run = launch(
-        *("--steps=1000", "--actors=2", "--teachers=2", "--learner.ranks=2", "--buffer.shards=2", "--device=cpu"),
+        *("--steps=1000", "--actors=2", "--teachers=2", "--learner.ranks=2", "--device=cpu"),
         *("--learner.tasks.env=asking:asks", f"--launch.prometheus={port}", "--learner.eval_every=0"),
     )
     run.until(lambda: len(run.steps()) >= 1, "a step")
-    assert_local(run, 4)
+    assert_local(run, 3)
 
 
 def test_a_run_of_one_process_per_role(launch: Callable[..., Launched]) -> None:

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 
 from stillhouse.learner.batch import BatchError, TrainItem
-from stillhouse.learner.feed import PUMP_S, BatchFeed
+from stillhouse.learner.feed import BatchFeed
 from stillhouse.learner.inbox import Inbox, RunStopped, StopAsked, StopRequest
 from stillhouse.learner.reports.wait_clock import WaitClock
 from stillhouse.protocol import messages as m
-from stillhouse.protocol.shards.client import AnyClient, client_of_all
-from stillhouse.protocol.shards.division import SEPARATOR
-from tests.wire import RUN, VOCAB, WAIT_S, ScriptedBuffer, acknowledgement, connected
+from tests.wire import WAIT_S, ScriptedBuffer, acknowledgement, connected
 
 LEARNER: tuple[m.Role, str] = ("learner", "learner-0")
 V0, V1, V2 = (m.WeightVersion(0, step) for step in range(3))
@@ -40,17 +38,8 @@ def _ignored(*_: object) -> None: ...
 
 
 @contextmanager
-def sharded(addresses: Sequence[str]) -> Generator[AnyClient]:
-    hello = m.Hello("learner", "learner-0", "learner-0-first", RUN, VOCAB, "")
-    with client_of_all(SEPARATOR.join(addresses), hello, connect_timeout_s=WAIT_S) as client:
-        client.connect()
-        yield client
-
-
-@contextmanager
-def feeding(address: str, *more: str) -> Generator[Fed]:
-    """`more`: of further shards of the buffer."""
-    with sharded((address, *more)) if more else connected(address, "learner") as client:
+def feeding(address: str) -> Generator[Fed]:
+    with connected(address, "learner") as client:
 
         def pack(_: Sequence[TrainItem], step: int) -> None:
             made.packed.append(step)
@@ -158,30 +147,3 @@ def test_a_bad_batch_is_the_loops_error_and_not_lost_on_the_other_thread() -> No
         peer.send(message, frames, to=LEARNER)
         with pytest.raises(BatchError, match="log-probs of 'behaviour'"):
             fed.feed.next(V1)
-
-
-def test_the_wait_for_a_shard_begins_when_another_has_sent_its_share_of_the_batch() -> None:
-    with (
-        ScriptedBuffer(acknowledgement) as first,
-        ScriptedBuffer(acknowledgement) as second,
-        feeding(first.address, second.address) as fed,
-    ):
-        ended = threading.Event()
-
-        def send_shares() -> None:
-            first.expect(m.BatchWanted)
-            second.expect(m.BatchWanted)
-            ended.wait(3 * PUMP_S)
-            first.send(*batch(2, V0), to=LEARNER)
-            ended.wait(6 * PUMP_S)
-            second.send(*batch(1, V0), to=LEARNER)
-
-        shares = threading.Thread(target=send_shares)
-        shares.start()
-        ready = fed.feed.next(V0)
-        shares.join()
-        assert {item.item.task_id for item in ready.items} == {1, 2}
-        waits = fed.clock.total().wait_s
-        assert waits["data"] > 0, "nothing was there"
-        assert waits["shards"] > 0, "one share was there, the other was not"
-        assert all(not waits[cause] for cause in ("scoring", "weights", "eval", "checkpoint"))

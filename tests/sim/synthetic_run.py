@@ -24,12 +24,11 @@ import numpy as np
 
 import stillhouse.buffer.server
 from stillhouse.buffer.config import BufferConfig
-from stillhouse.buffer.server import BufferAddress, shard_folder
+from stillhouse.buffer.server import BufferAddress
 from stillhouse.protocol import messages as m
+from stillhouse.protocol.client import Client
 from stillhouse.protocol.codec import Array, Received
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.shards.client import AnyClient, client_of_all
-from stillhouse.protocol.shards.division import all_addresses, shard_address
 
 RUN, VOCAB = "run-1", "ab" * 32
 WAIT_S = 60.0
@@ -114,8 +113,7 @@ class SyntheticRun:
         seed: int = 0,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`address`: of the buffer, whose shards (`config.shards`) listen at the ports after it. `at_end` is called
-        when everything is trained, before the buffer is informed."""
+        """`address`: of the buffer. `at_end` is called when everything is trained, before the buffer is informed."""
         self._at_end = at_end
         self._address = address
         self._shape = shape
@@ -151,13 +149,9 @@ class SyntheticRun:
 
         return threading.Thread(target=guarded, name=f"{work.__name__}-{index}")
 
-    def _client(self, role: m.Role, index: int, pool: str = "") -> AnyClient:
-        """Actors and teachers are dealt to the shards in turn; the learner is with all."""
+    def _client(self, role: m.Role, index: int, pool: str = "") -> Client:
         hello = m.Hello(role, f"{role}-{index}", f"{role}-{index}-first", RUN, VOCAB, pool)
-        n_shards = self._config.shards
-        own = shard_address(self._address, index % n_shards)
-        addresses = all_addresses(self._address, n_shards) if role == "learner" else own
-        client = client_of_all(addresses, hello, connect_timeout_s=WAIT_S, resend_s=1.0)
+        client = Client(self._address, hello, connect_timeout_s=WAIT_S, resend_s=1.0)
         client.connect()
         return client
 
@@ -189,7 +183,7 @@ class SyntheticRun:
                     seq += 1
                     client.send(m.TicketCredit(self._shape.capacity - len(waiting), seq, received_total))
 
-    def _roll(self, client: AnyClient, rng: Random, ticket: m.Ticket, prompt: Array) -> None:
+    def _roll(self, client: Client, rng: Random, ticket: m.Ticket, prompt: Array) -> None:
         length = 0
         for index in range(self._shape.segments):
             n_prompt = len(prompt) if index == 0 else 0
@@ -270,7 +264,7 @@ class SyntheticRun:
             while not isinstance((got := client.recv(WAIT_S)) and got.message, m.Shutdown):
                 assert got is not None, "no Shutdown came"
 
-    def _offer(self, client: AnyClient, ids: list[int]) -> None:
+    def _offer(self, client: Client, ids: list[int]) -> None:
         tasks = tuple(
             m.Task(i, "train", self._shape.group_size, m.Sampling(max_new_tokens=1 << 20, seed=i)) for i in ids
         )
@@ -290,23 +284,17 @@ class SyntheticRun:
 
 
 class BufferProcess:
-    """The buffer, or one shard of it, killed and started again as often as one likes, in one folder."""
+    """The buffer, killed and started again as often as one likes, in one folder."""
 
-    def __init__(self, config: BufferConfig, run_dir: Path, shard: int = 0, address: str = "") -> None:
-        """`address`: of shard 0, for the others."""
+    def __init__(self, config: BufferConfig, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
-        self._folder = shard_folder(run_dir, shard)
-        self._shard = shard
-        self._bind = shard_address(address, shard) if shard else None
         self._process: SpawnProcess | None = None
         self.starts = 0
 
     def start(self, *, disk_full: bool = False) -> str:
         """Start the buffer and return its address once it listens. With `disk_full` it cannot write the address."""
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_main, args=(self._config, self._run_dir, self._shard, self._bind)
-        )
+        self._process = multiprocessing.get_context("spawn").Process(target=_main, args=(self._config, self._run_dir))
         self._process.start()
         self.starts += 1
         deadline_s = time.monotonic() + WAIT_S
@@ -343,26 +331,12 @@ class BufferProcess:
             self._process.close()
 
     def final(self) -> m.Snapshot:
-        return msgspec.json.decode((self._folder / "ledger.json").read_bytes(), type=m.Snapshot)
+        return msgspec.json.decode((self._run_dir / "ledger.json").read_bytes(), type=m.Snapshot)
 
     def _listed(self) -> BufferAddress | None:
-        file = self._folder / "buffer.json"
+        file = self._run_dir / "buffer.json"
         return msgspec.json.decode(file.read_bytes(), type=BufferAddress) if file.exists() else None
 
 
-def start_all(config: BufferConfig, run_dir: Path) -> tuple[str, list[BufferProcess]]:
-    """Start all shards of a buffer. Returns its address."""
-    shards = [BufferProcess(config, run_dir)]
-    address = shards[0].start()
-    for shard in range(1, config.shards):
-        shards.append(BufferProcess(config, run_dir, shard, address))
-        shards[-1].start()
-    return address, shards
-
-
-def _main(config: BufferConfig, run_dir: Path, shard: int, bind: str | None) -> None:
-    sys.exit(
-        stillhouse.buffer.server.main(
-            config=config, run_id=RUN, run_dir=run_dir, shard=shard, bind=bind, vocab_fingerprint=VOCAB
-        )
-    )
+def _main(config: BufferConfig, run_dir: Path) -> None:
+    sys.exit(stillhouse.buffer.server.main(config=config, run_id=RUN, run_dir=run_dir, vocab_fingerprint=VOCAB))

@@ -242,14 +242,6 @@ def test_what_limits_a_run_does_not_flip() -> None:
     assert limit.take(None, 99.0) is data
 
 
-def test_a_wait_for_a_shard_is_told_where_there_was_one() -> None:
-    def shown(stats: dict[str, float]) -> str:
-        return Rates().figures(view(snapshot(1.0, 12, peer("learner", 0, 100, stats=stats)))).learner_does
-
-    assert "shards" not in shown(LEARNER)
-    assert "shards 20%" in shown(LEARNER | {"wait_shards_fraction": 0.2})
-
-
 def failing(n: int = 64, text: str = "actor-0: KeyError: 'tool' [red](at env.py:7 in step)") -> Snapshot:
     slow = RolloutFailures("env_timeout", 2, "actor-1: reset took longer", ("actor-1: reset took longer",))
     broken = RolloutFailures("env_error_KeyError", n, text, ("actor-0: KeyError: 'first'", text))

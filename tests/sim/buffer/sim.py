@@ -28,13 +28,10 @@ from contextlib import ExitStack
 from itertools import repeat
 from random import Random
 
-import msgspec
-
 from stillhouse.buffer import blobs, pacing
 from stillhouse.buffer.config import BufferConfig, Release
 from stillhouse.buffer.peers import PeerTable
 from tests.sim.buffer.actions import ACTIONS, finish, work_together
-from tests.sim.buffer.sharded import ShardedWorld
 from tests.sim.buffer.world import World
 
 EVENTS_PER_CHAPTER = 5_000
@@ -43,9 +40,8 @@ _WEIGHTS = [weight for _, weight in ACTIONS]
 RELEASES: tuple[Release, ...] = ("rollout", "segment", "deadline")
 
 
-def random_world(rng: Random, check_every: int, shards: int = 1) -> World:
-    """Small enough that looking at everything after each event is cheap. Each shard has as much of everything as a
-    buffer by itself."""
+def random_world(rng: Random, check_every: int) -> World:
+    """Small enough that looking at everything after each event is cheap."""
     release = rng.choice(RELEASES)
     by_group = release == "rollout" and rng.random() < 0.7
     config = BufferConfig(
@@ -74,11 +70,10 @@ def random_world(rng: Random, check_every: int, shards: int = 1) -> World:
     # Groups of one have equal rewards always: nothing would ever be trained.
     sizes = ((2,), (2, 3)) if by_group else ((1,), (2,), (1, 2))
     most = (config.max_staleness + 1) * config.batch_rollouts
-    whole = msgspec.structs.replace(config, shards=shards, batch_rollouts=shards * config.batch_rollouts)
-    return (World if shards == 1 else ShardedWorld)(
-        whole,
-        n_actors=shards * rng.choice((1, 3, 5)),
-        pools=tuple((name, shards * n) for name, n in pools),
+    return World(
+        config,
+        n_actors=rng.choice((1, 3, 5)),
+        pools=pools,
         task_teachers=rng.choice(((names,), (("default",),), ((), names, names[::-1]))),
         group_sizes=rng.choice((*(tuple(min(n, most) for n in some) for some in sizes), (min(4, most),))),
         check_every=check_every,
@@ -100,10 +95,10 @@ def _work_quietly() -> None:
     threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
-def chapter(seed: str, events: int, check_every: int, shards: int = 1) -> Counter[str]:
+def chapter(seed: str, events: int, check_every: int) -> Counter[str]:
     """One buffer's life. Raises AssertionError at the first violation, naming the chapter's seed."""
     rng = Random(seed)
-    world = random_world(rng, check_every, shards)
+    world = random_world(rng, check_every)
     remembered, PeerTable.remembered = PeerTable.remembered, rng.choice((1, 2, 256))
     stale_share, waited_share = pacing.STALE_SHARE, pacing.WAITED_SHARE
     if zlib.crc32(seed.encode()) // 3 % 3 == 0:  # what may be out falls whenever it may, to what is out or less
@@ -147,12 +142,9 @@ def chapter(seed: str, events: int, check_every: int, shards: int = 1) -> Counte
     return counts + Counter({f"tokens_dropped:{reason}": n for reason, n in ledger.tokens.dropped.items()})
 
 
-def run(
-    events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s: float = math.inf, shards: int = 1
-) -> Counter[str]:
+def run(events: int, seed: int, check_every: int = 1, jobs: int = 1, progress_s: float = math.inf) -> Counter[str]:
     """Simulate at least `events` events, a line of progress every `progress_s`. The chapters are the same for any
-    number of `jobs` (processes). `shards`: of each buffer (tests.sim.buffer.sharded). Ctrl-C ends it with what there
-    is. Raises AssertionError as `chapter` does."""
+    number of `jobs` (processes). Ctrl-C ends it with what there is. Raises AssertionError as `chapter` does."""
     budgets = [EVENTS_PER_CHAPTER] * (events // EVENTS_PER_CHAPTER)
     budgets += [events % EVENTS_PER_CHAPTER] if events % EVENTS_PER_CHAPTER else []
     seeds = [f"{seed}/{i}" for i in range(len(budgets))]
@@ -160,11 +152,11 @@ def run(
     began_s = told_s = time.monotonic()
     with ExitStack() as stack:
         if jobs == 1:
-            chapters = map(chapter, seeds, budgets, repeat(check_every), repeat(shards))
+            chapters = map(chapter, seeds, budgets, repeat(check_every))
         else:
             pool = stack.enter_context(ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _work_quietly))
             stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-            chapters = pool.map(chapter, seeds, budgets, repeat(check_every), repeat(shards))
+            chapters = pool.map(chapter, seeds, budgets, repeat(check_every))
         try:
             for counts in chapters:
                 totals += counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -41,7 +41,7 @@ def audit(
     complaints: list[str] = []
     batches, trained = _pair(seen, complaints)
     kept = {place: batch for place, batch in trained.items() if not _abandoned(place, batch, trained)}
-    answered = {_place(record) for record in seen if isinstance(record, TrainedSeen) and record.acknowledged}
+    answered = {record.version for record in seen if isinstance(record, TrainedSeen) and record.acknowledged}
     acknowledged = [batch for place, batch in kept.items() if place in answered]
     _once(acknowledged, complaints)
     staleness_max, other = _stalest(kept.values())
@@ -58,7 +58,7 @@ def audit(
         complaints.append(f"{at_least} tokens were acknowledged as trained, {tokens} said to be, "
                           f"the ledger says {summary['tokens']['trained']}")  # fmt: skip
     return Audit(
-        batches=len({version for version, _ in kept}),
+        batches=len(kept),
         tokens=tokens,
         staleness_max=staleness_max,
         other_epoch_tokens=other,
@@ -66,22 +66,14 @@ def audit(
     )
 
 
-Place: TypeAlias = tuple[WeightVersion, int]
-"""The version that was made, and the shard whose piece of the batch it is."""
-
-
-def _place(record: TrainedSeen) -> Place:
-    return record.version, record.shard
-
-
 def _pair(
     seen: Sequence[BatchSeen | TrainedSeen], complaints: list[str]
-) -> tuple[dict[tuple[int, int, int], BatchSeen], dict[Place, BatchSeen]]:
-    """(batches by epoch, id and shard; batches by what they made). The same again is no news, another is."""
-    batches: dict[tuple[int, int, int], BatchSeen] = {}
-    trained: dict[Place, BatchSeen] = {}
+) -> tuple[dict[tuple[int, int], BatchSeen], dict[WeightVersion, BatchSeen]]:
+    """(batches by epoch and id; batches by what they made). The same again is no news, another is."""
+    batches: dict[tuple[int, int], BatchSeen] = {}
+    trained: dict[WeightVersion, BatchSeen] = {}
     for record in seen:
-        key = (record.version.epoch, record.batch_id, record.shard)
+        key = (record.version.epoch, record.batch_id)
         if isinstance(record, BatchSeen):
             former = batches.setdefault(key, record)
             if former.digest != record.digest:
@@ -90,7 +82,7 @@ def _pair(
         batch = batches.get(key)
         if batch is None:
             complaints.append(f"batch {record.batch_id} of epoch {key[0]} was trained, and never handed out")
-        elif trained.setdefault(_place(record), _without(batch, record.masked)).digest != batch.digest:
+        elif trained.setdefault(record.version, _without(batch, record.masked)).digest != batch.digest:
             complaints.append(f"two batches are said to have made version {record.version}")
     return batches, trained
 
@@ -100,17 +92,16 @@ def _without(batch: BatchSeen, masked: Collection[str]) -> BatchSeen:
     return msgspec.structs.replace(batch, items=[item for item in batch.items if item.rollout_id not in masked])
 
 
-def _abandoned(place: Place, batch: BatchSeen, trained: Mapping[Place, BatchSeen]) -> bool:
+def _abandoned(version: WeightVersion, batch: BatchSeen, trained: Mapping[WeightVersion, BatchSeen]) -> bool:
     """A later launch, with another buffer, went on from a checkpoint that was written before this step. That of step s
     is the one of the last learner that made s, and has in its ledger what any learner had trained before."""
-    version, _ = place
     begins: dict[str, WeightVersion] = {}
-    for (other, _), anew in trained.items():
+    for other, anew in trained.items():
         if other.epoch > version.epoch and anew.run_id != batch.run_id:
             begins[anew.run_id] = min(other, begins.get(anew.run_id, other))
     for first in begins.values():
         step = first.step - 1
-        writer = max((made.epoch for made, _ in trained if made.step == step and made.epoch < first.epoch), default=-1)
+        writer = max((made.epoch for made in trained if made.step == step and made.epoch < first.epoch), default=-1)
         if version > WeightVersion(writer, step):
             return True
     return False
@@ -156,11 +147,11 @@ def _tokens(batch: BatchSeen) -> int:
     return sum(end - start for item in batch.items for start, end in item.runs)
 
 
-def _compare_steps(kept: Mapping[Place, BatchSeen], steps: Iterable[Mapping[str, Any]], complaints: list[str]) -> None:
-    """The learner's line of a step tells as many tokens as the batch of that step had, in all its pieces."""
-    tokens = Counter[WeightVersion]()
-    for (version, _), batch in kept.items():
-        tokens[version] += _tokens(batch)
+def _compare_steps(
+    kept: Mapping[WeightVersion, BatchSeen], steps: Iterable[Mapping[str, Any]], complaints: list[str]
+) -> None:
+    """The learner's line of a step tells as many tokens as the batch of that step had."""
+    tokens = {version: _tokens(batch) for version, batch in kept.items()}
     wrong = [
         f"step {row['step']}: the learner trained {row['train/tokens']} tokens, its batch had {n}"
         for row in steps

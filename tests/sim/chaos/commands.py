@@ -116,16 +116,14 @@ def running_proxy(
     *,
     upstream_host: str = "127.0.0.1",
     listen_host: str = "127.0.0.1",
-    shards: int = 1,
     tap: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Generator[Proxy]:
-    """A proxy in front of that port, and of those of further shards. `tap`: where it writes down the batches that pass
+    """A proxy in front of that port. `tap`: where it writes down the batches that pass
     (tests.sim.chaos.tap)."""
     folder = tempfile.mkdtemp(prefix="chaos-")  # a socket's path must be short; a test's own folder may not be
     path = Path(folder) / "control"
     arguments = ["--control", str(path), "--listen", listen_host, "--upstream", f"{upstream_host}:{upstream_port}"]
-    arguments += ["--shards", str(shards)]
     arguments += ["--tap", str(tap)] if tap is not None else []
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.sim.chaos.proxy", *arguments],

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -266,17 +265,6 @@ def marked(*marks: str) -> list[psutil.Process]:
     return found
 
 
-def free_ports(n: int) -> int:
-    """The first of `n` ports in a row that nobody listens at."""
-    while True:
-        first = free_port()
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + n):
-                probe = stack.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", port))
-            return first
-
-
 @contextmanager
 def proxied_run(
     run_dir: Path, arguments: Sequence[str], mark: str, listen_host: str = LOOPBACK
@@ -285,10 +273,9 @@ def proxied_run(
     proxy's tap is RUN.tap beside the run folder. `listen_host`: where workers reach the proxy and the learner; other
     hosts may, and what passes the proxy is not encrypted, because it must read it."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    shards = int(next((one.partition("=")[2] for one in arguments if one.startswith("--buffer.shards=")), 1))
-    port = free_ports(shards)
+    port = free_port()
     tap, environment = run_dir.with_name(f"{run_dir.name}.tap"), {MARK: f"{mark}-proxy"}
-    with running_proxy(port, shards=shards, listen_host=listen_host, tap=tap, environment=environment) as proxy:
+    with running_proxy(port, listen_host=listen_host, tap=tap, environment=environment) as proxy:
         where = [f"--buffer.bind=tcp://{LOOPBACK}:{port}"]
         if listen_host != LOOPBACK:
             where += [f"--buffer.advertise={proxy.address}", "--buffer.encrypt=off"]

@@ -1,12 +1,11 @@
 """A proxy between the workers of a run and its buffer that breaks links on demand.
 
-    python -m tests.sim.chaos.proxy --control SOCKET --listen 127.0.0.1 --upstream 127.0.0.1:PORT [--shards N]
-        [--tap FILE]
+    python -m tests.sim.chaos.proxy --control SOCKET --listen 127.0.0.1 --upstream 127.0.0.1:PORT [--tap FILE]
 
 Says its ZeroMQ endpoint in its first line, then does as the commands on the control socket say
-(tests.sim.chaos.commands). With --shards it stands before as many ports in a row, and listens at as many. One asyncio
-loop; per connection two pumps that pass message by message, so that what is delayed, torn or changed is a whole known
-message; a peer is known from its Hello on. TCP stays TCP: an end of one side, or a reset, ends both.
+(tests.sim.chaos.commands). One asyncio loop; per connection two pumps that pass message by message, so that what is
+delayed, torn or changed is a whole known message; a peer is known from its Hello on. TCP stays TCP: an end of one side,
+or a reset, ends both.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import socket
 import struct
 import time
 from collections import Counter, deque
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -44,9 +42,7 @@ class Connection:
         self,
         down: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         up: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        shard: int,
     ) -> None:
-        self.shard = shard
         self.worker_reader, self.worker_writer = down
         self.buffer_reader, self.buffer_writer = up
         self.name = ""
@@ -112,13 +108,13 @@ class ProxyServer:
 
     # ------------------------------------------------------------------------------------------- connections
 
-    async def accepted(self, shard: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A worker connects to a shard; ends with its link, or with the proxy."""
+    async def accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A worker connects; ends with its link, or with the proxy."""
         self._accepted += 1
         with contextlib.suppress(asyncio.CancelledError):
-            upstream = await self._connect(shard)
+            upstream = await self._connect()
             if upstream is not None:
-                await self._carry(Connection((reader, writer), upstream, shard))
+                await self._carry(Connection((reader, writer), upstream))
         writer.close()
 
     async def _carry(self, connection: Connection) -> None:
@@ -135,12 +131,12 @@ class ProxyServer:
                     self._errors.append(f"{connection.name or 'unknown'}: {result!r}")
             self._connections.discard(connection)
 
-    async def _connect(self, shard: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         deadline_s = time.monotonic() + CONNECT_WAIT_S
         while time.monotonic() < deadline_s:
             with contextlib.suppress(OSError):
                 host, port = self._upstream
-                return await asyncio.open_connection(host, port + shard, limit=READ_LIMIT_BYTES)
+                return await asyncio.open_connection(host, port, limit=READ_LIMIT_BYTES)
             await asyncio.sleep(STEP_S)
         return None
 
@@ -163,7 +159,7 @@ class ProxyServer:
                 if passed.cut:
                     return
                 if is_message(unit) and connection.name:
-                    self._tap.passed(connection.name, unit, connection.shard)
+                    self._tap.passed(connection.name, unit)
 
     async def _greeting(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         """Piece by piece: each side waits for the first bytes of the other before it sends the rest."""
@@ -213,32 +209,16 @@ class ProxyServer:
         return meddle(command.kind, unit, Random(f"{command.seed}-{len(queue)}"))
 
 
-async def listen_in_a_row(proxy: ProxyServer, host: str, n: int) -> tuple[int, list[asyncio.Server]]:
-    """Listen at `n` ports that follow one another. Returns the first."""
-    while True:
-        port, links = 0, list[asyncio.Server]()
-        try:
-            for shard in range(n):
-                accepted = partial(proxy.accepted, shard)
-                links.append(await asyncio.start_server(accepted, host, port and port + shard, limit=READ_LIMIT_BYTES))
-                port = port or links[0].sockets[0].getsockname()[1]
-        except (OSError, OverflowError):  # one of them is taken
-            for one in links:
-                one.close()
-        else:
-            return port, links
-
-
-async def serve(control: Path, listen: str, upstream: tuple[str, int], shards: int, tap: Tap) -> None:
+async def serve(control: Path, listen: str, upstream: tuple[str, int], tap: Tap) -> None:
     proxy = ProxyServer(upstream, tap)
-    port, links = await listen_in_a_row(proxy, listen, shards)
+    links = await asyncio.start_server(proxy.accepted, listen, 0, limit=READ_LIMIT_BYTES)
+    port = links.sockets[0].getsockname()[1]
     commands = await asyncio.start_unix_server(proxy.command_line, control)
     print(f"tcp://{listen}:{port}", flush=True)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await stop.wait()
-    for one in links:
-        one.close()
+    links.close()
     commands.close()
 
 
@@ -247,12 +227,11 @@ def main() -> None:
     parser.add_argument("--control", type=Path, required=True)
     parser.add_argument("--listen", required=True)
     parser.add_argument("--upstream", required=True)
-    parser.add_argument("--shards", type=int, default=1)
     parser.add_argument("--tap", type=Path)
     args = parser.parse_args()
     host, _, port = args.upstream.rpartition(":")
     with contextlib.closing(Tap(args.tap)) as tap:
-        asyncio.run(serve(args.control, args.listen, (host, int(port)), args.shards, tap))
+        asyncio.run(serve(args.control, args.listen, (host, int(port)), tap))
 
 
 if __name__ == "__main__":

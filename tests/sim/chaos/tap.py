@@ -41,8 +41,6 @@ class BatchSeen(msgspec.Struct, frozen=True, tag=True):
     """Digest of ids, masks and log-probs."""
     run_id: str = ""
     """Id of the launch: after --resume, an open rollout is written again under the same name."""
-    shard: int = 0
-    """Of the buffer, which hands out its own piece of each batch."""
 
 
 class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +52,6 @@ class TrainedSeen(msgspec.Struct, frozen=True, tag=True):
     """The buffer's answer."""
     masked: tuple[str, ...] = ()
     """Rollouts that were left out."""
-    shard: int = 0
 
 
 class _Tag(msgspec.Struct):
@@ -85,7 +82,7 @@ class Tap:
         self._run_id = message.run_id if message.role == "learner" else self._run_id
         return message.name
 
-    def passed(self, name: str, unit: Unit, shard: int) -> None:
+    def passed(self, name: str, unit: Unit) -> None:
         """A message of this peer, or to it, was passed on."""
         try:
             for frames in _messages(bodies(unit)[:-1]):
@@ -93,20 +90,20 @@ class Tap:
                 if kind in USEFUL:
                     self.useful_s[name] = time.monotonic()
                 if kind in ("Batch", "BatchTrained", "BatchTrainedAck") and self._file is not None:
-                    self._write(decode(frames), shard)
+                    self._write(decode(frames))
         except (msgspec.DecodeError, IndexError):
             return
 
-    def _write(self, received: Received, shard: int) -> None:
+    def _write(self, received: Received) -> None:
         assert self._file is not None
         match received.message:
             case Batch() as batch if batch.items:
-                self._file.write(msgspec.json.encode(_batch_seen(batch, received, self._run_id, shard)) + b"\n")
+                self._file.write(msgspec.json.encode(_batch_seen(batch, received, self._run_id)) + b"\n")
             case BatchTrained(batch_id, version, masked):
-                seen = TrainedSeen(batch_id, version, masked=masked, shard=shard)
+                seen = TrainedSeen(batch_id, version, masked=masked)
                 self._file.write(msgspec.json.encode(seen) + b"\n")
             case BatchTrainedAck(batch_id, version):
-                self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, True, shard=shard)) + b"\n")
+                self._file.write(msgspec.json.encode(TrainedSeen(batch_id, version, True)) + b"\n")
             case _:
                 pass
 
@@ -124,7 +121,7 @@ def read_tap(file: Path) -> list[BatchSeen | TrainedSeen]:
     return [decoder.decode(line) for line in lines]
 
 
-def _batch_seen(batch: Batch, received: Received, run_id: str, shard: int) -> BatchSeen:
+def _batch_seen(batch: Batch, received: Received, run_id: str) -> BatchSeen:
     digest = hashlib.sha256()
     items: list[ItemSeen] = []
     for index, item in enumerate(batch.items):
@@ -135,4 +132,4 @@ def _batch_seen(batch: Batch, received: Received, run_id: str, shard: int) -> Ba
         edges = np.flatnonzero(np.diff(np.concatenate(([0], train_T != 0, [0]))))
         runs = [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
         items.append(ItemSeen(item.rollout_id, runs, item.spans))
-    return BatchSeen(batch.batch_id, batch.version, batch.staleness, items, digest.hexdigest(), run_id, shard)
+    return BatchSeen(batch.batch_id, batch.version, batch.staleness, items, digest.hexdigest(), run_id)

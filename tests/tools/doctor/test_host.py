@@ -97,14 +97,13 @@ def test_a_disk_without_room_for_the_run(examine: Examine, tmp_path: Path) -> No
         assert [one.status for one in examine("disk", *small, "--learner.keep_checkpoints=100")] == ["warning"]
 
 
-def test_the_room_for_a_journal_grows_with_shards_and_with_what_is_held(case: Make) -> None:
+def test_the_room_for_a_journal_grows_with_what_is_held(case: Make) -> None:
     def journal_mib(*more: str) -> float:
         plain = ("--buffer.journal_log_mb=10", "--buffer.batch_rollouts=64")
         return needed(case(*plain, "--learner.tasks.max_new_tokens=1024", *more).config).journal / (1 << 20)
 
     held_mib = 2 * 64 * 1024 * 12 / (1 << 20)  # the bound is 1
     assert journal_mib() == 20 + held_mib
-    assert journal_mib("--buffer.shards=4") == 4 * 20 + held_mib
     assert journal_mib("--buffer.max_staleness=4") == 20 + held_mib * 5 / 2
     assert journal_mib("--teacher.payload=hidden") == 20 + held_mib * (12 + 1024) / 12
 
