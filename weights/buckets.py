@@ -28,8 +28,6 @@ from stillhouse.weights.manifest import TensorSpec, WeightBucket, WeightManifest
 
 ALIGN_BYTES = 64
 """Alignment of tensors and unit of bucket sizes. Enough for any dtype, and for vector loads."""
-_CHECKED_WORDS = 1 << 17
-"""Words that `place_checksum` takes at a time, so that they stay in the cache."""
 
 
 def aligned(n_bytes: int) -> int:
@@ -239,27 +237,6 @@ def expect_sums(found: Sequence[int], sent: Sequence[int]) -> None:
         raise WeightsRefused(f"checksum differs in buckets {wrong[:8]} of {len(found)}")
 
 
-def checksum_by_place(bucket_b: Tensor) -> Tensor:
-    """As `checksum`, but on every device it depends on the places: two words that are exchanged change it."""
-    return checksum(bucket_b) if bucket_b.device.type == "cpu" else place_checksum(bucket_b)
-
-
 def _xxh3(bucket_b: Tensor) -> int:
     """XXH3 with 64 bits, seed 0, as a signed number."""
     return int.from_bytes(xxh3_64_digest(bucket_b.numpy().data), "big", signed=True)
-
-
-def place_checksum(bucket_b: Tensor) -> Tensor:
-    """Sum of (2 i + 1) * (w XOR (w >> 32)) over the bucket's 8-byte words w at place i, modulo 2^64: int64 scalar on
-    the bucket's device. Unlike `checksum` it depends on the places: any one word that is wrong, and any two that are
-    exchanged, change it. It runs at 4 GB/s on one core."""
-    words = bucket_b.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for first in range(0, words.numel(), _CHECKED_WORDS):
-        piece = words[first : first + _CHECKED_WORDS]
-        width = 1024 if piece.numel() % 1024 == 0 else 8  # buckets are multiples of 64 bytes
-        rows = (piece ^ (piece >> 32)).view(-1, width)
-        by_row, by_column = rows.sum(1), rows.sum(0)
-        at_row, at_column = (torch.arange(sums.numel(), device=words.device) for sums in (by_row, by_column))
-        total += 2 * (width * (by_row * at_row).sum() + (by_column * at_column).sum()) + (2 * first + 1) * by_row.sum()
-    return total

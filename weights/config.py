@@ -20,7 +20,6 @@ PublishDtype: TypeAlias = Literal["auto", SentDtype]
 Staging: TypeAlias = Literal["auto", "device", "host"]
 Place: TypeAlias = Literal["device", "host"]
 """Where the copies to be sent are: next to the originals, or in pinned host memory."""
-DeltaUse: TypeAlias = Literal["auto", "on", "off"]
 
 BUILT_IN: Final = {
     "collective": "stillhouse.weights.transports.servers:collective",
@@ -44,8 +43,6 @@ assume that ranks which say that they are on different hosts are."""
 CPU_BUCKET_BYTES: Final = 64 << 20
 GPU_BUCKET_BYTES: Final = 512 << 20
 """Larger, because each bucket for an SGLang server costs an HTTP request, which 64 MiB over NVLink do not repay."""
-DELTA_MIN_BYTES: Final = 32_000_000
-"""Smaller versions take milliseconds either way, and no measurement would tell which is faster."""
 _NAMES: Final[dict[str, SentDtype]] = {
     **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("float16", "half", "torch.float16"), "float16"),
@@ -78,11 +75,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Dtype in which weights are sent. auto: the dtype of the actors' weights (actor.torch.dtype; for servers that the
     launcher starts on GPUs, --dtype or the student's config.json) if that loses nothing, else keep. keep: the dtype of
     the learner's own weights, float32."""
-    delta: DeltaUse = "auto"
-    """Send only the weights that changed since the version before: in bfloat16 few do in one step, in float32 nearly
-    all. on: whenever the members have the version before. auto: from 32 MB on, when that was faster in this run; each
-    way is measured again every 50 versions. off: send all weights, always. Only for broadcasts to embedded engines;
-    SGLang servers and the transports folder, wire and ipc get all weights."""
     staging: Staging = "auto"
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
@@ -144,10 +136,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
         if self.backend == "nccl" and self.transport in NO_GROUP:
             raise ValueError(
                 f"backend = nccl with transport = {self.transport}, which makes no process group; use backend = auto"
-            )
-        if self.delta == "on" and self.way in NO_GROUP:
-            raise ValueError(
-                f"delta = on with transport = {self.way}, which gives each member all weights; use delta = auto"
             )
         if self.verify == "reload" and self.loads_files:
             raise ValueError(

@@ -24,7 +24,7 @@ from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.manifest import WeightManifest
 
-AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights", "delta_refused"]
+AnswerStatus: TypeAlias = Literal["staged", "broken", "stuck", "refused", "wrong_weights"]
 
 
 class MemberJoined(msgspec.Struct, frozen=True, tag=True):
@@ -126,8 +126,6 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     check: WeightCheck | None = None
     weights: WeightsRef | None = None
     """The version as a file to load; None: it comes as a broadcast, which starts at once, or piece by piece."""
-    base: WeightVersion | None = None
-    """With a broadcast: buckets come as differences from this version (weights.delta). None: whole."""
     shared: bool = False
     """Pieces are not the bytes of the version but its buckets in memory of the learner (SharedBucket)."""
 

@@ -26,10 +26,5 @@ class WeightsDiffer(WeightsRefused):
     """The server accepted all weights that were sent, but computes with others."""
 
 
-class DeltaRefused(WeightsRefused):
-    """The difference that was sent does not lead from the weights that are here to the announced ones. The group is
-    fine: whole weights may follow."""
-
-
 class SnapshotRefused(Exception):
     """The snapshot is missing, is not what its reference says, or cannot be used."""

@@ -20,7 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, Final, Literal, Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
 from stillhouse.protocol.messages import WeightPlan, WeightsRef
 from stillhouse.weights.buckets import BucketLayout, Content
@@ -37,12 +37,11 @@ from stillhouse.weights.control_messages import (
     WeightCheck,
 )
 from stillhouse.weights.deadlines import RoundLimits, kind_of
-from stillhouse.weights.delta import Deltas, DeltaSent
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.manifest import WeightManifest
 from stillhouse.weights.roster import GroupSeat
-from stillhouse.weights.staged_weights import Former, StagedVersion
+from stillhouse.weights.staged_weights import StagedVersion
 from stillhouse.weights.transport import DropReason, RoundResult, TransportSetup
 
 log = logging.getLogger(__name__)
@@ -68,15 +67,6 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class DeltaChannel(Channel, Protocol):
-    """A channel whose members keep what they receive, and apply differences to it."""
-
-    def send_delta(
-        self, round_number: int, layout: BucketLayout, content: Content, former: Former, timeout_s: float
-    ) -> DeltaSent: ...
 
 
 class GroupHost(ABC):
@@ -108,7 +98,6 @@ class GroupHost(ABC):
         self._group: Channel | None = None
         self._seats: tuple[GroupSeat, ...] = ()
         self._layout: BucketLayout | None = None
-        self._deltas = Deltas(setup.config.delta)
 
     @abstractmethod
     def _meet_at(self) -> int:
@@ -169,7 +158,6 @@ class GroupHost(ABC):
             return result
         self._seats = seats
         self._layout = None
-        self._deltas.forget()
         self._round = 0
         held = [message.version for message in joined.values()]
         return RoundResult(behind=newest is not None and any(has is None or has < newest.version for has in held))
@@ -185,45 +173,21 @@ class GroupHost(ABC):
             file = self._file_of(weights)
             kind = kind_of(check) if file is None else "file"
             timeout_s = self.limits.limit_s(kind, weights.n_bytes)
-            former, full = self._deltas.base_of(weights, able=isinstance(self._group, DeltaChannel))
-            layout, header = self._header(weights, check, timeout_s, file, former)
+            layout, header = self._header(weights, check, timeout_s, file)
         except NotSent as unsent:
             return self._failed(str(unsent), {})
         began_s = time.monotonic()
         self._control.send(header)
         error: str | None = None
-        sent: DeltaSent | None = None
         try:
-            if former is not None and isinstance(self._group, DeltaChannel):
-                sent = self._group.send_delta(self._round, layout, weights.content, former, timeout_s)
-            else:
-                self._group.send(self._round, layout, weights.content, timeout_s)
+            self._group.send(self._round, layout, weights.content, timeout_s)
         except (GroupBroken, GroupInterrupted) as broken:
             error = str(broken)
         answers = self._collect(self._seats, MemberAnswer, began_s + timeout_s, error=error)
-        took_s = time.monotonic() - began_s
-        self.limits.took(kind, timeout_s, took_s)
+        self.limits.took(kind, timeout_s, time.monotonic() - began_s)
         has = tuple(self._seats[rank - 1] for rank, answer in answers.items() if answer.status == "staged")
         result = self._conclude(answers, error)
-        result = replace(
-            result,
-            has=has,
-            n_bytes=weights.n_bytes if sent is None else sent.n_bytes,
-            seconds=time.monotonic() - written_s,
-            full=full,
-            delta=sent,
-        )
-        if result.error is None:
-            self._deltas.sent(weights, took_s, delta=sent is not None)
-        refused = [answer.reason for answer in answers.values() if answer.status == "delta_refused"]
-        if sent is None or not refused or not self._stands():
-            return result
-        log.warning("version %s is sent again, whole: %s", weights.version, "; ".join(refused))
-        again = self.publish(weights, check)
-        self._deltas.took(result.seconds + again.seconds, delta=True)
-        return replace(
-            again, full="refused", n_bytes=result.n_bytes + again.n_bytes, seconds=result.seconds + again.seconds
-        )
+        return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - written_s)
 
     def disband(self, reason: str) -> None:
         """End the group. Its members wait for the next plan."""
@@ -287,7 +251,6 @@ class GroupHost(ABC):
         check: WeightCheck | None,
         timeout_s: float,
         file: WeightsRef | None,
-        former: Former | None,
     ) -> tuple[BucketLayout, Round]:
         manifest = weights.manifest
         agreed: Agreed | None = None
@@ -310,7 +273,6 @@ class GroupHost(ABC):
             grace_s=self._config.answer_grace_s,
             check=check,
             weights=file,
-            base=None if former is None else former.version,
         )
         return self._layout, header
 
@@ -325,11 +287,10 @@ class GroupHost(ABC):
         for rank, answer in answers.items():
             if answer.status in ("refused", "stuck", "wrong_weights"):
                 lost[seats[rank - 1]] = answer.status
-            if answer.status not in ("staged", "delta_refused"):
+            if answer.status != "staged":
                 error = error or f"{seats[rank - 1].name}: {answer.reason}"
         if self._stands() and error is None and not lost:
-            refused = any(answer.status == "delta_refused" for answer in answers.values())
-            return RoundResult(error="a difference was refused" if refused else None)
+            return RoundResult()
         return self._failed(error or "not every member confirmed the version in time", lost)
 
     def _collect(
@@ -380,7 +341,7 @@ class GroupHost(ABC):
         match message:
             case MemberAnswer():
                 engines = self._members.kind == "engines"
-                harmless = ("staged", "refused", "delta_refused") if engines else ("staged",)
+                harmless = ("staged", "refused") if engines else ("staged",)
                 fatal = message.status not in harmless
                 return (message.reason or message.status) if fatal else ""
             case MemberReady():

@@ -53,8 +53,6 @@ CLOSE_WAIT_S: Final = 0.3
 """`close` waits this long for the group's threads; a stuck one is abandoned and ends at its deadline."""
 BUFFERS: Final = 2
 """Operations under way at a time."""
-COMPARED: Final = -1
-"""Index of the buffer for the former version's bytes, which are compared and never sent."""
 POLL_S: Final = 0.0005
 """Interval between checks of a GPU operation."""
 WATCHDOG_SLACK_S: Final = 30.0
@@ -282,9 +280,8 @@ class GroupOperations:
         return True
 
     def _buffer(self, index: int, n_bytes: int) -> Tensor:
-        """The buffer for piece `index`, of at least `n_bytes`; the buffers take turns. Index COMPARED has one of its
-        own."""
-        place = index % BUFFERS if index >= 0 else COMPARED
+        """The buffer for piece `index`, of at least `n_bytes`; the buffers take turns."""
+        place = index % BUFFERS
         if place not in self._buffers_b or self._buffers_b[place].numel() < n_bytes:
             self._buffers_b[place] = torch.zeros(n_bytes, dtype=torch.uint8, device=self._device)
         return self._buffers_b[place]

@@ -208,7 +208,6 @@ class Publisher:
                 snapshot_s=self._snapshots.write_s,
                 snapshot_failures_total=self._snapshots.failures_total,
                 dropped_total=self._stats.dropped_total.copy(),
-                full_total=self._stats.full_total.copy(),
                 control_unreadable_total=self._transport.control_unreadable_total,
                 control_refused_total=self._transport.control_refused_total,
             )
@@ -345,7 +344,6 @@ class Publisher:
             self._stats.broadcast_s = result.seconds
             self._stats.broadcast_s_total += result.seconds
             self._stats.broadcast_bytes = result.n_bytes
-            self._count_delta(result)
             self._out(newest.version, result.seconds)
 
     def _learn_from(self, result: RoundResult) -> None:
@@ -368,15 +366,6 @@ class Publisher:
     def _count_dropped(self, by_reason: Counter[DropReason]) -> None:
         with self._changed:
             self._stats.dropped_total.update(by_reason)
-
-    def _count_delta(self, result: RoundResult) -> None:
-        if result.full is not None:
-            with self._changed:
-                self._stats.full_total[result.full] += 1
-        elif result.delta is not None:
-            self._stats.deltas_total += 1
-            self._stats.delta_changed = result.delta.changed
-            self._stats.delta_whole_buckets_total += result.delta.whole_buckets
 
     def _out(self, version: WeightVersion, broadcast_s: float) -> None:
         """Record and announce that every member has this version."""

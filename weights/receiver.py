@@ -38,7 +38,6 @@ from stillhouse.weights.control_messages import (
     Round,
 )
 from stillhouse.weights.errors import (
-    DeltaRefused,
     GroupBroken,
     GroupInterrupted,
     Interrupted,
@@ -70,7 +69,6 @@ class _Figures:
     weight_groups_joined_total: float = 0.0
     weight_groups_broken_total: float = 0.0
     snapshots_refused_total: float = 0.0
-    weight_deltas_refused_total: float = 0.0
     weight_reconnects_total: float = 0.0
     """Connections to the learner that took the place of a broken one."""
 
@@ -292,11 +290,6 @@ class WeightReceiver:
             free = self._sink.settle(header.grace_s / 2)
             answer("broken" if free else "stuck", str(error))
             raise
-        except DeltaRefused as error:
-            self._figures.weight_deltas_refused_total += 1
-            log.warning("%s: version %s is asked for whole: %s", self._name, header.version, error)
-            answer("delta_refused", str(error))
-            return
         except WeightsDiffer as error:
             answer("wrong_weights", str(error))
             raise

@@ -137,51 +137,19 @@ def streams_of(device: torch.device) -> WeightStreams:
     return CudaStreams(device) if device.type == "cuda" else NoStreams()
 
 
-@dataclass(frozen=True, slots=True)
-class Former:
-    """A version whose copies may be replaced by those of a newer one."""
-
-    version: WeightVersion
-    content: Content
-    _staged: StagedVersion
-    _fills: int
-
-    @property
-    def intact(self) -> bool:
-        """All that was read of `content` so far is of this version."""
-        return self._staged.intact(self._fills)
-
-
 class StagedVersion(ABC):
     """The copies of one version after the other."""
 
     def __init__(self) -> None:
         self.version = WeightVersion(0, 0)
-        self._fills = 0
         self.canary: Tensor | None = None
         """The student's log-probs of the canary prompt under these weights (weights.server_checks)."""
 
+    @abstractmethod
     def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
         """Copy the weights, in place of those of another version. Raises ValueError for no tensors, or a name that
         comes twice."""
-        self._fills += 1  # first, so that whoever still compares with the former version notices
-        self._fill(version, named)
-
-    @abstractmethod
-    def _fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None: ...
-
-    def keep(self) -> Former:
-        """The present version, for a comparison with a newer one. It is not protected: the next `fill` may come at any
-        time, also during the comparison. So ask `Former.intact` after each."""
-        return Former(self.version, self._former(), self, self._fills)
-
-    def _former(self) -> Content:
-        """As `content`; when the copies have been replaced, reading it gives any bytes, but neither waits nor fails."""
-        return self.content
-
-    def intact(self, fills: int) -> bool:
-        """Nothing was filled in since `fills` fillings."""
-        return self._fills == fills
+        ...
 
     @abstractmethod
     def wait(self) -> None:
@@ -247,7 +215,7 @@ class StagedWeights(StagedVersion):
         """One per original."""
         self._copied: Mark | None = None
 
-    def _fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
+    def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
         """Copy the tensors one after the other, so that at most one merged or cast tensor exists at a time. On a GPU
         the copies are only queued, between the work that computes the weights and the work that follows."""
         weights = list(named)

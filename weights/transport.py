@@ -29,7 +29,6 @@ from stillhouse.protocol.plugins import load
 from stillhouse.weights.config import WeightsConfig, find_transport
 from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.deadlines import RoundLimits
-from stillhouse.weights.delta import DeltaSent, FullReason
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat
 from stillhouse.weights.snapshot import SnapshotKeeper
@@ -56,9 +55,6 @@ class RoundResult:
     n_bytes: int = 0
     """Bytes sent to each member."""
     seconds: float = 0.0
-    full: FullReason | None = None
-    """Why the version went whole; None: it went as a difference, or the transport does not say."""
-    delta: DeltaSent | None = None
 
 
 @dataclass(slots=True)
@@ -88,13 +84,6 @@ class PublisherStats:
     check_requests_total: int = 0
     """Versions for which SGLang servers were asked for a proof. The actors' `weight_checks_*_total` give the
     results."""
-    deltas_total: int = 0
-    """Versions sent as differences."""
-    delta_changed: float = 0.0
-    """Share of the weights that the newest of them sent."""
-    delta_whole_buckets_total: int = 0
-    full_total: Counter[FullReason] = field(default_factory=Counter[FullReason])
-    """Versions sent whole, by reason."""
 
 
 class Transport(Protocol):

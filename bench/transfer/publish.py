@@ -151,7 +151,7 @@ def measure_publisher(actors: int, named: Named, repeats: int, folder: Path, tim
         announced.set()
 
     # Whole versions: the tensors do not change from step to step, so differences would be empty.
-    config = WeightsConfig(transport=transport, join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S, delta="off")
+    config = WeightsConfig(transport=transport, join_timeout_s=60.0, broadcast_timeout_s=TIMEOUT_S)
     meter = CpuMeter(timings, "publisher", actors, named)
     with (
         ActorFleet(digests=False) as fleet,

@@ -95,12 +95,7 @@ class EmbeddedWeights:
         if self._layout is None or self._layout.manifest != agreed.manifest:
             self._layout = EqualBuckets(agreed.manifest, agreed.bucket_bytes)
         began_s = time.monotonic()
-        round_ = header.number, self._layout, header.timeout_s, header.version
-        named = (
-            self._group.receive(*round_)
-            if header.base is None
-            else self._group.receive_delta(*round_, base=header.base)
-        )
+        named = self._group.receive(header.number, self._layout, header.timeout_s)
         return self._taken(header, named, self._layout.total_bytes, began_s, interrupted)
 
     def _fetch(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember) -> Receipt:

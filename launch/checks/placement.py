@@ -179,7 +179,7 @@ def place_run(
 def shares_memory(config: RunConfig, places: Places) -> bool:
     """Whether weights can go by memory of the one GPU of the learner and all actors, and nothing else is asked for."""
     weights = config.weights
-    asked = weights.transport != "auto" or weights.backend != "auto" or weights.delta == "on"
+    asked = weights.transport != "auto" or weights.backend != "auto"
     asked |= config.launch.share == "turns"  # two buckets would stay on the device, whoever's turn it is
     if asked or weights.adapters == "on" or not is_local(weights.host):
         return False

@@ -62,7 +62,6 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *other_tokenizers(config),
             *engines_for_payloads(config),
             *_transport(config),
-            *_delta_of_servers(config),
             *_ranks_in_plain_text(config),
             *_turns(config),
             *rollouts_that_no_message_holds(config, rows, window),
@@ -297,16 +296,6 @@ def _transport(config: RunConfig) -> Iterator[str]:
     servers = engine_of(config, "actor").servers
     if config.weights.way == "ipc" and servers is not None and not servers.takes_ipc:
         yield f"weights.transport: got ipc with actor.engine = {config.actor.engine}, which has no such way; use auto"
-
-
-def _delta_of_servers(config: RunConfig) -> Iterator[str]:
-    actors = worker_groups(config)[0]
-    if config.weights.delta == "on" and actors.engine.servers is not None:
-        yield (
-            f"weights.delta: got 'on' with {actors.key}.engine = {actors.settings.engine!r}, expected 'auto' or 'off': "
-            "servers load whole tensors from a broadcast and cannot apply a difference (SGLang 0.5.23 has no call for "
-            "it); or use the embedded engine, torch"
-        )
 
 
 def _writing_window(config: RunConfig, student: Path | None) -> int | None:

@@ -152,16 +152,10 @@ class OwnShare:
             self._numbers[stage.slot] = stage.number
             self._changed.notify_all()
 
-    def run(self, slot: int, number: int, timeout_s: float, *, or_newer: bool = False) -> Tensor:
-        """The bytes of the copies, once they are made. `or_newer`: those that are there, if they have been replaced.
-        Raises RanksLost when they are not in time."""
-
-        def made() -> bool:
-            held = self._numbers.get(slot, 0)
-            return held == number or (or_newer and held > number)
-
+    def run(self, slot: int, number: int, timeout_s: float) -> Tensor:
+        """The bytes of the copies, once they are made. Raises RanksLost when they are not in time."""
         with self._changed:
-            if not self._changed.wait_for(made, timeout_s):
+            if not self._changed.wait_for(lambda: self._numbers.get(slot, 0) == number, timeout_s):
                 raise RanksLost(f"copies {number} are not made after {timeout_s:g} s; slots hold {self._numbers}")
         self._staged[slot].wait()
         return self._staged[slot].run_B
@@ -206,16 +200,15 @@ class ShareLink:
 
     # ---------------------------------------------------------------------------------------------- rank 0
 
-    def ask(self, stage: Stage, moves: Sequence[Sequence[Move]], out_b: Tensor, *, or_newer: bool = False) -> None:
-        """Fetch these bytes of the other ranks' shares into `out_b`, on the CPU. `or_newer`: as in `OwnShare.run`.
-        Raises RanksLost."""
+    def ask(self, stage: Stage, moves: Sequence[Sequence[Move]], out_b: Tensor) -> None:
+        """Fetch these bytes of the other ranks' shares into `out_b`, on the CPU. Raises RanksLost."""
         wait = timedelta(seconds=self._timeout_s)
         with self._asking:
             asked: list[tuple[Any, Tensor]] = []
             for rank, wanted in enumerate(moves):
                 if rank and wanted:
                     ranges = torch.tensor([[move.at, move.at + move.n_bytes] for move in wanted])
-                    asked += self._sent(rank, torch.tensor([stage.slot, stage.number, len(wanted), or_newer]))
+                    asked += self._sent(rank, torch.tensor([stage.slot, stage.number, len(wanted)]))
                     asked += self._sent(rank, ranges)
             for rank, wanted in enumerate(moves):
                 if rank and wanted:
@@ -237,7 +230,7 @@ class ShareLink:
             return
         for rank in range(1, self._mesh.shares):
             try:
-                for sending, _ in self._sent(rank, torch.tensor([_STOP, 0, 0, 0])):
+                for sending, _ in self._sent(rank, torch.tensor([_STOP, 0, 0])):
                     sending.wait(timedelta(seconds=self._timeout_s))
             except RuntimeError as error:  # it is gone
                 log.warning("rank %d could not be told that no more weights are sent: %s", rank, error)
@@ -277,14 +270,14 @@ class ShareLink:
             log.error("rank %d sends no more weights: %s", self._rank, error)
 
     def _answered(self, share: OwnShare) -> bool:
-        header = torch.empty(4, dtype=torch.int64)
+        header = torch.empty(3, dtype=torch.int64)
         self._group.recv([header], 0, 0).wait()
-        slot, number, n_ranges, or_newer = (int(value) for value in header)
+        slot, number, n_ranges = (int(value) for value in header)
         if slot == _STOP:
             return False
         ranges = torch.empty((n_ranges, 2), dtype=torch.int64)
         self._group.recv([ranges], 0, 0).wait(timedelta(seconds=self._timeout_s))
-        run_B = share.run(slot, number, self._timeout_s, or_newer=bool(or_newer))
+        run_B = share.run(slot, number, self._timeout_s)
         pieces = [run_B[low:high] for low, high in cast(list[list[int]], ranges.tolist())]
         part_b = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         self._group.send([part_b.cpu()], 0, 0).wait(timedelta(seconds=self._timeout_s))
@@ -321,7 +314,7 @@ class StagedByRanks(StagedVersion):
     def content(self) -> Content:
         return self
 
-    def _fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
+    def fill(self, version: WeightVersion, named: Iterable[tuple[str, Weight]]) -> None:
         """Have all ranks copy their shares; `named`: those of this rank."""
         weights = list(named)
         self._stage = self._ranks.announce(self._stage)
@@ -333,50 +326,29 @@ class StagedByRanks(StagedVersion):
         self.version = version
 
     def wait(self) -> None:
-        self._own_run(self._stage)
+        self._own_run()
 
     def in_place(self, layout: BucketLayout) -> Tensor | None:
         return None
 
     def read(self, layout: BucketLayout, start: int, end: int, out_b: Tensor) -> None:
         """As in `Content`. Raises RanksLost."""
-        self.read_stage(self._stage, layout, start, end, out_b)
-
-    def read_stage(
-        self, stage: Stage, layout: BucketLayout, start: int, end: int, out_b: Tensor, *, or_newer: bool = False
-    ) -> None:
-        """`read`, of copies that may have been replaced by newer ones if `or_newer`."""
         if out_b.device.type != "cpu":
             if self._bucket_b.numel() < end - start:
                 self._bucket_b = torch.empty(end - start, dtype=torch.uint8)
-            self.read_stage(stage, layout, start, end, self._bucket_b, or_newer=or_newer)
+            self.read(layout, start, end, self._bucket_b)
             out_b[: end - start].copy_(self._bucket_b[: end - start])
             return
         if self._shares is None:
             raise RuntimeError("nothing is staged")
         moves = self._shares.moves(self._run or layout, start, end)
-        self._ranks.link.ask(stage, moves, out_b, or_newer=or_newer)
-        run_B = self._own_run(stage, or_newer=or_newer)
+        self._ranks.link.ask(self._stage, moves, out_b)
+        run_B = self._own_run()
         for at, to, n_bytes in moves[0]:
             out_b[to : to + n_bytes].copy_(run_B[at : at + n_bytes])
 
-    def _own_run(self, stage: Stage, *, or_newer: bool = False) -> Tensor:
-        return self._ranks.share.run(stage.slot, stage.number, 0.0, or_newer=or_newer)
-
-    def _former(self) -> Content:
-        return _FormerShares(self, self._stage)
-
-
-class _FormerShares:
-    def __init__(self, staged: StagedByRanks, stage: Stage) -> None:
-        self._staged, self._stage = staged, stage
-
-    def in_place(self, layout: BucketLayout) -> Tensor | None:
-        return None
-
-    def read(self, layout: BucketLayout, start: int, end: int, out_b: Tensor) -> None:
-        """As in `Content`. Raises RanksLost."""
-        self._staged.read_stage(self._stage, layout, start, end, out_b, or_newer=True)
+    def _own_run(self) -> Tensor:
+        return self._ranks.share.run(self._stage.slot, self._stage.number, 0.0)
 
 
 class StagingByRanks:

@@ -164,7 +164,7 @@ def weight_figures(stats: PublisherStats) -> dict[str, float]:
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
     dropped = {f"dropped_{reason}_total": float(n) for reason, n in stats.dropped_total.items()}
-    return figures | dropped | {f"full_{reason}_total": float(n) for reason, n in stats.full_total.items()}
+    return figures | dropped
 
 
 def _doubt_the_teacher(teacher_logprob: float, uniform_logprob: float) -> None:

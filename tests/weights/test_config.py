@@ -67,7 +67,7 @@ def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> No
     assert WeightsConfig(host="10.0.0.1", allow_plain_network=True).way == "collective"
 
 
-@pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload"), ("delta", "on")])
+@pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload")])
 def test_what_no_process_group_can_do_is_refused(field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{field} = {value} with transport = wire"):
         msgspec.convert({"transport": "wire", field: value}, WeightsConfig)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 
-from stillhouse.weights.delta import DeltaSent
 from stillhouse.weights.group_operations import GroupOperations
-from stillhouse.weights.transports.collective import WeightGroup
 from tests.sim.weights.group_campaign import Kind, run_campaign
 
 
@@ -17,20 +14,6 @@ from tests.sim.weights.group_campaign import Kind, run_campaign
 def test_the_newest_version_reaches_all_who_live_after_each_of_20_faults(kind: Kind) -> None:
     verdict = run_campaign(kind, 20, seed=3)
     assert verdict.struck.total() >= 20
-    assert not verdict.findings, verdict
-
-
-def test_it_does_so_too_where_versions_come_as_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The faults strike inside differences; after each, the new group gets all weights."""
-    honest, begun = WeightGroup.send_delta, list[int]()
-
-    def counted(group: WeightGroup, round_number: int, *rest: Any) -> DeltaSent:
-        begun.append(round_number)
-        return honest(group, round_number, *rest)
-
-    monkeypatch.setattr(WeightGroup, "send_delta", counted)
-    verdict = run_campaign("engines", 20, seed=3, delta="on")
-    assert verdict.struck.total() >= 20 and len(begun) >= 10 and verdict.deltas >= 1
     assert not verdict.findings, verdict
 
 

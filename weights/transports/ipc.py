@@ -32,7 +32,7 @@ from stillhouse.weights.group_host import GroupHost, NotSent
 from stillhouse.weights.manifest import WeightManifest
 from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.shared_memory import Loans, NoSharedMemory, shareable
-from stillhouse.weights.staged_weights import Former, StagedVersion
+from stillhouse.weights.staged_weights import StagedVersion
 from stillhouse.weights.transport import TransportSetup
 from stillhouse.weights.wire import SLOTS
 
@@ -166,9 +166,8 @@ class IpcTransport(GroupHost):
         check: WeightCheck | None,
         timeout_s: float,
         file: WeightsRef | None,
-        former: Former | None,
     ) -> tuple[BucketLayout, Round]:
-        layout, header = super()._header(weights, check, timeout_s, file, former)
+        layout, header = super()._header(weights, check, timeout_s, file)
         n_bytes = aligned(layout.largest_bytes)
         try:
             while len(self._slots) < min(SLOTS, layout.n_buckets):

@@ -110,12 +110,6 @@ def test_ranks_on_several_hosts_must_be_allowed_to_talk_in_plain_text() -> None:
     assert "the weight group and the learner's ranks accept any client" in told
 
 
-def test_changes_of_weights_are_not_sent_to_servers() -> None:
-    (told,) = mistakes(weights={"delta": "on"}, actor={"engine": "sglang"})
-    assert told.startswith("weights.delta: got 'on' with actor.engine = 'sglang', expected 'auto' or 'off': servers")
-    assert mistakes(weights={"delta": "on"}) == mistakes(actor={"engine": "sglang"}) == []
-
-
 def environments(**environment: Any) -> dict[str, Any]:
     return {"actor": {"environments": {"mine": environment}}, "learner": {"tasks": {"env": "mine"}}}
 

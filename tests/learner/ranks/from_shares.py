@@ -170,8 +170,6 @@ def of_versions(ranks: ProcessGroup, trainer: Trainer, case: Case) -> dict[str, 
             publish(3, "actor-0", "actor-2")
             publish(4, "actor-0", "actor-2")
             assert learner.publisher.stats.failed_groups_total > 0, "nobody died in the middle"
-        if case.weights.get("delta") == "on":
-            assert learner.publisher.stats.deltas_total >= 1, learner.publisher.stats
         assert learner.announced == sorted(set(learner.announced)), learner.announced
     return found
 
@@ -295,7 +293,6 @@ def staged_by(staging: Staging, members: GroupMembers = EMBEDDED) -> StagedByRan
 CASES: Final[dict[str, Case]] = {
     "plain": Case(of_versions),
     "untied, in bfloat16": Case(of_versions, student={"tied": False}, weights={"dtype": "bfloat16"}),
-    "differences": Case(of_versions, weights={"dtype": "bfloat16", "delta": "on"}),
     "adapters": Case(of_versions, lora=True),
     "files": Case(of_versions, weights={"transport": "folder"}),
     "wire": Case(of_versions, weights={"transport": "wire"}),

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, cast
 from unittest.mock import patch
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.weights import ServerWeights
 from stillhouse.engines.torch.weights import EmbeddedWeights
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
-from stillhouse.weights.config import DeltaUse, WeightsConfig
+from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.publisher import Publisher, PublisherFailed
 from stillhouse.weights.receiver import WeightReceiver
@@ -156,7 +155,6 @@ class Verdict:
     rebuilds: int = 0
     failed_groups: int = 0
     announced: int = 0
-    deltas: int = 0
     findings: list[str] = field(default_factory=list[str])
 
     def __str__(self) -> str:
@@ -186,7 +184,7 @@ class _Counts(logging.Handler):
 class Campaign:
     """One publisher and its members."""
 
-    def __init__(self, kind: Kind, seed: int, folder: Path, fabric: Fabric, delta: DeltaUse) -> None:
+    def __init__(self, kind: Kind, seed: int, folder: Path, fabric: Fabric) -> None:
         self._kind: Kind = kind
         self._random = random.Random(seed)
         self._fabric = fabric
@@ -196,7 +194,7 @@ class Campaign:
         self.verdict = Verdict(kind, seed, fabric.struck)
         self._members = {name: self._start(name) for name in (f"actor-{index}" for index in range(N_MEMBERS))}
         self._publisher = Publisher(
-            msgspec.structs.replace(CONFIG, delta=delta),
+            CONFIG,
             snapshot_dir=folder,
             post_plan=self._post_plan,
             published=self._published,
@@ -214,7 +212,7 @@ class Campaign:
         stats = self._publisher.stats
         self.verdict.dropped = {str(reason): n for reason, n in stats.dropped_total.items()}
         self.verdict.rebuilds, self.verdict.failed_groups = stats.rebuilds_total, stats.failed_groups_total
-        self.verdict.announced, self.verdict.deltas = len(self._announced), stats.deltas_total
+        self.verdict.announced = len(self._announced)
         if self._announced != sorted(set(self._announced)):
             self.verdict.findings.append("versions were not announced once each, in their order")
         if self._fabric.ended:
@@ -314,13 +312,13 @@ class Campaign:
         self._announced.append(version)
 
 
-def run_campaign(kind: Kind, faults: int, seed: int, delta: DeltaUse = "off") -> Verdict:
-    """See the module. `delta`: as `weights.delta`."""
+def run_campaign(kind: Kind, faults: int, seed: int) -> Verdict:
+    """See the module."""
     torch.set_num_threads(1)
     fabric = Fabric()
     counts = _Counts()
     with _nccl_like(fabric), _quiet(counts), tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(kind, seed, Path(folder), fabric, delta)
+        campaign = Campaign(kind, seed, Path(folder), fabric)
         try:
             verdict = campaign.run(faults)
         finally:
