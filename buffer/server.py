@@ -11,7 +11,9 @@ A process that dies in the first two phases is started again with the same argum
 at the address where its peers look for it.
 
 Files in the run's folder: `buffer.json` (BufferAddress) once the server listens, `ledger.json` (the final Snapshot) at
-the end, both written atomically, and `journal/` until ledger.json is there."""
+the end, both written atomically, and `journal/` until ledger.json is there.
+
+One process serves the whole run (docs/decisions/removed-features.md)."""
 
 from __future__ import annotations
 

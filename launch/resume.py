@@ -1,10 +1,10 @@
 """Checks, before the run folder is touched, whether a run can resume, and from which checkpoint.
 
-A run resumes from its newest intact checkpoint, in its folder or in its store (`store`), from which that is copied. If
-it has checkpoints but none is intact, it is refused: starting anew would throw away what was trained. A checkpoint is a
-position in one stream of tasks, identified by the prompts, the rows held out of them, the order and the seed; and it
-has a value head if the advantage needed one. The learner refuses another stream, or a missing head. It is checked here
-first, so that the run's former configuration stays as it is.
+A run resumes from the newest intact checkpoint in its folder. If it has checkpoints but none is intact, it is refused:
+starting anew would throw away what was trained. A checkpoint is a position in one stream of tasks, identified by the
+prompts, the rows held out of them, the order and the seed; and it has a value head if the advantage needed one. The
+learner refuses another stream, or a missing head. It is checked here first, so that the run's former configuration
+stays as it is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,10 @@ from stillhouse.learner.checkpoints.files import (
     go_on_from,
     set_aside,
 )
-from stillhouse.learner.checkpoints.stored import go_on_from_store
 from stillhouse.learner.objectives.options import TokenAdvantage
 from stillhouse.learner.prompts.config import n_held_out
 from stillhouse.learner.prompts.data import open_prompts
 from stillhouse.learner.prompts.records import DataError
-from stillhouse.protocol.object_store import StoreError
 
 
 class StreamIdentity(msgspec.Struct, frozen=True):
@@ -60,12 +58,9 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     learner does so in any case). Raises ConfigError, naming files or keys, when no checkpoint is intact, or when the
     newest intact one belongs to another stream of tasks or lacks the value head."""
     try:
-        root = folder / CHECKPOINTS
-        found = go_on_from_store(root, config.store) if config.store else go_on_from(root)
+        found = go_on_from(folder / CHECKPOINTS)
     except NoneUsable as error:
         raise ConfigError(*str(error).splitlines()) from error
-    except StoreError as error:
-        raise ConfigError(f"store: {error}; to go on from the run's folder alone: --store ''") from error
     checkpoint = found.path
     if checkpoint is None:
         return found
@@ -97,8 +92,7 @@ def describe_resumed(found: FoundCheckpoint) -> list[str]:
 
 def set_damaged_aside(found: FoundCheckpoint) -> list[str]:
     """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
-    here = [skipped.path for skipped in found.damaged if not skipped.in_store]
-    return [f"{path} is kept as {set_aside(path)}" for path in here]
+    return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
 
 
 def _differences(

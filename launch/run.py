@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -37,10 +38,8 @@ from stillhouse.launch.report.summary import add_teachers, write_summary
 from stillhouse.launch.report.summary_table import print_summary
 from stillhouse.launch.report.teacher_accuracy import evaluate_teachers, longest_s, measured_teachers
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
-from stillhouse.launch.runfolder import RunFolder, choose_path, unwritable
+from stillhouse.launch.runfolder import RunFolder, choose_path, resumes, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
-from stillhouse.launch.store_guard import StoreGuard, held_store
-from stillhouse.launch.stored_run import bring_run, check_store, put_end, put_run
 from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
@@ -63,9 +62,8 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         if line.version:
             print(f"stillhouse {_version()}")
             return 0
-        line, brought = bring_run(line)
-        if brought:
-            print(f"stillhouse: {brought}", file=sys.stderr)
+        if line.resume_or_start:
+            line = replace(line, resume=resumes(line.run_dir, line.name))
         if is_staged(line):
             return run_stages(line)
         with ExitStack() as stack:
@@ -95,7 +93,6 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     """Check everything, and start the run unless only the check was asked for."""
     checked = preflight.check(config, pretended_machine(line.gpus) if line.gpus else None)
     check_recorded(checked.config, resume=line.resume)
-    check_store(checked.config, resume=line.resume)
     path = choose_path(line.run_dir, resume=line.resume, name=line.name)
     here = not line.gpus and config.launch.backend == "local"
     findings, refusing = examined(Case(checked.config, path, checked), here=here)
@@ -115,8 +112,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     for finding in findings:
         if finding.status in ("warning", "failed"):
             print(f"stillhouse: warning: {finding.text()}", file=sys.stderr)
-    with held_store(checked.config, path if line.resume else line.run_dir, resume=line.resume) as store:
-        return _launch(line, checked, make_backend, began_s, store)
+    return _launch(line, checked, make_backend, began_s)
 
 
 def _found(line: CommandLine, config: RunConfig) -> FoundCheckpoint:
@@ -126,9 +122,7 @@ def _found(line: CommandLine, config: RunConfig) -> FoundCheckpoint:
     return check_resumed(config, folder, read_prompts=line.check)
 
 
-def _launch(
-    line: CommandLine, checked: Checked, make_backend: MakeBackend, began_s: float, store: StoreGuard | None
-) -> int:
+def _launch(line: CommandLine, checked: Checked, make_backend: MakeBackend, began_s: float) -> int:
     found = _found(line, checked.config)
     with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
         config = _recorded_in(checked.config, folder.path)
@@ -141,7 +135,7 @@ def _launch(
             servers=checked.servers.plans,
             placement=checked.servers.placement,
         )
-        return run(plan, folder, found=found, make_backend=make_backend, store=store)
+        return run(plan, folder, found=found, make_backend=make_backend)
 
 
 def _recorded_in(config: RunConfig, folder: Path) -> RunConfig:
@@ -156,21 +150,16 @@ def run(
     *,
     found: FoundCheckpoint = NOTHING_FOUND,
     make_backend: MakeBackend = LocalProcesses,
-    store: StoreGuard | None = None,
 ) -> int:
     """Run in an open folder and write summary.json there, whatever happens. `found`: the checkpoint that a resumed run
-    continues from. `store`: held by this launch, if the run has one. Returns the exit code."""
+    continues from. Returns the exit code."""
     config = plan.config
     try:
         write_config(config, folder.config_path)
         folder.keep_keys(own_workers(config), encrypted=config.buffer.encrypted)
         folder.log_launcher()
-        if store is not None:
-            store.owner.keep(folder.path)
     except OSError as error:
         raise unwritable(folder.path, error) from error
-    if store is not None:
-        put_run(store.owner, folder)
     status = make_status(config.launch.status, config.launch.status_every_s)
     if config.launch.prometheus:
         from stillhouse.launch.report.prometheus import PublishedStatus
@@ -185,14 +174,12 @@ def run(
     if plan.placement.text:
         status.say(plan.placement.text)
     evaluate_teachers(config, folder, status.say)
-    supervisor = RunSupervisor(plan, folder, status, backend, store=store)
+    supervisor = RunSupervisor(plan, folder, status, backend)
     first_step = found.version.step if plan.resume and found.version is not None else 0
     summary = write_summary(
         config, folder, supervisor.run(), first_step=first_step, gpus=len(plan.placement.places.gpus)
     )
     folder.finish(summary.exit_code)
-    if store is not None:
-        put_end(store.owner, folder)
     if summary.ok and any(point.accuracy_sampled is not None for point in summary.eval):
         try:
             measured = measured_teachers(config, folder, longest_s(summary.wall_s), status.say)

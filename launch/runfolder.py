@@ -3,7 +3,6 @@
 runs/<name>/   config.yaml    the resolved configuration; another run can be started from it
                run.json       RunRecord: run id, state, exit code
                lock           held by the launcher as long as it lives
-               store.json     in a run with a store: by which token this launch holds it (protocol.store_owner)
                keys/          for the encrypted links (protocol.keys); missing when links are not encrypted
                logs/          <role>-<i>.log, forkserver.log, launcher.log
                buffer.json    where the buffer listens
@@ -196,6 +195,14 @@ def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:
     if not chosen.is_dir():
         raise LaunchError(f"--resume: {chosen} does not exist; name the run with --run-dir DIR")
     return chosen.resolve()
+
+
+def resumes(path: Path | None, name: str) -> bool:
+    """With --resume-or-start: whether the run is there. Raises ConfigError where no folder is named."""
+    named = path or (RUNS / name if name else None)
+    if named is None:
+        raise ConfigError("--resume-or-start: which run? expected --run-dir DIR or --name NAME, too")
+    return (named / "run.json").exists()
 
 
 def find_run(named: str, command: str) -> Path:

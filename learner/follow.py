@@ -1,8 +1,8 @@
 """Ranks above 0: they make the calls that rank 0 announces, each with its own share of the parameters.
 
 They have no link to the buffer and no clock. They read the student's files and a checkpoint's, and write their shares
-of new checkpoints; on other hosts from and into the run's store, if it has one. Whatever fails here, but for that
-writing, ends the process, and the elastic launcher then ends the others (launch.workers.ranks)."""
+of new checkpoints. Whatever fails here, but for that writing, ends the process, and the elastic launcher then ends the
+others (launch.workers.ranks)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ import msgspec
 import torch
 
 from stillhouse.learner.batch import BatchError
-from stillhouse.learner.checkpoints.files import CHECKPOINTS
 from stillhouse.learner.checkpoints.resume import first_trainer
-from stillhouse.learner.checkpoints.stored import StoredCheckpoints
 from stillhouse.learner.checkpoints.writer import ShareWriter
 from stillhouse.learner.ranks.group import Announced, ProcessGroup
 from stillhouse.learner.ranks.messages import RanksBegin, load_items
@@ -26,7 +24,6 @@ from stillhouse.learner.ranks.staging import OwnShare, Stage
 from stillhouse.learner.run_config import LearnerRunConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.context import ExitCode, RoleContext
-from stillhouse.protocol.object_store import Store
 from stillhouse.weights.staged_weights import streams_of, tensor_of
 
 log = logging.getLogger(__name__)
@@ -39,17 +36,15 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: ProcessGroup) -> int:
     first = next(announced)
     if first.call == "end":
         return ExitCode.OK
-    store = Store(ctx.config.store) if ctx.config.store and ranks.elsewhere else None
-    trainer = _trainer(ctx, msgspec.json.decode(first.payload, type=RanksBegin), ranks, store)
-    follow(trainer, ranks, announced, store)
+    follow(_trainer(ctx, msgspec.json.decode(first.payload, type=RanksBegin), ranks), ranks, announced)
     return ExitCode.OK
 
 
-def follow(trainer: Trainer, ranks: ProcessGroup, announced: Iterator[Announced], store: Store | None = None) -> None:
-    """Make the announced calls. `store`: where checkpoints are, on a host that does not see the run's folder."""
+def follow(trainer: Trainer, ranks: ProcessGroup, announced: Iterator[Announced]) -> None:
+    """Make the announced calls."""
     share = OwnShare(streams_of(trainer.model.device), ranks.rank, ranks.mesh)
     ranks.shares.serve(share)
-    writer = ShareWriter(ranks, store)
+    writer = ShareWriter(ranks)
     for call, payload in announced:
         match call:
             case "step":
@@ -75,13 +70,9 @@ def follow(trainer: Trainer, ranks: ProcessGroup, announced: Iterator[Announced]
                 raise RuntimeError("rank 0 announced a second beginning")
 
 
-def _trainer(
-    ctx: RoleContext[LearnerRunConfig], beginning: RanksBegin, ranks: ProcessGroup, store: Store | None
-) -> Trainer:
+def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: RanksBegin, ranks: ProcessGroup) -> Trainer:
     config = ctx.config
     checkpoint = None if beginning.checkpoint is None else Path(beginning.checkpoint)
-    if store is not None and beginning.version is not None:
-        checkpoint = StoredCheckpoints(store).fetch_version(ctx.run_dir / CHECKPOINTS, beginning.version)
     vocab_tokens = beginning.vocab_tokens
     trainer, _ = first_trainer(config, checkpoint, vocab_tokens=vocab_tokens, ranks=ranks, verified=True)  # by rank 0
     return trainer

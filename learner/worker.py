@@ -21,7 +21,6 @@ from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError
 from stillhouse.learner.checkpoints.resume import first_trainer
 from stillhouse.learner.checkpoints.staging import stage_checkpoint
-from stillhouse.learner.checkpoints.stored import EXPORT, OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
 from stillhouse.learner.device_turns import LearnerTurns
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
@@ -57,8 +56,6 @@ from stillhouse.protocol.messages import (
     WeightsRef,
     WeightVersion,
 )
-from stillhouse.protocol.object_store import Store
-from stillhouse.protocol.store_owner import StoreOwner
 from stillhouse.protocol.turns import Turn
 from stillhouse.recording.format import FORMAT, RecordError, RecordHeader, config_digest
 from stillhouse.recording.writer import BatchRecorder
@@ -71,6 +68,7 @@ from stillhouse.weights.server_checks import LearnerCanary
 log = logging.getLogger(__name__)
 
 SNAPSHOTS: Final = "weights"
+EXPORT: Final = "export"
 TEACHER_SNAPSHOTS: Final = "teacher_weights"
 """Folder of the snapshots of the student's moving average (learner.ema)."""
 FLUSH_TIMEOUT_S: Final = 5.0
@@ -118,14 +116,9 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
         welcome = client.connect()
         noted = newest_epoch(ctx.run_dir) if ctx.resume else None
         version = first_version(start.version, welcome.version, noted, resume=ctx.resume)
-        stored = None
-        if ctx.config.store:
-            owner = StoreOwner.of_folder(ctx.run_dir, ctx.config.store)
-            version = WeightVersion(owner.begin_epoch(version.epoch), version.step)
-            stored = OwnedCheckpoints(owner)
         stop = stack.enter_context(StopRequest())
         try:
-            parts = _make_parts(ctx, start, client, version, stack, stop, stored, turn)
+            parts = _make_parts(ctx, start, client, version, stack, stop, turn)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
@@ -150,8 +143,6 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     config, learner = ctx.config, ctx.config.learner
     found = checkpoint_to_resume(ctx.run_dir) if ctx.resume else None
     checkpoint = found.path if found else None
-    if checkpoint is not None and config.store:
-        _put_former(ctx, checkpoint)
     if ctx.resume:
         log.info("resuming from %s", checkpoint or "step 0: there is no checkpoint yet")
     prompts = load_prompts(learner.tasks, config.environments)
@@ -202,18 +193,6 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     return LearnerStart(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 
-def _put_former(ctx: RoleContext[LearnerRunConfig], checkpoint: Path) -> None:
-    """Put the checkpoint that the run goes on from into the store, if the last launch died before it had. Ranks on
-    other hosts need it there; otherwise a failure is only logged."""
-    try:
-        owned = OwnedCheckpoints(StoreOwner.of_folder(ctx.run_dir, ctx.config.store))
-        owned.add(checkpoint, keep=ctx.config.learner.keep_checkpoints, former=True)
-    except OSError as error:
-        if ctx.config.learner.hosts > 1:
-            raise
-        log.error("%s could not be put into the store: %s", checkpoint, error)
-
-
 def first_version(
     checkpoint: WeightVersion | None, buffers: WeightVersion, noted_epoch: int | None, *, resume: bool
 ) -> WeightVersion:
@@ -233,7 +212,6 @@ def _make_parts(
     version: WeightVersion,
     stack: ExitStack,
     stop: StopRequest,
-    stored: OwnedCheckpoints | None,
     turn: Turn | None,
 ) -> LearnerParts:
     """The parts of the loop, which `stack` closes. Raises RecordError for a recording of another run."""
@@ -250,9 +228,9 @@ def _make_parts(
     account = AccountWriter(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
     ema = _student_ema(ctx, start, client, account.average_failed)
     checkpoints = CheckpointWriter(
-        partial(_stage, ctx, start, ema, progress, stored),
+        partial(_stage, ctx, start, ema, progress),
         progress,
-        saved=partial(_saved, ctx, start, progress, account, stored),
+        saved=partial(_saved, ctx, start, progress, account),
         failed=account.write,
         keep_waiting=start.trainer.ranks.world_size == 1,
     )
@@ -287,7 +265,6 @@ def _stage(
     start: LearnerStart,
     ema: StudentEma | None,
     progress: LearnerProgress,
-    stored: OwnedCheckpoints | None,
     version: WeightVersion,
     snapshot: Snapshot | None,
 ) -> Write:
@@ -302,7 +279,6 @@ def _stage(
         ema=ema,
         ledger=snapshot.ledger if snapshot is not None else None,
         metrics=progress.last,
-        stored=stored,
     )
 
 
@@ -311,12 +287,11 @@ def _saved(
     start: LearnerStart,
     progress: LearnerProgress,
     account: AccountWriter,
-    stored: OwnedCheckpoints | None,
     version: WeightVersion,
 ) -> None:
     account.write()
     if start.trainer.adapters is not None and version.step == ctx.config.steps:
-        _export(ctx, start, progress, version, stored)
+        _export(ctx, start, progress)
 
 
 def _evaluation(
@@ -337,10 +312,8 @@ def _export(
     ctx: RoleContext[LearnerRunConfig],
     start: LearnerStart,
     progress: LearnerProgress,
-    version: WeightVersion,
-    stored: OwnedCheckpoints | None,
 ) -> None:
-    """Write what the run leaves. If the store cannot take it, that is counted as a failed checkpoint."""
+    """Write what the run leaves."""
     from stillhouse.learner.export import export, from_checkpoint  # load peft
 
     trainer, out = start.trainer, ctx.run_dir / EXPORT
@@ -350,11 +323,6 @@ def _export(
     else:
         exported = export(trainer.adapters, start.tokenizer, out)
     log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
-    if stored is not None:
-        try:
-            stored.add_export(out, version)
-        except OSError as error:
-            progress.checkpoint_failed(f"{out} could not be put into the store: {error}")
 
 
 def _make_publisher(
@@ -383,7 +351,6 @@ def _make_publisher(
     return Publisher(
         publish,
         snapshot_dir=ctx.run_dir / SNAPSHOTS,
-        store=Store(config.store) if config.store else None,
         post_plan=post_plan,
         published=published,
         expected_actors=config.actors,
@@ -417,11 +384,7 @@ def _student_ema(
     def send(ref: WeightsRef) -> None:
         client.send(TeacherWeights(pool=config.pool, weights=ref))
 
-    store = Store(ctx.config.store) if ctx.config.store else None
-    folder = ctx.run_dir / TEACHER_SNAPSHOTS
-    in_step = ctx.config.buffer.max_staleness == 0
-    weights = start.trainer.weights()
-    ema = StudentEma(config, weights, folder=folder, send=send, store=store, in_step=in_step, failed=failed)
+    ema = StudentEma(config, start.trainer.weights(), folder=ctx.run_dir / TEACHER_SNAPSHOTS, send=send, failed=failed)
     if start.version is not None:
         ema.load_state_dict(start.average)
     return ema

@@ -46,10 +46,10 @@ SLOW_FILES: Final = (
 """Soaks, campaigns, what kills and stops whole launchers, and what writes or scores with models for many seconds."""
 LONGEST: Final = (
     *("launch/render/test_slurm.py", "launch/ray", "chaos", "hosts", "learner/ranks"),
-    *("integration/test_attribution.py", "integration/test_learner_ranks.py", "integration/test_store.py"),
+    *("integration/test_attribution.py", "integration/test_learner_ranks.py"),
     *("weights/test_group_faults.py", "learner/checkpoints", "tools/doctor", "launch/test_recovery.py"),
     *("sglang", "vllm", "integration"),
-    *("launch/workers", "launch/servers", "launch/test_terminal.py", "replay", "protocol/test_store_owner.py"),
+    *("launch/workers", "launch/servers", "launch/test_terminal.py", "replay"),
     *("actors/sandbox", "engines/torch/test_model_caches.py", "launch/checks", "launch/config"),
 )
 """Files and folders that begin first, because they take long: one that begins last would run alone."""

@@ -18,7 +18,6 @@ SHORT: Final = (
     "integration/test_synchronous.py::test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop[collective]",
     "integration/test_replay.py::test_a_replay_makes",
     "integration/test_join.py::test_workers_join",
-    "integration/test_store.py::test_a_run_goes_on_in_an_empty_folder",
     "buffer/test_buffer_sim.py::test_twenty_thousand_random_events_break_nothing[7]",
     "buffer/test_kill.py::test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing[2-1]",
     "buffer/test_memory.py::test_no_container_of_the_state_grows_with_the_rollouts[deadline]",

@@ -32,7 +32,6 @@ import torch
 
 from stillhouse.protocol.keys import ServerKeys
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.protocol.turns import POLL_S, Turn
 from stillhouse.tracing import events
 from stillhouse.weights.config import Place, WeightsConfig, bucket_size, sent_dtype, staged_in
@@ -69,7 +68,6 @@ class Publisher:
         config: WeightsConfig,
         *,
         snapshot_dir: Path,
-        store: Store | None = None,
         post_plan: Callable[[WeightPlan], None],
         published: Callable[[WeightVersion, float], None],
         expected_actors: int = 0,
@@ -82,8 +80,7 @@ class Publisher:
         turn: Turn | None = None,
     ) -> None:
         """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
-        `snapshot_dir`: for the files that a transport or a proof of servers needs; with `store` members fetch
-        them from there. `expected_actors`: when this many
+        `snapshot_dir`: for the files that a transport or a proof of servers needs. `expected_actors`: when this many
         are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
         the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
         the control channel. `streams`: None = those of `device`. `staging`: makes the copies. `turn`: of this
@@ -96,7 +93,7 @@ class Publisher:
         self._post_plan, self._published, self._staging, self._turn = post_plan, published, staging, turn
         self._place: Place = staged_in(config, device.type, backend)
         self._streams = streams_of(device) if streams is None else streams
-        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT, store=store)
+        self._snapshots = SnapshotKeeper(snapshot_dir, keep=SNAPSHOTS_KEPT)
         self._transport = make_transport(
             TransportSetup(
                 config,

@@ -10,16 +10,12 @@ here: the check of a snapshot file before it is loaded. No torch.
 from __future__ import annotations
 
 import hashlib
-import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from stillhouse.models.safetensors_header import Header, read_header
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.weights.control_messages import Agreed, Round
 from stillhouse.weights.errors import Interrupted, SnapshotRefused
 from stillhouse.weights.wire import WireMember
@@ -78,22 +74,6 @@ class WeightSink(Protocol):
     def leave(self) -> None:
         """Leave the group in whatever state it is. Idempotent. Raises when no weights can be received any more."""
         ...
-
-
-@contextmanager
-def snapshot_file(ref: WeightsRef) -> Generator[Path]:
-    """The snapshot's file in the `with` block: the one in the run's folder, or a copy of the one in the run's store.
-    Raises SnapshotRefused unless it has the bytes that the learner wrote, and the version."""
-    if "://" not in ref.path:
-        yield check_snapshot(ref)
-        return
-    with tempfile.TemporaryDirectory(prefix="stillhouse-weights-", ignore_cleanup_errors=True) as folder:
-        url, _, name = ref.path.rpartition("/")
-        try:
-            Store(url).get(name, Path(folder) / name)
-        except (OSError, ValueError) as error:
-            raise SnapshotRefused(str(error)) from error
-        yield check_snapshot(WeightsRef(ref.version, str(Path(folder) / name), ref.sha256))
 
 
 def check_snapshot(ref: WeightsRef) -> Path:

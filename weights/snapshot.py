@@ -6,8 +6,7 @@ and for teachers that follow the student (`learner.ema`).
 
 A file appears under its name when it is whole (written under another name, synced, renamed) and never changes
 afterwards. The WeightsRef carries its sha256 over the wire, so a reader can check that the shared folder returns what
-the learner wrote. In a run with a store (`store`) the file is put there, too, under the same names, and the WeightsRef
-has its URL: readers fetch a copy.
+the learner wrote.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from torch import Tensor
 
 from stillhouse.protocol.atomic_file import replacing, sync
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.weights.buckets import Content, PackedLayout, WholeTensors, manifest_of
 from stillhouse.weights.errors import SnapshotRefused
 from stillhouse.weights.manifest import WeightManifest
-from stillhouse.weights.sink import snapshot_file
+from stillhouse.weights.sink import check_snapshot
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
 from stillhouse.weights.staged_weights import StagedVersion
 
@@ -46,10 +44,9 @@ _VERSION_FOLDER: Final = re.compile(r"(\d+)\.(\d+)")
 class SnapshotKeeper:
     """The snapshots of one publisher's versions. Each is written once, when it is first needed. Used by one thread."""
 
-    def __init__(self, folder: Path, *, keep: int, store: Store | None = None) -> None:
-        """`keep`: number of snapshots to keep. `store`: where members fetch them."""
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """`keep`: number of snapshots to keep."""
         self._folder = folder
-        self._store = store
         self._keep = keep
         self.ref: WeightsRef | None = None
         """The newest snapshot."""
@@ -65,8 +62,7 @@ class SnapshotKeeper:
         weights.wait()
         began_s = time.monotonic()
         try:
-            ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
-            self.ref = ref if self._store is None else put_snapshot(self._store, ref, keep=self._keep)
+            self.ref = write_content(self._folder, weights.version, weights.manifest, weights.content, keep=self._keep)
         except OSError as error:
             self.failures_total += 1
             log.error("no snapshot of version %s: %s", weights.version, error)
@@ -90,18 +86,6 @@ def write_snapshot(
     """Write the tensors, and delete all but the newest `keep` snapshots. Raises OSError (disk full, no permission)."""
     tensors = list(named)
     return write_content(folder, version, manifest_of(tensors), WholeTensors(tensors), keep=keep)
-
-
-def put_snapshot(store: Store, ref: WeightsRef, *, keep: int) -> WeightsRef:
-    """Put the file into the store, and delete all but the newest `keep` of its kind there. Returns the reference for
-    readers. Raises OSError."""
-    path = Path(ref.path)
-    kind = path.parent.parent.name
-    name = f"{kind}/{ref.version}/{path.name}"
-    store.put(path, name)
-    there = {version: one for one in store.sizes(kind) if (version := _version_of(one.split("/")[1])) is not None}
-    store.delete(there[version] for version in sorted(there)[: -max(keep, 1)])
-    return WeightsRef(ref.version, store.url_of(name), ref.sha256)
 
 
 def write_content(
@@ -133,13 +117,13 @@ def _pieces(layout: PackedLayout, content: Content, piece_b: Tensor) -> Iterator
 
 def read_snapshot(ref: WeightsRef) -> list[tuple[str, Tensor]]:
     """The named tensors on the CPU, mapped from the file. Raises SnapshotRefused."""
-    with snapshot_file(ref) as path:  # a copy may be deleted once it is mapped
-        try:
-            with safe_open(path, framework="pt", device="cpu") as opened:
-                names: list[str] = list(opened.keys())
-                return [(name, _tensor(opened.get_tensor(name))) for name in names]
-        except (OSError, SafetensorError) as error:
-            raise SnapshotRefused(f"{path}: {error}") from error
+    path = check_snapshot(ref)
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            names: list[str] = list(opened.keys())
+            return [(name, _tensor(opened.get_tensor(name))) for name in names]
+    except (OSError, SafetensorError) as error:
+        raise SnapshotRefused(f"{path}: {error}") from error
 
 
 def snapshots(folder: Path) -> list[WeightVersion]:

@@ -27,7 +27,7 @@ import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,7 +42,7 @@ from stillhouse.weights.control_messages import Agreed, Round, WeightCheck
 from stillhouse.weights.deadlines import in_thread, wait_patiently
 from stillhouse.weights.errors import GroupBroken, Interrupted, SnapshotRefused, WeightsDiffer, WeightsRefused
 from stillhouse.weights.manifest import WeightBucket, whole_tensor_buckets
-from stillhouse.weights.sink import Receipt, snapshot_file, whole_file
+from stillhouse.weights.sink import Receipt, check_snapshot, whole_file
 from stillhouse.weights.snapshot_format import FILE_NAME, snapshot_head
 from stillhouse.weights.wire import WireMember
 
@@ -78,8 +78,6 @@ class WeightsOverHTTP(Generic[EngineT]):
         self._pending: Future[Any] | None = None
         self._pending_ends_in_s = 0.0
         self._verify = verify
-        self._file = ExitStack()
-        """Holds the copy of the file that the server loaded last."""
         self._wrong = ""
         """The reason why its weights are not those that were sent."""
 
@@ -191,7 +189,6 @@ class WeightsOverHTTP(Generic[EngineT]):
     def leave(self) -> None:
         """Leave the group. Raises ServerLost when the server stays stuck, cannot leave, or has wrong weights."""
         self._await_free()
-        self._file.close()
         if self._wrong:
             self._server.declare_lost(self._wrong)
             raise ServerLost(f"{self._server.url}: {self._wrong}")
@@ -242,14 +239,9 @@ class WeightsOverHTTP(Generic[EngineT]):
         self._verify.check(check, version, ask, reload)
 
     def _checked(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> Path:
-        """The path of a file after verifying it. A copy of one from the run's store is kept until the next one comes.
-        Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
-        file = ExitStack()
-        checked = in_thread(lambda: file.enter_context(snapshot_file(ref)), name="weight-file", daemon=True)
-        path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
-        self._file.close()
-        self._file = file
-        return path
+        """The path of a file after verifying it. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
+        checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
+        return wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
 
     @contextmanager
     def _faults(self) -> Generator[None]:

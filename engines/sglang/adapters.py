@@ -119,7 +119,6 @@ class ServerAdapters(ServerWeights):
             (draft / ADAPTER_CONFIG).write_bytes(agreed.adapter_config)
             if header.weights is not None:
                 shutil.copyfile(self._checked(header.weights, deadline_s, interrupted), draft / FILE_NAME)
-                self._file.close()
             elif wire is not None:
                 fetch_file(draft / FILE_NAME, header, agreed, interrupted, wire)
             return draft.rename(copy)

@@ -282,8 +282,7 @@ def _described(
         copies = " from copies in host memory" if config.weights.staging == "host" else ""
         yield f"weights by memory that the learner shares{copies} (weights.transport ipc)"
     elif config.weights.way == "folder":
-        folder = f"the store {config.store}" if config.store else "the run folder"
-        yield f"weights by files in {folder} (weights.transport)"
+        yield "weights by files in the run folder (weights.transport)"
     elif config.weights.way == "wire":
         yield "weights over encrypted connections to the learner (weights.transport wire)"
     else:

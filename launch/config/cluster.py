@@ -42,4 +42,4 @@ class ClusterConfig(Settings, frozen=True, kw_only=True):
     image: str = ""
     """Kubernetes: the container image of all pods, in which `stillhouse` can be called."""
     volume_gib: PositiveInt = 200
-    """Kubernetes: size of the volume for the run's folder. A run with a `store` has none."""
+    """Kubernetes: size of the volume for the run's folder."""

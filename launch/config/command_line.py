@@ -35,7 +35,7 @@ class CommandLine:
     name: str = ""
     resume: bool = False
     resume_or_start: bool = False
-    """`resume` if the run is there; launch.stored_run decides."""
+    """`resume` if the run is there."""
     check: bool = False
     gpus: str = ""
     """GPUs to pretend, with --check; empty: those of this machine."""

@@ -38,7 +38,7 @@ Without arguments: the built-in task, a few minutes on two cores.
   --run-dir DIR    folder of the run (default: runs/<name>)
   --name NAME      name of the run (default: the time)
   --resume         continue from the last checkpoint in that folder (without --run-dir: in the newest run)
-  --resume-or-start   the same if that folder, or the `store`, holds a run; else start one. For jobs that are started
+  --resume-or-start   the same if that folder holds a run; else start one. For jobs that are started
                    again by a scheduler
   --check          check the configuration, models and prompts, then stop
   --gpus N         with --check: pretend that this machine has N GPUs of 80 GiB (8x40: 8 GPUs of 40 GiB)

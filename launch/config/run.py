@@ -15,7 +15,6 @@ from stillhouse.buffer.config import BufferConfig
 from stillhouse.launch.config.cluster import ClusterConfig
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.protocol.messages import TopIdsWanted
-from stillhouse.protocol.object_store import check_store_url
 from stillhouse.protocol.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from stillhouse.teachers.config import PoolConfig, TeacherConfig
 from stillhouse.weights.config import WeightsConfig
@@ -105,11 +104,6 @@ class RunConfig(Settings, frozen=True, kw_only=True):
     """Number of teachers: processes that score rollouts. With teacher.urls: one per url; with pools: the sum of their
     counts. More can join. 0: the run waits for teachers to join, unless
     learner.objective.coef = 0 or learner.objective.divergence = null, which need none."""
-    store: str = ""
-    """Where checkpoints and weight files also go, for hosts that do not see the run's folder: s3://BUCKET/PREFIX on any
-    server with the S3 API (extra s3), or file:///FOLDER, mounted on all hosts. A run goes on from it on any machine
-    (--resume). Credentials and the server's address come from the environment (AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL). One run per prefix. Empty: only the run's folder."""
     models: ModelsConfig = msgspec.field(default_factory=ModelsConfig)
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     buffer: BufferConfig = msgspec.field(default_factory=BufferConfig)
@@ -139,11 +133,6 @@ class RunConfig(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.store:
-            try:
-                check_store_url(self.store)
-            except ValueError as error:
-                raise ValueError(f"store: {error}") from error
         self._check_pools()
         self._refuse_publishing_too_rarely()
 

@@ -50,7 +50,7 @@ workers. docs/hosts.md has the details.
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
   --learner-ranks K    this host's share of the learner's ranks, in a run with learner.hosts above 1. RUN must be its
-                       folder, which all hosts see under one path, unless the run has a `store`
+                       folder, which all hosts see under one path
   --name-prefix NAME   the workers are called actor-NAME-0, ...; default: the host name and a random part
   --keys FOLDER        keys of the run, when RUN is an address
   --config FILE        config.yaml of the run, when RUN is an address
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
             print(USAGE, end="")
             return 0
         target = find_target(line.run, keys=line.keys, config=line.config)
-        check_folder(line, target)
+        check_folder(line)
         joining = check_joining(target, line.overrides, line.prefix, ranks=line.ranks)
         link = connect(target, line.prefix)
         with close_on_error(link):
@@ -96,13 +96,10 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         return interrupted()
 
 
-def check_folder(line: JoinLine, target: Target) -> None:
-    """Ranks of the learner need the run's folder, or its store. Raises ConfigError if --dir names another folder."""
-    if line.ranks and line.dir is not None and not target.config.store:
-        raise ConfigError(
-            "--dir: with --learner-ranks the folder is joined/NAME in the run's, which all ranks need, unless the run "
-            "has a `store`"
-        )
+def check_folder(line: JoinLine) -> None:
+    """Ranks of the learner need the run's folder. Raises ConfigError if --dir names another folder."""
+    if line.ranks and line.dir is not None:
+        raise ConfigError("--dir: with --learner-ranks the folder is joined/NAME in the run's, which all ranks need")
 
 
 def parse_join(arguments: Sequence[str]) -> JoinLine | None:

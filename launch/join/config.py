@@ -29,10 +29,8 @@ from stillhouse.launch.machine.devices import lacking_cuda
 from stillhouse.launch.machine.machine import Interpreters, find_machine
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.servers.plan import ServerPlan
-from stillhouse.launch.stored_run import reads_store
 from stillhouse.protocol.addresses import is_local
 from stillhouse.protocol.handshake import vocab_fingerprint
-from stillhouse.protocol.object_store import Store, StoreError
 from stillhouse.protocol.processors import usable_cores
 from stillhouse.weights.config import NCCL_SOCKETS_ONLY, sockets_only
 
@@ -101,8 +99,6 @@ def check_joining(target: Target, overrides: Sequence[tuple[Key, str]], prefix: 
             mistakes += [f"{mistake}{hint}" for mistake in error.mistakes]
     if ranks:
         mistakes += _ranks(target, config, ranks)
-    if config.store and (ranks or any(reads_store(config, role) for role in roles)):
-        mistakes += _store(config.store)
     if "teacher" in roles and config.teacher.tokenizer == "other":
         try:
             find_model("models.student", config.models.student, weights=False)
@@ -149,11 +145,8 @@ def _ranks(target: Target, config: RunConfig, ranks: int) -> Iterator[str]:
             f"--learner-ranks: got {ranks}, expected {learner.ranks_each}: the run has {learner.ranks} ranks on "
             f"{learner.hosts} hosts (learner.ranks, learner.hosts)"
         )
-    if not target.config.store and not (target.home.parent / "run.json").is_file():
-        yield (
-            "--learner-ranks: expected the run's own folder as RUN, because all ranks write checkpoints into it, or a "
-            "run with a `store`"
-        )
+    if not (target.home.parent / "run.json").is_file():
+        yield ("--learner-ranks: expected the run's own folder as RUN, because all ranks write checkpoints into it")
     if target.elsewhere and is_local(config.weights.host):
         yield (
             f"weights.host: the learner's ranks meet at {config.weights.host}, which only the run's machine reaches; "
@@ -161,13 +154,6 @@ def _ranks(target: Target, config: RunConfig, ranks: int) -> Iterator[str]:
         )
     if not Path(config.models.student).is_dir():
         yield f"models.student: no folder {config.models.student}, from which the ranks read the student's shape"
-
-
-def _store(url: str) -> Iterator[str]:
-    try:
-        Store(url).check()
-    except StoreError as error:
-        yield f"store: {error}"
 
 
 def _resolved(target: Target, overrides: Sequence[tuple[Key, str]]) -> RunConfig:

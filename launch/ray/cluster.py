@@ -99,17 +99,14 @@ class RayCluster:
         if host.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, got))
 
-    def place(
-        self, host: HostConfig, files: Mapping[str, bytes], words: Sequence[str], variables: Mapping[str, str]
-    ) -> Any:
-        """Start a host where it has room; returns at once. Its first answer comes when Ray has found that. `variables`:
-        of the join's environment. They go with the files, because Ray shows everybody what is in a `runtime_env`."""
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: Sequence[str]) -> Any:
+        """Start a host where it has room; returns at once. Its first answer comes when Ray has found that."""
         shown = {"PYTHONPATH": str(SOURCES), "PYTHONUNBUFFERED": "1"}
         if not host.gpus:
             shown["CUDA_VISIBLE_DEVICES"] = ""  # Ray hides GPUs only from those that asked for some
         options = _options(host) | {"runtime_env": {"env_vars": shown}, "max_restarts": 0}
         options["scheduling_strategy"] = "SPREAD"
-        return self.ray.remote(_RayHost).options(**options).remote(dict(files), list(words), dict(variables))
+        return self.ray.remote(_RayHost).options(**options).remote(dict(files), list(words))
 
     def free(self) -> str:
         """What is free on the whole cluster, for a message."""
@@ -146,5 +143,5 @@ class _Holder:
 class _RayHost(JoiningHost):
     """JoiningHost in a process of Ray, which knows its node."""
 
-    def __init__(self, files: Mapping[str, bytes], words: Sequence[str], variables: Mapping[str, str]) -> None:
-        super().__init__(files, words, str(importlib.import_module("ray").util.get_node_ip_address()), variables)
+    def __init__(self, files: Mapping[str, bytes], words: Sequence[str]) -> None:
+        super().__init__(files, words, str(importlib.import_module("ray").util.get_node_ip_address()))

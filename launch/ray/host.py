@@ -40,12 +40,9 @@ class HostAnswer(NamedTuple):
 class JoiningHost:
     """The join and its folder. It is used from one thread."""
 
-    def __init__(
-        self, files: Mapping[str, bytes], words: Sequence[str], address: str, variables: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, files: Mapping[str, bytes], words: Sequence[str], address: str) -> None:
         """`files`: path -> content of the folder to join, as `stillhouse invite` writes it. `words`: the further
-        arguments of `stillhouse join`; all of them where there are no files. `address`: the node's own. `variables`:
-        added to the join's environment; access to the run's store."""
+        arguments of `stillhouse join`; all of them where there are no files. `address`: the node's own."""
         self._home = Path(tempfile.mkdtemp(prefix="stillhouse-"))
         self._until_gone = _remove_when_this_process_is_gone(self._home)
         self._address = address
@@ -65,7 +62,6 @@ class JoiningHost:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, **(variables or {})},
             )
 
     def node(self) -> str:

@@ -22,10 +22,8 @@ from stillhouse.launch.processes.backend import Notice
 from stillhouse.launch.processes.slots import RestartBudget, said
 from stillhouse.launch.ray.host import JOIN_LOG, HostAnswer
 from stillhouse.launch.report.figures import plural
-from stillhouse.launch.stored_run import groups_with_store
 from stillhouse.launch.topology import REJOIN_S, HostGroup, said_of
 from stillhouse.protocol.atomic_file import not_a_link
-from stillhouse.protocol.object_store import variables
 
 TICK_S: Final = 0.5
 END_S: Final = 10.0
@@ -44,9 +42,7 @@ class Cluster(Protocol):
 
     ray: Any
 
-    def place(
-        self, host: HostConfig, files: Mapping[str, bytes], words: list[str], variables: Mapping[str, str]
-    ) -> Any: ...
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str]) -> Any: ...
     def free(self) -> str: ...
     def close(self) -> None: ...
 
@@ -184,11 +180,10 @@ class RayHosts:
     def _place(self, host: RayHost, now_s: float) -> None:
         words = [*host.group.flag.split(), str(host.workers), "--name-prefix", host.name, "--launch.status", "plain"]
         files = self._files
-        if host.group.name == "ranks" and not self._config.store:  # they write checkpoints into the run's folder
+        if host.group.name == "ranks":  # they write checkpoints into the run's folder
             files, words = {}, [str(self._run_dir), *words]
         words += ["--launch.threads_per_worker", str(self._threads(host))]
-        access = variables() if host.group.name in groups_with_store(self._config, [host.group]) else {}
-        host.handle = self._cluster.place(host.group.host, files, words, access)
+        host.handle = self._cluster.place(host.group.host, files, words)
         host.placing, host.asked, host.offsets = host.handle.node.remote(), None, {}
         host.asked_s, host.said_waits = now_s, False
 

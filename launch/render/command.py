@@ -21,8 +21,7 @@ Prints the file with which Slurm (sbatch job.sbatch) or Kubernetes (kubectl appl
 hosts, and continues it from its newest checkpoint when it starts it again. The section `cluster` says how many workers
 share a host, and what each host has; all other keys are those of a run. docs/cluster.md has an example of each.
 
-  --run-dir DIR      Slurm: folder of the run; all hosts must see it under this path, as they must see this clone.
-                     With a `store` only the first host needs it, and it may be on that host's own disk
+  --run-dir DIR      Slurm: folder of the run; all hosts must see it under this path, as they must see this clone
   --name NAME        name of the run, and of what belongs to it: lower-case letters, digits and dashes
   --private DIR      Kubernetes: folder for the keys of the run and their Secrets, secrets.yaml. It is made if it is not
                      there; keys that it has are kept. Only you can read it

@@ -2,11 +2,7 @@
 
 Only the run's pod has the volume with the run's folder. Pods of actors and teachers join by the name of a Service, with
 the configuration from a ConfigMap and keys from a Secret. Further ranks of the learner write checkpoints, so they
-mount the volume too, which must then allow several writers.
-
-A run with a store (`store`) has no volume. Its folder is on the disk of its pod and goes with it: a new pod goes on
-from the store. All other pods join by address. Those that read or write the store get the variables of a Secret that
-the user makes (`<name>-store`), with the credentials and the server's address; this file has none of them."""
+mount the volume too, which must then allow several writers."""
 
 from __future__ import annotations
 
@@ -26,8 +22,7 @@ from stillhouse.launch.config.pools import teacher_pools
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.errors import ConfigError
 from stillhouse.launch.render.template import render_template
-from stillhouse.launch.stored_run import groups_with_store
-from stillhouse.launch.topology import REJOIN_S, GroupName, HostGroup, flags_of_the_run
+from stillhouse.launch.topology import REJOIN_S, HostGroup, flags_of_the_run
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.keys import KEYS, make_keys
 
@@ -41,9 +36,8 @@ COPY_KEYS: Final = 'mkdir -p -m 700 "$KEYS" && cp /secret/* "$KEYS" && chmod 600
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "actors": ("server.key", "learner.key", "joiner.key_secret", "actor.key_secret"),
     "teachers": ("server.key", "learner.key", "joiner.key_secret", "teacher.key_secret"),
-    "ranks": ("server.key", "joiner.key_secret"),
 }
-"""Keys by group; the run has all of them. `ranks`: in a run with a store."""
+"""Keys by group; the run has all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +51,13 @@ class KubernetesRun:
     groups: tuple[HostGroup, ...]
     port: int
     storage_gib: int
-    """Size of the volume; it has none with a store."""
-    stored: frozenset[GroupName] | None = None
-    """Groups that read or write the run's store; None: it has no store."""
 
     @property
     def has_ranks(self) -> bool:
         return any(group.name == "ranks" for group in self.groups)
 
     def joins_by_address(self, group: HostGroup) -> bool:
-        return group.name in ("actors", "teachers") or (group.name == "ranks" and self.stored is not None)
+        return group.name in NEEDED
 
 
 def kubernetes_files(config: RunConfig, groups: Sequence[HostGroup], name: str, private: Path) -> str:
@@ -89,7 +80,6 @@ def kubernetes_files(config: RunConfig, groups: Sequence[HostGroup], name: str, 
         groups=tuple(groups),
         port=config.cluster.port,
         storage_gib=config.cluster.volume_gib,
-        stored=groups_with_store(config, groups) if config.store else None,
     )
     private.mkdir(parents=True, mode=0o700, exist_ok=True)
     make_keys(private / KEYS)

@@ -1,11 +1,7 @@
 """One sbatch script for a run: a component of the job for each group of hosts, and a job step for each role.
 
 The run's launcher is on the first host. Other hosts join the run by its folder, which all hosts must see. A script that
-Slurm starts again continues the run from its newest checkpoint.
-
-A run with a store (`store`) shares no folder. Its folder may be on the first host's own disk, and the job goes on from
-the store if it gets another one. The other hosts are sent an exported folder (launch.join.invite) through their job
-step's standard input; the keys in it are on no command line and in no file that others can read."""
+Slurm starts again continues the run from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class SlurmJob:
 
     name: str
     run_dir: Path
-    """Absolute; all hosts see it if they share a folder."""
+    """Absolute; all hosts see it."""
     python: Path
     """On all hosts: an interpreter that has Stillhouse."""
     where: Path
@@ -45,8 +41,6 @@ class SlurmJob:
     """Words of the command line that describe the run, as the user typed them."""
     groups: tuple[HostGroup, ...]
     port: int
-    shares_folder: bool = True
-    """False: the run has a store."""
     options: str = ""
     """Further options of sbatch, for every component: --partition=gpu."""
 
@@ -69,7 +63,6 @@ def slurm_job(run_dir: Path, file: Path | None, keys: Sequence[tuple[Key, str]],
         arguments=(*described, *(word for key, text in keys for word in (f"--{key.name}", text))),
         groups=host_groups(config),
         port=config.cluster.port,
-        shares_folder=not config.store,
         options=options,
     )
 

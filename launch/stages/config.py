@@ -152,8 +152,6 @@ def _stage(
         given = merge(stored, given, RunConfig)
     overrides = () if fixed else line.overrides
     config = finish_config(given, overrides)
-    if config.store:
-        raise ConfigError(f"store: got {config.store}, expected none: stages go on from their folder only")
     if state is not None and fixed:
         if changed := _changed(config, state):
             raise ConfigError(*changed, "--resume: a stage that is done, or has begun on text, stays as it was")

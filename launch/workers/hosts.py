@@ -6,9 +6,8 @@
                               meet in the same store
 
 All hosts must see the run's folder under one path, because all ranks write checkpoints there: a host that finds
-ranks.json under the path that host 0 told, with the name of this very start, sees it. In a run with a store for
-checkpoints (`store`), ranks.json and the checkpoints are there, too, and no folder is shared. Afterwards a thread on
-each host watches the others: host 0 the beats, the others torch's store. Whoever misses one ends its own ranks."""
+ranks.json under the path that host 0 told, with the name of this very start, sees it. Afterwards a thread on each host
+watches the others: host 0 the beats, the others torch's store. Whoever misses one ends its own ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +27,6 @@ import msgspec
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.protocol.context import RoleContext
-from stillhouse.protocol.object_store import Store
 
 log = logging.getLogger(__name__)
 CARD: Final = "ranks.json"
@@ -64,11 +62,10 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts that are there by now, with host 0."""
 
 
-def read_card(place: Path | Store) -> Card | None:
+def read_card(folder: Path) -> Card | None:
     """None while there is none, or none that can be read."""
     try:
-        text = place.read(CARD) if isinstance(place, Store) else (place / CARD).read_bytes()
-        return msgspec.json.decode(text, type=Card)
+        return msgspec.json.decode((folder / CARD).read_bytes(), type=Card)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -131,8 +128,6 @@ def led(ctx: RoleContext[RunConfig]) -> Generator[Rendezvous]:
                 incarnation=ctx.incarnation, host=host, port=store.port, folder=folder, hosts=hosts, here=n_shown
             )
             write_atomic(ctx.run_dir / CARD, msgspec.json.encode(card))
-            if config.store:
-                Store(config.store).put_bytes(CARD, msgspec.json.encode(card))
             log.info("%d of %d hosts are here for the learner's ranks", n_shown, hosts)
         if n_shown == hosts:
             break
@@ -200,16 +195,13 @@ def joined(ctx: RoleContext[RunConfig], folder: Path) -> Generator[Rendezvous]:
 def _number(ctx: RoleContext[RunConfig], folder: Path) -> tuple[Card, Any, int]:
     from stillhouse.weights.group_operations import GroupBroken, connect_store
 
-    place = Store(ctx.config.store) if ctx.config.store else folder
-    where = place.url_of(CARD) if isinstance(place, Store) else folder / CARD
-    deadline_s, problem = time.monotonic() + ctx.config.launch.ready_timeout_s, f"there is no {where}"
+    deadline_s, problem = time.monotonic() + ctx.config.launch.ready_timeout_s, f"there is no {folder / CARD}"
     while time.monotonic() < deadline_s:
-        if (card := read_card(place)) is not None:
+        if (card := read_card(folder)) is not None:
             try:
                 store = connect_store(card.host, card.port, CONNECT_S)
                 if store.get("incarnation").decode() == card.incarnation:
-                    if not ctx.config.store:
-                        _expect_folder(card, folder)
+                    _expect_folder(card, folder)
                     return card, store, int(store.add("numbers", 1))
                 problem = f"{card.host}:{card.port} is of another start of the learner"
             except (GroupBroken, RuntimeError) as error:  # the last one's: the learner is being started again
@@ -227,8 +219,7 @@ def _expect_folder(card: Card, folder: Path) -> None:
         found = "is not there" if there is None else "is another one, or cannot be written"
         raise FolderElsewhere(
             f"the run's folder is {card.folder} on host 0, which {found} on this machine ({folder} was named): all "
-            "ranks write checkpoints into it; expected one file system, mounted under the same path on all hosts, or "
-            "a run with a `store`"
+            "ranks write checkpoints into it; expected one file system, mounted under the same path on all hosts"
         )
 
 

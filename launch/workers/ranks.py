@@ -26,8 +26,6 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.servers.plan import interface_for
 from stillhouse.launch.workers.hosts import LOOPBACK, FolderElsewhere, HostsMissing, Rendezvous, alone, joined, led
 from stillhouse.launch.workers.main_process import outcome_of, prepare
-from stillhouse.learner.checkpoints.files import CHECKPOINTS
-from stillhouse.learner.checkpoints.stored import have_newest
 from stillhouse.protocol.children import die_with_parent
 from stillhouse.protocol.context import ExitCode, RoleContext
 from stillhouse.tracing import events
@@ -48,11 +46,8 @@ def main(ctx: RoleContext[RunConfig]) -> int:
 
 
 def join(ctx: RoleContext[RunConfig]) -> int:
-    """Entry point of the process on a host that joins (launch.join). Its folder is in the run's, or in an exported one
-    where the run has a store, from which the newest checkpoint is fetched before this host says that it is here."""
+    """Entry point of the process on a host that joins (launch.join). Its folder is in the run's."""
     config = ctx.config
-    if config.store:
-        have_newest(ctx.run_dir / CHECKPOINTS, config.store)
     if config.learner.device == "auto":
         from stillhouse.models.loading import resolve_device
 

@@ -28,7 +28,6 @@ from stillhouse.launch.processes.slots import Ending, RunOutcome, ServerAccount,
 from stillhouse.launch.report.figures import Announcements, RunView, failures_text, learner_stats
 from stillhouse.launch.report.status import StatusView
 from stillhouse.launch.report.summary import Saved, save_error
-from stillhouse.launch.store_guard import StoreGuard
 from stillhouse.launch.workers.crew import ROLES
 from stillhouse.launch.workers.hosts import read_card
 from stillhouse.launch.workers.launch_plan import LaunchPlan
@@ -69,14 +68,12 @@ class RunSupervisor(Watch):
         backend: ProcessBackend,
         *,
         restartable: Collection[WorkerRole] = RESTARTABLE,
-        store: StoreGuard | None = None,
     ) -> None:
         config = plan.config
         counts = (1, 1, config.teachers, config.actors)
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         super().__init__(plan, folder, status, backend, workers)
         self._restartable = restartable
-        self._store = store
         self._news = Announcements(self._crew.workers)
         self._memory = MemoryGauge()
         (self._buffer,) = self._crew.of("buffer")
@@ -217,19 +214,9 @@ class RunSupervisor(Watch):
 
     def _read_link(self, now_s: float) -> None:
         super()._read_link(now_s)
-        self._hear_store()
         if self._link is not None and self._ending is None and now_s - self._buffer_looked_s > LOOK_S:
             self._buffer_looked_s = now_s
             self._kill_hanging_buffer(self._link, now_s)
-
-    def _hear_store(self) -> None:
-        """Say what became of the run's store, and end a run that has lost it."""
-        if self._store is None:
-            return
-        for text in self._store.news():
-            self._status.say(text)
-        if self._store.displaced and self._ending is None:
-            self._end(self._store.displaced)
 
     def _say_unsaved(self, snapshot: Snapshot) -> None:
         """Say why a checkpoint, or an average for teachers, could not be written, for each that could not."""

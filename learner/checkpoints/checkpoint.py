@@ -230,13 +230,8 @@ def write_checkpoint(
 
 def write_shares(draft: Path, weights: Shares, moments: Shares, *, adapters: bool, leads: bool) -> int:
     """Write what this process holds of both into the files of `draft`. Returns the number of bytes. Raises OSError."""
-    files = share_files(weights, moments, adapters=adapters)
+    files = {ADAPTER_WEIGHTS if adapters else WEIGHTS: weights, OPTIMIZER: moments}
     return sum(write_share(draft / name, shares, leads=leads) for name, shares in files.items())
-
-
-def share_files(weights: Shares, moments: Shares, *, adapters: bool) -> dict[str, Shares]:
-    """By the names of the files that all ranks write together."""
-    return {ADAPTER_WEIGHTS if adapters else WEIGHTS: weights, OPTIMIZER: moments}
 
 
 def _expect_all(files: Iterable[Shares], written: int) -> None:

@@ -44,8 +44,6 @@ class CheckpointError(ValueError):
 class Skipped(NamedTuple):
     path: Path
     reason: str
-    in_store: bool = False
-    """Whether `path` is the name of a checkpoint in the run's store, not a folder."""
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} is damaged: {self.reason}"

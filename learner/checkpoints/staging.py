@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, capture_rng, write_checkpoint
 from stillhouse.learner.checkpoints.files import new_draft
-from stillhouse.learner.checkpoints.stored import OwnedCheckpoints
 from stillhouse.learner.checkpoints.writer import Write, written_by_others
 from stillhouse.learner.offline import OfflineMixer
 from stillhouse.learner.prompts.tasks import TaskStream
@@ -31,10 +30,9 @@ def stage_checkpoint(
     mixer: OfflineMixer | None = None,
     ema: StudentEma | None = None,
     ledger: Ledger | None = None,
-    stored: OwnedCheckpoints | None = None,
 ) -> Write:
-    """On rank 0; the others join. `metrics`: of the last step. `stream`, `ledger`: a replay has none. `stored`: where
-    the checkpoint also goes. Raises OSError."""
+    """On rank 0; the others join. `metrics`: of the last step. `stream`, `ledger`: a replay has none. Raises
+    OSError."""
     draft = new_draft(root, version)
     staged = trainer.stage(draft)
     assert staged is not None, "rank 0 writes"
@@ -49,7 +47,7 @@ def stage_checkpoint(
         ema=ema.state_dict() if ema is not None else {},
         offline=mixer.state() if mixer is not None else None,
     )
-    write = partial(
+    return partial(
         write_checkpoint,
         draft,
         Contents.of(state, staged.weights),
@@ -57,13 +55,5 @@ def stage_checkpoint(
         tokenizer,
         keep=keep,
         adapters=trainer.adapters,
-        others=partial(written_by_others, trainer.ranks, draft, None if stored is None else stored.store),
+        others=partial(written_by_others, trainer.ranks, draft),
     )
-    return write if stored is None else partial(_write_and_store, write, stored, keep)
-
-
-def _write_and_store(write: Write, stored: OwnedCheckpoints, keep: int) -> Path:
-    """Raises OSError; if it comes from the store, the checkpoint is in the run's folder all the same."""
-    folder = write()
-    stored.add(folder, keep=keep)
-    return folder

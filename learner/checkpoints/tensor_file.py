@@ -6,22 +6,21 @@ Every rank knows the names, dtypes and whole shapes of all tensors, so each can 
 place of its rows by itself. Nothing is exchanged, and no rank holds more than its share. The file does not depend on
 the number of ranks: it is the one that a single process writes.
 
-A rank on a host that does not see the folder writes its rows into a file of their own (learner.checkpoints.rows).
-
 Format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from stillhouse.learner.checkpoints.packed_rows import opened, write_at
 from stillhouse.learner.ranks.shares import Shares
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
@@ -71,13 +70,13 @@ def write_share(file: Path, shares: Shares, *, leads: bool) -> int:
     they add up to `Layout.total_bytes`. `leads`: whether this is rank 0, which also writes the header and what is
     whole on every rank. Raises OSError."""
     written = 0
-    with opened(file) as descriptor:
-        for at, data in placed(shares, leads=leads):
-            written += write_at(descriptor, data, at)
+    with _opened(file) as descriptor:
+        for at, data in _placed(shares, leads=leads):
+            written += _write_at(descriptor, data, at)
     return written
 
 
-def placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
+def _placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
     """What this process writes: places in the file, and bytes."""
     layout = layout_of(shares)
     if leads:
@@ -89,6 +88,25 @@ def placed(shares: Shares, *, leads: bool) -> Iterator[tuple[int, memoryview]]:
         row_bytes = torch.Size(rows.shape[1:]).numel() * tensor.element_size() if rows is not None else 0
         first = rows.first * row_bytes if rows is not None else 0
         yield layout.offsets[name] + first, _bytes_of(tensor)
+
+
+@contextmanager
+def _opened(file: Path) -> Generator[int]:
+    """A descriptor for writing to any place. Flushed to the disk at the end."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, data: memoryview, at: int) -> int:
+    """Write all of it. The system writes at most 2 GB per call."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], at + done)
+    return done
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

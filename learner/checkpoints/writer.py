@@ -9,9 +9,8 @@ was asked to leave. The training thread takes note of the outcome at the end of 
 training goes on, and the checkpoint before is untouched.
 
 With several ranks, each has a thread that writes its rows, unless another one with the same rows does
-(learner.ranks.mesh). Those on other hosts put them into the run's store, if it has one (learner.checkpoints.rows). Rank
-0 waits for all of them before it gives the checkpoint its name (`Ranks.collected`). No collective is involved, so the
-training threads can use theirs.
+(learner.ranks.mesh). Rank 0 waits for all of them before it gives the checkpoint its name (`Ranks.collected`). No
+collective is involved, so the training threads can use theirs.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ from typing import Self
 
 import msgspec
 
-from stillhouse.learner.checkpoints.checkpoint import share_files, write_shares
-from stillhouse.learner.checkpoints.rows import fetch_rows, put_rows
+from stillhouse.learner.checkpoints.checkpoint import write_shares
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.progress import LearnerProgress
 from stillhouse.protocol.messages import Snapshot, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.tracing import events
 
 log = logging.getLogger(__name__)
@@ -154,8 +151,6 @@ class _Said(msgspec.Struct, frozen=True):
     """What a rank says of its share."""
 
     n_bytes: int = 0
-    stored: tuple[str, ...] = ()
-    """Names of the objects in the run's store that have the rows; none: they are in the draft."""
     errno: int = 0
     """Number of an OSError; 0: none."""
     error: str = ""
@@ -164,10 +159,8 @@ class _Said(msgspec.Struct, frozen=True):
 class ShareWriter:
     """The writer of any other rank that writes."""
 
-    def __init__(self, ranks: Ranks, store: Store | None = None) -> None:
-        """`store`: where the rows go, on a host that does not see the draft; None: into the draft."""
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._store = store
         self._thread: threading.Thread | None = None
 
     def write(self, draft: Path, weights: Shares, moments: Shares, *, adapters: bool) -> None:
@@ -184,12 +177,7 @@ class ShareWriter:
 
     def _run(self, draft: Path, weights: Shares, moments: Shares, adapters: bool) -> None:
         try:
-            if self._store is None:
-                said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
-            else:
-                files = share_files(weights, moments, adapters=adapters)
-                n_bytes, names = put_rows(self._store, draft.name, self._ranks.rank, files)
-                said = _Said(n_bytes=n_bytes, stored=names)
+            said = _Said(n_bytes=write_shares(draft, weights, moments, adapters=adapters, leads=False))
         except OSError as error:
             said = _Said(errno=error.errno or 0, error=str(error))
         except BaseException as error:
@@ -197,16 +185,13 @@ class ShareWriter:
         self._ranks.post(draft.name, msgspec.json.encode(said))
 
 
-def written_by_others(ranks: Ranks, draft: Path, store: Store | None) -> list[int]:
-    """On rank 0: the bytes of each other rank that writes; waits for them, and fetches what is in the store. Raises
-    OSError or RuntimeError if one of them has failed."""
+def written_by_others(ranks: Ranks, draft: Path) -> list[int]:
+    """On rank 0: the bytes of each other rank that writes; waits for them. Raises OSError or RuntimeError if one of
+    them has failed."""
     answers = [msgspec.json.decode(one, type=_Said) for one in ranks.collected(draft.name)]
     for rank, said in enumerate(answers, start=1):
         if said.errno:
             raise OSError(said.errno, f"rank {rank}: {said.error}")
         if said.error:
             raise RuntimeError(f"rank {rank} could not write its share of a checkpoint: {said.error}")
-    for said in answers:
-        if said.stored and store is not None:
-            fetch_rows(store, draft, said.stored)
     return [said.n_bytes for said in answers]

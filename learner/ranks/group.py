@@ -168,11 +168,6 @@ class ProcessGroup(Ranks):
     def device(self) -> torch.device:
         return self._device
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether rank 0 is on another host."""
-        return self._node != "0"
-
     def announce(self, call: Call, payload: Callable[[], bytes] = bytes) -> None:
         if self.rank:
             return

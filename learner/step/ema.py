@@ -2,11 +2,8 @@
 
     after each step         e <- decay * e + (1 - decay) * w        float32, on the CPU or beside the student
     every `every` steps     snapshot file -> TeacherWeights -> buffer -> the teachers, which read it between two batches
-                            (in a run with a store: file -> store -> ..., and the teachers fetch it there)
 
-Training waits while the file is written, but not while it goes into the store. One goes there at a time, so teachers
-hear of them in their order. An average that comes due meanwhile is put off to the end of the first step that finds the
-one before done, and counted: nothing queues up, and what is late is the newest then.
+Training waits while the file is written.
 
 With adapters, w are the merged weights, because an average of products is not the product of averages.
 """
@@ -15,8 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -25,9 +20,7 @@ from torch import Tensor
 
 from stillhouse.learner.config import EmaConfig
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
-from stillhouse.protocol.object_store import Store
-from stillhouse.weights.deadlines import in_thread
-from stillhouse.weights.snapshot import put_snapshot, write_snapshot
+from stillhouse.weights.snapshot import write_snapshot
 from stillhouse.weights.staged_weights import Weight, tensor_of
 
 log = logging.getLogger(__name__)
@@ -46,39 +39,28 @@ class StudentEma:
         *,
         folder: Path,
         send: Callable[[WeightsRef], None],
-        store: Store | None = None,
-        in_step: bool = False,
         failed: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """The average starts as `weights`. `folder` gets the snapshots; `send` announces one to the teachers, and is
-        called from another thread where there is a `store`, from which they fetch it. `in_step`: wait until each is
-        there, for runs in which all happens in one order. `failed` is called with the reason when an average was not
-        sent."""
+        """The average starts as `weights`. `folder` gets the snapshots; `send` announces one to the teachers. `failed`
+        is called with the reason when an average could not be written."""
         self._config = config
         self._folder = folder
         self._send = send
-        self._store = store
-        self._in_step = in_step
         self._failed = failed
-        self._upload: Future[WeightsRef] | None = None
-        self._due = False
         self._average = {name: self._own(tensor_of(weight)) for name, weight in weights}
         self._sent_total = 0
         self.failed_total = 0
-        """Averages that could not be written, or not be put into the store."""
+        """Averages that could not be written."""
         self.error = ""
         """Why the newest of these could not."""
-        self._put_off_total = 0
         self._sent_step = 0
 
     @property
     def figures(self) -> dict[str, float]:
-        """Metrics: snapshots sent, snapshots that could not be written or stored, snapshots that waited for the one
-        before, and the step of the newest."""
+        """Metrics: snapshots sent, snapshots that could not be written, and the step of the newest."""
         return {
             "ema_snapshots_total": float(self._sent_total),
             "ema_failures_total": float(self.failed_total),
-            "ema_put_off_total": float(self._put_off_total),
             "ema_step": float(self._sent_step),
         }
 
@@ -92,62 +74,22 @@ class StudentEma:
     def step(self, version: WeightVersion, weights: Iterable[tuple[str, Weight]]) -> None:
         """To be called after each optimizer step: `update`, and `publish` when it is due."""
         self.update(weights)
-        self._look()
-        due = version.step % self._config.every == 0
-        self._due = self._due or due
-        if self._due and self._upload is not None:
-            self._put_off_total += due
-        elif self._due:
+        if version.step % self._config.every == 0:
             self.publish(version)
-            if self._in_step:
-                self.wait()
 
     def publish(self, version: WeightVersion) -> None:
-        """Write a snapshot and announce it, once it is in the store, if there is one. A failure is counted, and the
-        teachers keep their weights."""
-        self.wait()
-        self._due = False
+        """Write a snapshot and announce it. A failure is counted, and the teachers keep their weights."""
         try:
             ref = write_snapshot(self._folder, version, self._average.items(), keep=SNAPSHOTS_KEPT)
         except OSError as error:
-            self._not_sent(error)
+            self.failed_total += 1
+            self.error = f"no new average of the student for its teachers: {error}"
+            log.error("%s (%d failed so far)", self.error, self.failed_total)
+            self._failed(self.error)
             return
-        if self._store is None:
-            self._send(ref)
-            self._sent(ref)
-        else:
-            self._upload = in_thread(partial(self._put, self._store, ref), name="average", daemon=True)
-
-    def wait(self) -> None:
-        """Wait until none is on its way into the store: as long as its requests may take."""
-        if self._upload is not None:
-            self._upload.exception()
-        self._look()
-
-    def _put(self, store: Store, ref: WeightsRef) -> WeightsRef:
-        stored = put_snapshot(store, ref, keep=SNAPSHOTS_KEPT)
-        self._send(stored)
-        return stored
-
-    def _look(self) -> None:
-        """Take note of what became of the upload, if it is done."""
-        if self._upload is None or not self._upload.done():
-            return
-        upload, self._upload = self._upload, None
-        try:
-            self._sent(upload.result())
-        except OSError as error:
-            self._not_sent(error)
-
-    def _sent(self, ref: WeightsRef) -> None:
+        self._send(ref)
         self._sent_total += 1
         self._sent_step = ref.version.step
-
-    def _not_sent(self, error: OSError) -> None:
-        self.failed_total += 1
-        self.error = f"no new average of the student for its teachers: {error}"
-        log.error("%s (%d failed so far)", self.error, self.failed_total)
-        self._failed(self.error)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies on the CPU, by name."""

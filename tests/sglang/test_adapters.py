@@ -26,7 +26,6 @@ from stillhouse.learner.config import LoraConfig
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.sglang_server.servers import Servers, SGLangServer
 from stillhouse.weights.errors import Interrupted
 from stillhouse.weights.publisher import Publisher
@@ -97,10 +96,10 @@ class Run:
     """A publisher of adapters, and one actor."""
 
     def __init__(self, folder: Path, way: str) -> None:
-        """`way`: folder, store or wire."""
+        """`way`: folder or wire."""
         self.id = f"lora-{next(_numbers)}"
         self.folder, self.copies = folder / "weights", folder / "copies"
-        self.transport = "wire" if way == "wire" else "folder"
+        self.transport = way
         torch.manual_seed(0)
         self.model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="packed")
         self.adapters = Adapters(self.model, LoraConfig(rank=RANK, alpha=16.0), base=str(STUDENT))
@@ -109,7 +108,6 @@ class Run:
         self.publisher = Publisher(
             msgspec.structs.replace(CONFIG, transport=self.transport),
             snapshot_dir=self.folder,
-            store=Store(f"file://{folder}/store") if way == "store" else None,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
             members=GroupMembers(kind="adapters", check_by="canary", adapter_config=self.adapters.config_text()),
@@ -207,7 +205,7 @@ def begin(engine: SGLangEngine, names: list[str], n: int, answers: dict[str, Ans
         take(engine, answers, 0.1)
 
 
-@pytest.mark.parametrize("run", ["folder", "store", "wire"], indirect=True)
+@pytest.mark.parametrize("run", ["folder", "wire"], indirect=True)
 def test_a_version_that_comes_while_requests_run_cuts_them_and_every_token_has_its_own(
     run: Run, server: SGLangServer
 ) -> None:

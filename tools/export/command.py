@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import sys
 import tempfile
@@ -14,20 +13,15 @@ from typing import Final, NamedTuple
 from stillhouse.launch.errors import LaunchError, refuse
 from stillhouse.launch.runfolder import find_run
 from stillhouse.launch.stages.state import read_state
-from stillhouse.launch.stored_run import CONFIG, LAUNCHES
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, MANIFEST, CheckpointError, latest, read_manifest
-from stillhouse.learner.checkpoints.stored import StoredCheckpoints
 from stillhouse.learner.config import ADAPTER_CONFIG
-from stillhouse.protocol.object_store import Store, StoreError
-from stillhouse.tools.export.card import SUMMARY, model_card
+from stillhouse.tools.export.card import model_card
 from stillhouse.tools.export.hub import HUB, check_name, push
 
-LOOKS: Final = 5
-"""How often a store is looked at for a checkpoint that stays there until it is copied: the run deletes older ones."""
 ABOUT: Final = """\
 Leave with the student of a run: a folder with weights, tokenizer, chat template, generation config and a model card.
 AutoModelForCausalLM, SGLang and vLLM load it. Of a run with adapters it has the merged weights, and the adapters alone
-in adapter/. A store is read while the run goes on, by any machine that reaches it.
+in adapter/.
 """
 
 
@@ -40,7 +34,7 @@ class Source(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="stillhouse export", description=ABOUT)
-    parser.add_argument("run", metavar="RUN", help="a run's folder or name in runs/; a step_... folder; a store's URL")
+    parser.add_argument("run", metavar="RUN", help="a run's folder or name in runs/; a step_... folder")
     parser.add_argument("--to", required=True, metavar="FOLDER|hub:NAME", help="a new folder, or a hub's repository")
     parser.add_argument("--step", type=int, help="the checkpoint of this step [the newest one that is intact]")
     parser.add_argument("--base", help="the student, if it is no longer where a run with adapters found it")
@@ -65,20 +59,15 @@ def export(run: str, to: str, *, step: int | None = None, base: str | None = Non
         parent = out.parent
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".tmp-export-", dir=parent) as folder:
-        made = write_folder(
-            find(run, step, Path(folder) / "run"), Path(folder) / "student", name=out.absolute().name, base=base
-        )
+        made = write_folder(find(run, step), Path(folder) / "student", name=out.absolute().name, base=base)
         if repository is not None:
             return f"student  {push(made, repository)}"
         made.rename(out)
         return f"student  {out}"
 
 
-def find(run: str, step: int | None, fetched: Path) -> Source:
-    """The checkpoint that was asked for. What a store has is copied into the folder `fetched`. Raises CheckpointError,
-    LaunchError, OSError."""
-    if "://" in run:
-        return _fetch(Store(run), step, fetched)
+def find(run: str, step: int | None) -> Source:
+    """The checkpoint that was asked for. Raises CheckpointError, LaunchError, OSError."""
     given = Path(run).expanduser()
     if (given / MANIFEST).is_file():
         if step not in (None, read_manifest(given).version.step):
@@ -111,38 +100,6 @@ def _of_step(root: Path, step: int) -> Path:
         steps = ", ".join(str(n) for n in sorted({version.step for version in versions}))
         raise CheckpointError(f"--step {step}: {root} has checkpoints of steps {steps or '(none)'}")
     return versions[max(wanted)]
-
-
-def _fetch(store: Store, step: int | None, folder: Path) -> Source:
-    """Raises CheckpointError if there is none, and StoreError."""
-    stored = StoredCheckpoints(store)
-    for _ in range(LOOKS):
-        try:
-            if step is None:
-                path = stored.fetch_newest(folder / CHECKPOINTS, newer_than=None).path
-            else:
-                of_step = [one for one in stored.complete() if one.version.step == step]
-                path = stored.fetch(max(of_step), folder / CHECKPOINTS) if of_step else None
-        except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            continue  # it was deleted meanwhile, and there is a newer one
-        if path is not None:
-            return Source(path, _fetch_account(store, folder))
-    of = "" if step is None else f" of step {step}"
-    raise CheckpointError(f"{store.url} has no complete checkpoint of a run{of}")
-
-
-def _fetch_account(store: Store, folder: Path) -> Path:
-    """Configuration, and the summary of the newest launch that has ended."""
-    names = store.sizes()
-    launches = [name.split("/")[1] for name in names if name.startswith(f"{LAUNCHES}/") and name.endswith(SUMMARY)]
-    newest = max((int(n) for n in launches if n.isdecimal()), default=None)
-    files = {CONFIG: CONFIG} | ({} if newest is None else {SUMMARY: f"{LAUNCHES}/{newest}/{SUMMARY}"})
-    for name, stored in files.items():
-        if stored in names:
-            (folder / name).write_bytes(store.read(stored))
-    return folder
 
 
 def write_folder(source: Source, out: Path, *, name: str, base: str | None = None) -> Path:

@@ -1,10 +1,10 @@
-"""Versions as files, for actors that no collective reaches: each version is a snapshot in the run's folder, or in its
-store (`store`), which members load when the control channel asks them to.
+"""Versions as files, for actors that no collective reaches: each version is a snapshot in the run's folder, which
+members load when the control channel asks them to.
 
     learner    write snapshot (atomic, sha256) | Round: version, file, sha256     | wait for answers
     member                                     | check sha256, load, prove, Answer |
 
-Members need the run's folder or store, and a connection to the learner's control port; there are no other connections
+Members need the run's folder, and a connection to the learner's control port; there are no other connections
 to or from them. Versions, proofs, deadlines and reasons for leaving out a member are those of the other transports. A
 file that a member refuses is written again for the next attempt.
 """
@@ -55,5 +55,5 @@ class FolderTransport(GroupHost):
     def _file_of(self, weights: StagedVersion) -> WeightsRef:
         ref = self._snapshots.write(weights)
         if ref is None:
-            raise NotSent(f"version {weights.version} could not be written to the run's folder or store")
+            raise NotSent(f"version {weights.version} could not be written to the run's folder")
         return ref

@@ -14,7 +14,6 @@ from torch import Tensor
 from stillhouse.engines.sglang.adapters import ServerAdapters
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.protocol.messages import Membership, WeightVersion
-from stillhouse.protocol.object_store import Store
 from stillhouse.weights.publisher import Publisher
 from stillhouse.weights.receiver import WeightReceiver
 from stillhouse.weights.roster import GroupMembers
@@ -24,7 +23,7 @@ from tests.sim.weights.fake_server import FakeServer, FakeServerEngine
 from tests.weights.fleet_learner import quick
 
 CONFIG = {"r": 8, "peft_type": "LORA"}
-WAYS = ("folder", "store", "wire")
+WAYS = ("folder", "wire")
 
 
 def adapters(step: int) -> list[tuple[str, Tensor]]:
@@ -60,9 +59,8 @@ class Rig:
         self.actors = [Actor(self.server, self.copies, 0)]
         self.published: list[WeightVersion] = []
         self.publisher = Publisher(
-            quick("folder" if way == "store" else way),
+            quick(way),
             snapshot_dir=self.weights,
-            store=Store(f"file://{folder}/store") if way == "store" else None,
             post_plan=lambda plan: self.actors[-1].receiver.handle_plan(plan),
             published=lambda version, _: self.published.append(version),
             members=GroupMembers(kind="adapters", adapter_config=msgspec.json.encode(CONFIG)),
@@ -127,25 +125,4 @@ def test_an_actor_that_starts_again_uses_what_its_server_has_and_removes_what_it
     rig.expect_loaded(1)
     assert [path for path, _ in rig.server.calls].count("/load_lora_adapter") == 1
     rig.deliver(2)
-    rig.expect_loaded(2)
-
-
-@pytest.mark.parametrize("rig", ["store"], indirect=True)
-def test_what_the_store_lost_is_refused_and_written_again(rig: Rig, tmp_path: Path) -> None:
-    rig.deliver(1)
-    put = Store.put
-
-    def half(self: Store, file: Path, name: str) -> None:
-        put(self, file, name)
-        if name.startswith("weights/0.2/") and not damaged:
-            damaged.append(name)
-            there = tmp_path / "store" / name
-            there.write_bytes(there.read_bytes()[:-1] + b"?")
-
-    damaged: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Store, "put", half)
-        rig.publisher.publish(WeightVersion(0, 2), adapters(2))
-        eventually(lambda: rig.actors[-1].engine.version == WeightVersion(0, 2), "the second attempt")
-    assert damaged and rig.publisher.stats.dropped_total == {"refused": 1}
     rig.expect_loaded(2)

@@ -130,7 +130,6 @@ def test_a_wrong_configuration_ends_with_code_2_before_torch_is_imported() -> No
         ("--actor.environments.openenv.options.url", "http://h/v1?x=1&api_key=hunter2"),
         ("--actor.urls", '["http://a:1", "http://hunter2@a:2"]'),
         ("--actor.environments.mcp.options.command", '["prog", "--url=https://h/?X-Amz-Signature=hunter2"]'),
-        ("--store", "s3://me:hunter2@bucket/x"),
     ],
 )
 def test_a_url_with_a_secret_is_refused_and_not_repeated(words: tuple[str, str]) -> None:

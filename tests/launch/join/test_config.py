@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -68,29 +67,6 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
     found = joining(run, "--teachers=1")
     assert found.config.actor.urls == () and found.config.actor.server.gpus == ()
     assert (found.config.actor.server.port, found.config.actor.server.host) == (0, "127.0.0.1")
-
-
-def test_ranks_join_without_the_runs_folder_only_in_a_run_with_a_store(tmp_path: Path) -> None:
-    ranks, exported = {"ranks": 2, "hosts": 2}, tmp_path / "exported" / "joined"
-
-    def mistakes(store: str) -> str:
-        run = replace(target(learner=ranks, store=store), home=exported)
-        try:
-            check_joining(run, [], "p", ranks=1)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    assert "expected the run's own folder as RUN" in mistakes("")
-    assert mistakes(f"file://{tmp_path}/store") == ""
-
-
-def test_a_store_that_this_host_cannot_use_is_named_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    run = target(store="s3://bucket/big", weights={"transport": "folder"})
-    with pytest.raises(ConfigError, match=r"store: s3://bucket/big: .*pip install -e '\.\[s3\]'"):
-        joining(run, "--actors=1")
-    assert joining(run, "--teachers=1").roles == ("teacher",), "teachers need none"
 
 
 @pytest.mark.parametrize(
@@ -219,9 +195,8 @@ def test_ranks_of_the_learner_join_a_run_with_several_hosts_from_its_own_folder(
     elsewhere, line = parse_join(["run", "--learner-ranks=2", "--dir=x"]), parse_join(["run", "--learner-ranks=2"])
     assert elsewhere is not None and line is not None and line.ranks == 2
     with pytest.raises(ConfigError, match="--dir: with --learner-ranks"):
-        check_folder(elsewhere, target(learner=learner))
-    check_folder(elsewhere, target(learner=learner, store="s3://bucket/run"))
-    check_folder(line, target(learner=learner))
+        check_folder(elsewhere)
+    check_folder(line)
 
 
 def test_a_join_warns_of_what_it_opens_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:

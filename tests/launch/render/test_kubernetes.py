@@ -100,36 +100,6 @@ def test_ranks_on_further_hosts_share_the_volume(tmp_path: Path) -> None:
     assert "/runs" in [mount["mountPath"] for mount in mounts]
 
 
-def test_with_a_store_there_is_no_volume_and_credentials_come_from_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    validate = pytest.importorskip("kubernetes_validate")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "the-id-of-whoever-renders")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the-secret-of-whoever-renders")
-    stored = ("--store=s3://runs/big", "--learner.ranks=4", "--learner.hosts=2", "--buffer.encrypt=auto")
-    rendered = Rendered(tmp_path, *stored)
-    for manifest in [*rendered.manifests, *rendered.secrets]:
-        validate.validate(manifest, "1.31", strict=True)
-    assert not [one for one in rendered.manifests if one["kind"] == "PersistentVolumeClaim"]
-    assert "persistentVolumeClaim" not in yaml.safe_dump_all(rendered.manifests)
-    assert "of-whoever-renders" not in yaml.safe_dump_all([*rendered.manifests, *rendered.secrets])
-    by_name = {
-        one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in rendered.manifests if one["kind"] == "Job"
-    }
-    from_secret = [{"secretRef": {"name": "big-store", "optional": True}}]
-    with_store = {name for name, spec in by_name.items() if spec["containers"][0].get("envFrom") == from_secret}
-    assert with_store == {"big-run", "big-ranks"}, "actors get their weights by wire, and teachers need none"
-    variables = {one["name"]: one.get("value") for one in by_name["big-ranks"]["containers"][0]["env"]}
-    assert variables["RUN"] == "tcp://big:5555"
-    assert {one["metadata"]["name"]: set(one["data"]) for one in rendered.secrets}["big-keys-ranks"] == {
-        "server.key",
-        "joiner.key_secret",
-    }
-    average = Rendered(tmp_path, *stored, "--learner.ema.decay=0.9", "--weights.transport=folder")
-    jobs = [one for one in average.manifests if one["kind"] == "Job"]
-    assert all("envFrom" in job["spec"]["template"]["spec"]["containers"][0] for job in jobs)
-
-
 def test_the_pods_that_join_know_that_links_are_encrypted(tmp_path: Path) -> None:
     """By the address in the configuration that they get; that of the run's pod is known only when it starts."""
     rendered = Rendered(tmp_path, "--buffer.encrypt=auto")

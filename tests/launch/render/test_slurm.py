@@ -4,14 +4,12 @@ goes on from its checkpoint. The record of all batches is audited."""
 from __future__ import annotations
 
 import json
-import os
-import re
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
@@ -107,60 +105,6 @@ def test_a_run_that_has_ended_before_the_script_waits_gives_its_exit_code(tmp_pa
     assert subprocess.run(["bash", "-c", script], timeout=PATIENCE_S).returncode == code
 
 
-FAKE_PYTHON: Final = r"""#!/bin/bash
-case "$3" in
-    invite) code=$(head -n 1 codes); sed -i 1d codes; echo "invite says $code" >&2
-            [ $code -eq 0 ] && mkdir "$5" && touch "$5/join.json"; exit $code ;;
-    join) ls "$4" > joined; touch leave ;;
-    *) trap 'exit 143' TERM; mkdir run; touch run/run.json
-       for _ in $(seq 600); do sleep 0.1; [ ! -f leave ] || exit 0; done; exit 9 ;;
-esac
-"""
-"""In place of all commands of Stillhouse: the run ends when somebody has joined it."""
-
-
-@pytest.mark.parametrize(
-    ("codes", "ends_with", "joined"), [([75, 75, 0], 0, "join.json\n"), ([75, 2], 143, None)], ids=["later", "never"]
-)
-def test_a_run_that_nobody_can_join_is_stopped_with_the_reason(
-    tmp_path: Path, codes: list[int], ends_with: int, joined: str | None
-) -> None:
-    """The whole script of a run with a store, with other programs than Slurm's."""
-    programs = {
-        "python": FAKE_PYTHON,
-        "srun": '#!/bin/bash\nSLURM_PROCID=0 exec "${@:6}"\n',
-        "scontrol": "#!/bin/bash\necho 'NodeName=here NodeAddr=127.0.0.1 '\n",
-    }
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    for name, text in programs.items():
-        (tmp_path / ".venv" / "bin" / name).write_text(text)
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
-    job = SlurmJob(
-        name="run",
-        run_dir=tmp_path / "run",
-        python=tmp_path / ".venv" / "bin" / "python",
-        where=tmp_path,
-        arguments=(),
-        groups=(HostGroup("run", (1,), HostConfig()), HostGroup("actors", (2,), HostConfig())),
-        port=5555,
-        shares_folder=False,
-    )
-    path = f"{tmp_path / '.venv' / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", sbatch_script(job)],
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == ends_with, done.stderr
-    assert ("nobody can join this run, so it is stopped:\ninvite says 2" in done.stderr) == (joined is None)
-    if joined is not None:
-        assert (tmp_path / "joined").read_text() == joined
-    assert (tmp_path / "codes").read_text() == "", "it has asked as often as there are answers"
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_a_run_that_is_submitted_is_requeued_stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -200,41 +144,6 @@ def test_a_run_that_is_submitted_is_requeued_stopped_and_resumed(tmp_path_factor
         "actor-actors-1",
     }
     assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
-
-
-def test_with_a_store_joins_get_what_they_need_by_standard_input(tmp_path: Path) -> None:
-    (tmp_path / "topology.toml").write_text(
-        TOPOLOGY.replace("RECORD", str(tmp_path / "record")).replace("PORT", "5555")
-    )
-    run = ("--run-dir", str(tmp_path / "big"), "--config", str(tmp_path / "topology.toml"))
-    script = render("slurm", *run, "--store", "s3://runs/big")
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    assert script.count('< "$EXPORTED/run.tar" &') == 2 and 'join "$RUN"' not in script
-    assert "AWS" not in script and "--resume-or-start" in script
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_run_with_a_store_needs_no_shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The joins know an exported folder alone, which came by their standard input."""
-    folder = Path(tmp_path_factory.mktemp("slurm"))
-    run_dir, file, port = folder / "run", folder / "topology.toml", str(_free_port())
-    with Slurm(folder, hosts=4) as slurm:
-        text = re.sub(r"steps = \d+", "steps = 12", TOPOLOGY.replace("RECORD", str(folder / "record")))
-        file.write_text(f'store = "file://{folder}/store"\n{text.replace("PORT", port)}')
-        script, log = folder / "job.sbatch", lambda: "".join(f.read_text() for f in folder.glob("run.slurm-*.log"))
-        # All hosts are this machine, so that the run listens on loopback; else `invite` would refuse that.
-        more = ("--buffer.advertise", f"tcp://127.0.0.1:{port}", "--buffer.encrypt", "on")
-        script.write_text(render("slurm", "--run-dir", str(run_dir), "--config", str(file), *more))
-        job = slurm.run("sbatch", "--parsable", str(script)).split(";")[0]
-        eventually(lambda: not slurm.states(job), lambda: f"the end of the job; the log:\n{log()}", RUN_PATIENCE_S)
-    assert steps_made(run_dir) == 12, log()
-    assert audit(run_dir).clean
-    assert not (run_dir / "joined").exists(), "the joins did not see the run's folder"
-    joined = _json(run_dir / "summary.json")["workers"]
-    assert sum(worker["tokens"] > 0 for name, worker in joined.items() if name.startswith("actor")) == 3
-    names = _json(folder / "store" / "owner.json")["checkpoints"]
-    assert any("step_000012" in name for name in names)
 
 
 def steps_made(run_dir: Path) -> int:

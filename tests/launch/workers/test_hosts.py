@@ -24,11 +24,9 @@ from tests.patience import PATIENCE_S, eventually
 MODELS = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
 
 
-def context(
-    folder: Path, *, n_hosts: int = 2, timeout_s: float = PATIENCE_S, name: str = "one", store: str = ""
-) -> RoleContext[Any]:
+def context(folder: Path, *, n_hosts: int = 2, timeout_s: float = PATIENCE_S, name: str = "one") -> RoleContext[Any]:
     learner, launch = {"ranks": 2 * n_hosts, "hosts": n_hosts}, {"ready_timeout_s": timeout_s}
-    config = build(RunConfig, {"models": MODELS, "learner": learner, "launch": launch, "store": store})
+    config = build(RunConfig, {"models": MODELS, "learner": learner, "launch": launch})
     folder.mkdir(exist_ok=True)
     return RoleContext(
         role="learner",
@@ -105,18 +103,6 @@ def test_hosts_get_a_place_each_in_any_order_of_coming(tmp_path: Path, meeting: 
     assert stores[2].get("said") == b"here", "they meet in one store"
     meeting.end()
     assert not meeting.errors and not killed
-
-
-def test_a_host_without_the_runs_folder_finds_the_others_by_the_store(
-    tmp_path: Path, meeting: Meeting, killed: list[int]
-) -> None:
-    url = f"file://{tmp_path}/store"
-    meeting.enter(lambda: joined(context(tmp_path / "there", store=url), tmp_path / "exported"))
-    meeting.enter(lambda: led(context(tmp_path / "here", store=url)))
-    eventually(lambda: len(meeting.places) == 2, "both")
-    assert sorted(place.node for place in meeting.places) == [0, 1]
-    meeting.end()
-    assert not meeting.errors and not killed and not (tmp_path / "exported").exists()
 
 
 def test_a_run_without_the_other_hosts_says_how_many_came_and_how_they_join(tmp_path: Path) -> None:

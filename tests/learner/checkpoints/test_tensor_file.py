@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from stillhouse.learner.checkpoints.packed_rows import pack, unpack
-from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, placed, write_share
+from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, write_share
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
 from stillhouse.models.transfer import Rows
@@ -66,16 +65,6 @@ def test_any_division_in_any_order_gives_the_same_file(
     written = [write_share(together, share(tensors, rank, n_ranks), leads=rank == 0) for rank in order]
     n_alone = write_share(alone, Shares(tensors), leads=True)
     assert together.read_bytes() == alone.read_bytes()
-    for rank in order[::2]:  # ranks on other hosts: their rows come packed
-        if rank:
-            rows = placed(share(tensors, rank, n_ranks), leads=False)
-            assert pack(folder / f"packed-{rank}", rows) == written[order.index(rank)]
-    for rank in order:
-        if (packed := folder / f"packed-{rank}").exists():
-            unpack(packed, folder / "fetched")
-        else:
-            write_share(folder / "fetched", share(tensors, rank, n_ranks), leads=rank == 0)
-    assert (folder / "fetched").read_bytes() == alone.read_bytes()
     assert sum(written) == n_alone == alone.stat().st_size == layout_of(Shares(tensors)).total_bytes
     assert same(load_file(together), tensors)
     save_file(tensors, theirs, metadata={"format": "pt"})
@@ -83,21 +72,6 @@ def test_any_division_in_any_order_gives_the_same_file(
     n_header = int.from_bytes(alone.read_bytes()[:8], "little")
     assert n_header % 8 == 0, "tensors are aligned for whoever maps the file into memory"
     assert json.loads(alone.read_bytes()[8 : 8 + n_header])["__metadata__"] == {"format": "pt"}
-
-
-def test_packed_rows_that_were_damaged_are_refused(tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
-    pack(packed, placed(share({"a": torch.arange(40.0), "b": torch.arange(6)}, 1, 2), leads=False))
-    whole = packed.read_bytes()
-    for n in range(len(whole)):
-        for damaged in (whole[:n], whole[:n] + bytes([whole[n] ^ 1]) + whole[n + 1 :]):
-            packed.write_bytes(damaged)
-            with pytest.raises(ValueError, match="its checksum is not"):
-                unpack(packed, tmp_path / "file")
-    assert not (tmp_path / "file").exists(), "nothing was written"
-    packed.write_bytes(whole)
-    unpack(packed, tmp_path / "file")
-    assert (tmp_path / "file").exists()
 
 
 def test_more_than_the_system_writes_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,11 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.transfer import rows_of
 from stillhouse.protocol.messages import WeightVersion
-from stillhouse.protocol.object_store import Store
 from tests.learner.conftest import build_student, word_tokenizer
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import GAE, PLAIN, TIMEOUT_S, items_of, tensors_of
 from tests.learner.settings import learner_config
 from tests.learner.step.test_top_k_step import VOCAB
-from tests.store_launches import owned
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "all weights": {},
@@ -65,8 +63,8 @@ def trainer_of(config: LearnerConfig, ranks: ProcessGroup, checkpoint: Path | No
     return trainer
 
 
-def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: Store | None = None) -> str:
-    """A checkpoint by all ranks; what became of it, on rank 0. `store`: where it goes, and the others' rows before."""
+def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int) -> str:
+    """A checkpoint by all ranks; what became of it, on rank 0."""
     ranks, version = trainer.ranks, WeightVersion(0, step)
     named = [str(new_draft(root, version)) if ranks.rank == 0 else ""]
     dist.broadcast_object_list(named)
@@ -90,33 +88,23 @@ def save(trainer: Trainer, writer: ShareWriter, root: Path, step: int, store: St
             word_tokenizer(),
             keep=9,
             adapters=trainer.adapters,
-            others=lambda: written_by_others(ranks, draft, store),
+            others=lambda: written_by_others(ranks, draft),
         )
-        if store is not None:
-            owned(store.url).add(written, keep=9)
     except (OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return written.name
 
 
-def write(folder: Path, ranks: ProcessGroup, store: str = "") -> dict[str, Any]:
-    """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find. `store`: URL of
-    one, below which each case has its own."""
+def write(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
+    """Two steps and a checkpoint of each case; what a third step would lead to is for `read` to find."""
     saved: dict[str, Any] = {}
     for name, settings in CASES.items():
-        of_case = Store(f"{store}/{name}") if store else None
-        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks, of_case)
+        trainer, writer = trainer_of(learner_config(**(PLAIN | settings)), ranks), ShareWriter(ranks)
         for seed in range(2):
             trainer.step(items_of(seed=seed, top_k=False))
-        saved[name] = save(trainer, writer, folder / name, 2, of_case)
+        saved[name] = save(trainer, writer, folder / name, 2)
         writer.wait()
     return saved
-
-
-def write_both_ways(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
-    """As `write` into "together"; and into "apart", by ranks on hosts that share no folder, but a store."""
-    together, apart = folder / "together", folder / "apart"
-    return {"together": write(together, ranks), "apart": write(apart, ranks, f"file://{apart}/store")}
 
 
 def read(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
@@ -179,7 +167,6 @@ def fail(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
 
 DO: Final[dict[str, Callable[[Path, ProcessGroup], dict[str, Any]]]] = {
     "write": write,
-    "write_both_ways": write_both_ways,
     "read": read,
     "fail": fail,
 }

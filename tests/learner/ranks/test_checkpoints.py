@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from stillhouse.learner.checkpoints.stored import go_on_from_store
 from tests.learner.ranks.checkpointed import CASES
 from tests.learner.ranks.processes import run_ranks
 
@@ -75,28 +74,6 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint_of_any_other(
                 assert first.keys() == seen["sums"].keys()
                 for name, value in first.items():
                     assert math.isclose(value, seen["sums"][name], rel_tol=TOLERANCE, abs_tol=1e-30), (case, name)
-
-
-def together_files(together: Path, case: str) -> list[Path]:
-    return list((together / case / "step_000002").glob("*.safetensors"))
-
-
-@pytest.mark.slow
-def test_ranks_that_share_no_folder_write_the_same_checkpoint(tmp_path: Path) -> None:
-    """Each sends its rows through the store to rank 0. What comes back from there are the same files, so any number of
-    ranks goes on from them (above)."""
-    together, apart, fetched = tmp_path / "together", tmp_path / "apart", tmp_path / "fetched"
-    written = dict.fromkeys(CASES, "step_000002")
-    assert results_of(2, "write_both_ways", str(tmp_path))[0] == {"together": written, "apart": written}
-    for case in CASES:
-        found = go_on_from_store(fetched / case, f"file://{apart}/store/{case}")
-        assert found.path is not None and found.path == fetched / case / "step_000002"
-        for checkpoint in (apart / case / "step_000002", found.path):
-            assert is_whole(checkpoint)
-            for file in together_files(together, case):
-                assert (checkpoint / file.name).read_bytes() == file.read_bytes(), (case, file.name)
-        stored = apart / "store" / case / "checkpoints" / "step_000002_epoch_0"
-        assert {file.name for file in together_files(together, case)} <= {file.name for file in stored.iterdir()}
 
 
 def test_a_rank_that_cannot_write_or_dies_leaves_the_checkpoint_before(tmp_path: Path) -> None:

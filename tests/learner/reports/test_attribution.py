@@ -193,9 +193,9 @@ def test_one_busy_pool_of_several_gets_no_number() -> None:
     assert verdict is not None and verdict.stage == "teachers" and "their pool" in verdict.text and not verdict.more
 
 
-@pytest.mark.parametrize("stage", ["shards", "weights", "eval", "checkpoint"])
+@pytest.mark.parametrize("stage", ["weights", "eval", "checkpoint"])
 def test_other_waits_of_the_learner_are_named(stage: str) -> None:
-    waits = dict.fromkeys(("shards", "weights", "eval", "checkpoint", "data", "scoring"), 0.0)
+    waits = dict.fromkeys(("weights", "eval", "checkpoint", "data", "scoring"), 0.0)
     verdict = attribute(work(learner=waits | {"busy": 0.3, stage: 0.6, "data": 0.1}))
     assert verdict is not None and verdict.stage == stage and f"{stage}-bound" in verdict.text
 
@@ -252,7 +252,7 @@ def test_one_line_of_status_leaves_out_why_nothing_can_be_said() -> None:
 
 
 def test_a_learner_that_works_four_fifths_of_the_time_is_the_limit_if_no_other_role_is() -> None:
-    waits = dict.fromkeys(("shards", "weights", "eval", "checkpoint", "scoring"), 0.0)
+    waits = dict.fromkeys(("weights", "eval", "checkpoint", "scoring"), 0.0)
     seen = work(learner=waits | {"busy": 0.86, "data": 0.14}, actors_busy=0.2, teachers_busy=0.2, busiest_teacher=0.2)
     verdict = attribute(seen)
     assert verdict is not None and verdict.stage == "learner" and verdict.text.startswith("learner-bound 86%")
