@@ -9,7 +9,7 @@ import msgspec
 from stillhouse.engines.config import EngineConfig, WorkerSettings
 from stillhouse.engines.registry import EngineOptions, check_engine
 from stillhouse.engines.sglang.config import SGLangConfig
-from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
+from stillhouse.protocol.settings import PositiveFloat, PositiveInt, Settings
 
 replace = msgspec.structs.replace
 
@@ -49,10 +49,6 @@ class ActorConfig(WorkerSettings, frozen=True, kw_only=True):
     max_failures_in_a_row: PositiveInt = 64
     """Consecutive rollouts that may fail (environment or engine errors) before the actor ends with an error. Until
     then, new rollouts are started more and more slowly."""
-    environment_processes: NonNegativeInt = 0
-    """Processes beside each actor in which environments and agents run; 0: in threads of the actor itself. Use some
-    for environments that compute much or may crash: they then cost no decoding time, and a crash fails only the
-    rollouts of its process. Each takes 0.1 GB and what the environments take."""
     environments: dict[str, EnvConfig] = msgspec.field(default_factory=dict[str, EnvConfig])
     """Environments by the name that rows of the prompts file (column `env`) and `learner.tasks.env` use. The latter
     need not be listed: it may be a registered environment with its default options. Any other name is refused."""

@@ -1,7 +1,7 @@
 """The episodes of an actor, seen from its main loop: started, answered, taken from, finished.
 
-An episode is the part of a rollout that is not the student: an environment or an agent. Here each has a thread of the
-actor's process; `actors.episode_pool` runs them in other processes."""
+An episode is the part of a rollout that is not the student: an environment or an agent. Each has a thread of the
+actor's process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -58,49 +58,8 @@ class EpisodeEnded(NamedTuple):
 EpisodeEvent: TypeAlias = Ask | GiveUp | EpisodeEnded
 
 
-class Episodes(Protocol):
-    """The owner calls all methods from one thread."""
-
-    @property
-    def agents(self) -> frozenset[str]:
-        """Names of the environments that are agents."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """True when another episode may be started."""
-        ...
-
-    @property
-    def gauges(self) -> dict[str, float]:
-        """For the heartbeat."""
-        ...
-
-    def start(self, episode: EpisodeStart) -> None:
-        """Raises OSError or RuntimeError when the system gives no more threads."""
-        ...
-
-    def deliver(self, rollout_id: str, number: int, response: Response) -> None:
-        """Answer request `number` of an episode."""
-        ...
-
-    def refuse(self, rollout_id: str, number: int, reason: str) -> None:
-        """Answer a request that there is no room for."""
-        ...
-
-    def finish(self, rollout_id: str) -> None:
-        """Stop what still runs of an episode, and close it. Every started episode is finished once, ended or not."""
-        ...
-
-    def take(self) -> list[EpisodeEvent]:
-        """What episodes asked for, and which ended, in that order; those that are finished may be among them."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class EpisodeThreads:
-    """Each episode on its own thread of this process."""
+    """Each episode on its own thread of this process. The owner calls all methods from one thread."""
 
     def __init__(
         self,
@@ -130,14 +89,17 @@ class EpisodeThreads:
 
     @property
     def agents(self) -> frozenset[str]:
+        """Names of the environments that are agents."""
         return frozenset(name for name, known in self._known.items() if known.agent is not None)
 
     @property
     def has_room(self) -> bool:
+        """True when another episode may be started."""
         return self.runner.has_room
 
     @property
     def gauges(self) -> dict[str, float]:
+        """For the heartbeat."""
         return {
             "environment_threads": float(self.runner.threads),
             "environment_threads_stuck": float(self.runner.stuck),
@@ -145,6 +107,7 @@ class EpisodeThreads:
         }
 
     def start(self, episode: EpisodeStart) -> None:
+        """Raises OSError or RuntimeError when the system gives no more threads."""
         known = self._known[episode.env]
         row = msgspec.json.decode(episode.row, type=dict[str, Any]) if episode.row else {}
         task = EnvTask(episode.prompt_ids, episode.ground_truth, episode.tag, episode.rollout_id, episode.seed, row)
@@ -175,17 +138,21 @@ class EpisodeThreads:
         self.runner.submit(episode.rollout_id, "rollout", running.run, timeout_s)
 
     def deliver(self, rollout_id: str, number: int, response: Response) -> None:
+        """Answer request `number` of an episode."""
         self._episodes[rollout_id].deliver(number, response)
 
     def refuse(self, rollout_id: str, number: int, reason: str) -> None:
+        """Answer a request that there is no room for."""
         self._episodes[rollout_id].refuse(number, reason)
 
     def finish(self, rollout_id: str) -> None:
+        """Stop what still runs of an episode, and close it. Every started episode is finished once, ended or not."""
         self._episodes.pop(rollout_id).close_sessions()
         self.runner.finish(rollout_id)
 
     def take(self) -> list[EpisodeEvent]:
-        """Raises TooManyStuck."""
+        """What episodes asked for, and which ended, in that order; those that are finished may be among them. Raises
+        TooManyStuck."""
         news: list[EpisodeEvent] = []
         while not self._asked.empty():
             news.append(self._asked.get())

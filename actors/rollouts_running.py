@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from stillhouse.actors.config import ActorConfig, EnvConfig
-from stillhouse.actors.episodes import EpisodeEnded, Episodes, EpisodeStart
+from stillhouse.actors.episodes import EpisodeEnded, EpisodeStart, EpisodeThreads
 from stillhouse.actors.failures import Brake, Failure, of_environment
 from stillhouse.actors.running_episode import Ask, EpisodeEnd, GiveUp, Response
 from stillhouse.actors.trajectory.graph import GraphCounts, Origin
@@ -60,7 +60,7 @@ class RunningRollouts:
     def __init__(
         self,
         engine: GenerationEngine,
-        episodes: Episodes,
+        episodes: EpisodeThreads,
         config: ActorConfig,
         *,
         environments: Mapping[str, EnvConfig],

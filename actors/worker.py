@@ -26,9 +26,7 @@ from typing import Final, Protocol
 
 from stillhouse.actors.config import ActorConfig
 from stillhouse.actors.envs.base import TextTokenizer
-from stillhouse.actors.episode_pool import EpisodePool
-from stillhouse.actors.episode_wire import Setup
-from stillhouse.actors.episodes import Episodes, EpisodeThreads
+from stillhouse.actors.episodes import EpisodeThreads
 from stillhouse.actors.rollouts_running import RunningRollouts
 from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine, shared_engine
 from stillhouse.engines.provider import Student, StudentModel, StudentSource
@@ -56,8 +54,6 @@ from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
 
 log = logging.getLogger(__name__)
 
-SILENCE_S: Final = 10.0
-"""A process of the environments that stands still for this long beyond the limit of any call ends itself."""
 IDLE_WAIT_S: Final = 0.2
 """Longest wait for the buffer while nothing runs."""
 CREDIT_REPEAT_S: Final = 2.0
@@ -110,7 +106,7 @@ class ActorWorker:
         client: Client,
         engine: GenerationEngine,
         weights: WeightSource,
-        episodes: Episodes,
+        episodes: EpisodeThreads,
         rollouts: RunningRollouts,
         config: ActorConfig,
         turns: EngineTurns | Alone = ALONE,
@@ -279,25 +275,13 @@ def _turns_of(turn: Turn | None, student: Student) -> EngineTurns | Alone:
 
 def _start_episodes(
     config: ActorRunConfig, source: StudentSource, max_context_tokens: int, wake: Callable[[], None]
-) -> Episodes:
+) -> EpisodeThreads:
     environments = config.actor.environments_of(config.learner.tasks.env)
-    max_threads = 2 * config.actor.max_concurrent_rollouts
-    if not config.actor.environment_processes:
-        return EpisodeThreads(
-            environments,
-            TextTokenizer(source.tokenizer),
-            max_threads=max_threads,
-            stop_token_ids=source.stop_token_ids,
-            max_context_tokens=max_context_tokens,
-            wake=wake,
-        )
-    longest_s = max(environment.step_timeout_s for environment in environments.values())
-    setup = Setup(
+    return EpisodeThreads(
         environments,
-        config.models.student,
-        max_threads,
-        source.stop_token_ids,
-        max_context_tokens,
-        silence_s=longest_s + SILENCE_S,
+        TextTokenizer(source.tokenizer),
+        max_threads=2 * config.actor.max_concurrent_rollouts,
+        stop_token_ids=source.stop_token_ids,
+        max_context_tokens=max_context_tokens,
+        wake=wake,
     )
-    return EpisodePool(config.actor.environment_processes, setup, wake)

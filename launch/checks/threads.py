@@ -119,13 +119,13 @@ def _groups(config: RunConfig, on_cpu: Sequence[str]) -> Iterator[Alike]:
 
 
 def _others(config: RunConfig) -> int:
-    """Processes that take a core each and have one thread: servers on the CPU, and environments in processes."""
+    """Processes that take a core each and have one thread: servers on the CPU."""
     servers = [
         group.n
         for group in worker_groups(config)
         if group.engine.servers is not None and not group.settings.urls and group.settings.server.device == "cpu"
     ]
-    return sum(servers) + config.actors * config.actor.environment_processes
+    return sum(servers)
 
 
 def _described(groups: Sequence[Alike], shared: Mapping[str, int], cores: float) -> str:

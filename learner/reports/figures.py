@@ -248,9 +248,6 @@ def _of_actors(added: defaultdict[str, float]) -> dict[str, float]:
     }
     for name in ("calls", "roots", "forks", "drift_tokens", "dropped_responses"):
         figures |= _mean(f"agents/{name}_per_rollout", added[f"agent_{name}_total"], added["agent_rollouts_total"])
-    for cause in ("crash", "stuck", "hang"):
-        if died := added[f"environment_process_{cause}_total"]:
-            figures[f"actors/environment_processes_lost/{cause}"] = died
     finished = added["rollouts_finished_total"]
     for name, value in sorted(added.items()):
         if name.startswith(ENVIRONMENT):

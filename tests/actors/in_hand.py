@@ -15,7 +15,6 @@ from torch import Tensor
 
 from stillhouse.actors.config import ActorConfig
 from stillhouse.actors.envs.base import Action, Environment, EnvTask, Observation, StepResult, TextTokenizer
-from stillhouse.actors.episode_pool import EpisodePool
 from stillhouse.actors.episodes import EpisodeThreads
 from stillhouse.actors.failures import Failure
 from stillhouse.actors.rollouts_running import RunningRollouts
@@ -156,21 +155,18 @@ class InHand:
         config: ActorConfig,
         task_env: str = "single_turn",
         max_threads: int = 128,
-        pool: EpisodePool | None = None,
         max_context_tokens: int = 200,
     ) -> None:
-        """`pool`: runs the episodes instead of this process."""
         self.engine = engine
         environments = config.environments_of(task_env)
-        threads = EpisodeThreads(
+        self.episodes = EpisodeThreads(
             environments,
             tokenizer,
             max_threads=max_threads,
             stop_token_ids=(STOP,),
             max_context_tokens=max_context_tokens,
         )
-        self.environments = threads.runner
-        self.episodes = pool or threads
+        self.environments = self.episodes.runner
         self.sent: list[tuple[Message, tuple[np.ndarray[Any, Any], ...]]] = []
         self.rollouts = RunningRollouts(
             engine,

@@ -51,7 +51,7 @@ def test_the_pages_environments_run_side_by_side(
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     assert any("12+30=" in sample["prompt"] for sample in samples)
 
-    resumed = launch(*FEW, "--steps=6", "--resume", "--actor.environment_processes=2")
+    resumed = launch(*FEW, "--steps=6", "--resume")
     assert resumed.wait() == 0, resumed.text()
     assert_balanced(resumed.summary())
     resumed.expect_clean_audit()

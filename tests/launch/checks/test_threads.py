@@ -104,7 +104,7 @@ def test_what_the_plan_says() -> None:
 
 @pytest.mark.usefixtures("sizes")
 def test_others_leave_fewer_cores() -> None:
-    """A role on a GPU, a server on the CPU and each process of environments take one."""
+    """A role on a GPU, a server on the CPU take one."""
     on_gpu = plan(8, CPU | {"teacher-0": 0})
     assert (on_gpu.each, on_gpu.text) == (
         {"learner": 5, "actor-0": 1, "actor-1": 1},
@@ -113,8 +113,6 @@ def test_others_leave_fewer_cores() -> None:
     served: dict[str, Any] = {"teacher": {"engine": "sglang", "server": {"device": "cpu"}}, "teachers": 2}
     seats = {who: gpu for who, gpu in CPU.items() if who != "teacher-0"}
     assert plan(8, seats, **served).each == {"learner": 4, "actor-0": 1, "actor-1": 1}
-    environments: dict[str, Any] = {"actor": {"engine": "torch", "environment_processes": 2}}
-    assert plan(9, CPU, **environments).each == {"learner": 2, "teacher-0": 1, "actor-0": 1, "actor-1": 1}
 
 
 @pytest.mark.usefixtures("sizes")
