@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -12,9 +12,6 @@ from stillhouse.models.description import LoadDtype, Quantized
 from stillhouse.protocol.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
-
-
-UseKernels: TypeAlias = Literal["auto", "on", "off"]
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True):
@@ -36,20 +33,10 @@ class EngineConfig(Settings, frozen=True, kw_only=True):
     """Prompt tokens (padding included) that may join one decode step; a longer prompt joins by itself."""
     fused: bool = True
     """Use the hand-written decoder where the architecture has one (Llama, Qwen2, Qwen3); off: transformers' modules."""
-    kernels: UseKernels = "auto"
-    """Kernels in C for that decoder, in float32 on a CPU: 1.4 to 1.7 times the speed for models larger than the
-    processor's caches. They are compiled when an actor starts, by the compiler that CC names, else cc, gcc or clang.
-    `auto`: for such models, with a warning where there is no compiler; `on`: for all models, refused where
-    impossible."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_device(self.device)
-        if self.kernels == "on" and not (self.fused and self.dtype in ("auto", "float32")):
-            raise ValueError(
-                f"kernels = on with fused = {self.fused} and dtype = {self.dtype}; they are for the hand-written "
-                "decoder (fused) in float32"
-            )
 
 
 class ServerConfig(Settings, frozen=True, kw_only=True):

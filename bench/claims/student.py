@@ -90,7 +90,7 @@ class Writer:
 
     def __init__(self, folder: Path) -> None:
         model = load_causal_lm(folder, device="cpu", dtype="float32", attention="sdpa")
-        config = EngineConfig(max_concurrent=CONCURRENT, max_context=MAX_CONTEXT, device="cpu", kernels="off")
+        config = EngineConfig(max_concurrent=CONCURRENT, max_context=MAX_CONTEXT, device="cpu")
         self._engine, self._requests = TorchEngine(model, config), 0
         self._step = 0
         self.flops = flops_of(folder)

@@ -75,7 +75,6 @@ def main() -> None:
                 device=args.device,
                 dtype=args.dtype,
                 fused=not args.generic,
-                kernels=args.kernels,
             ),
         )
         plain = load_causal_lm(args.model, device=args.device, dtype=args.dtype, attention="sdpa")
@@ -194,7 +193,6 @@ def _arguments() -> Any:
     parser.add_argument(
         "--cpu-time", action="store_true", help="count CPU seconds: fairer where others use the machine"
     )
-    parser.add_argument("--kernels", choices=("auto", "on", "off"), default="auto", help="of the engine")
     parser.add_argument("--generic", action="store_true", help="engine without its fused decoder")
     return parser.parse_args()
 

@@ -18,12 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stillhouse.engines.config import UseKernels
 from stillhouse.engines.torch.fused import FusedDecoder, can_fuse
-from stillhouse.engines.torch.kernels import Kernels, KernelsUnavailableError, compiled_kernels
 from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, UnsupportedModelError
 from stillhouse.engines.torch.model_caches import ModelCaches
-from stillhouse.engines.torch.products import packs
 from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.step import DecodeStep, Int64s, Prefill, plan_step
 from stillhouse.models.packed import FAILURES, PackingError, set_way, unpackable
@@ -128,9 +125,7 @@ class CachedSlots:
             self.experts.copy(sources, targets, n_tokens)
 
 
-def build_slots(
-    model: PreTrainedModel, n_slots: int, max_context: int, *, fused: bool, kernels: UseKernels = "off"
-) -> Slots:
+def build_slots(model: PreTrainedModel, n_slots: int, max_context: int, *, fused: bool) -> Slots:
     """Prepare `model` (which the engine takes over) for decoding `n_slots` sequences, and probe it.
 
     Raises UnsupportedModelError, with the reason, when neither the slot cache nor transformers' own is exact."""
@@ -142,16 +137,12 @@ def build_slots(
     reason = unpackable(model.config)
     if not reason:
         try:
-            decoder = _over_slots(model, max_context, fused=fused, kernels=kernels)
+            decoder = _over_slots(model, max_context, fused=fused)
             few = SlotCache(len(probe_ids), min(max_context, 16), model.device)
             _compare(model, CachedSlots(decoder, few, model.device), probe_ids, expected)
             return CachedSlots(decoder, SlotCache(n_slots, max_context, model.device), model.device)
         except (UnsupportedModelError, PackingError) as error:
-            if kernels == "on":
-                raise
             reason = str(error)
-    elif kernels == "on":
-        raise UnsupportedModelError(f"kernels = on: they are for the slot cache only; {reason}")
     set_way(model, "padded")  # attention is transformers' own
     for batched in (True, False):
         try:
@@ -165,30 +156,9 @@ def build_slots(
     raise UnsupportedModelError(f"{reason}; it cannot be generated with here: expected actor.engine = sglang")
 
 
-def _over_slots(model: PreTrainedModel, max_context: int, *, fused: bool, kernels: UseKernels) -> Decoder:
+def _over_slots(model: PreTrainedModel, max_context: int, *, fused: bool) -> Decoder:
     model.set_attn_implementation(IMPLEMENTATION)
-    if fused and can_fuse(model):
-        return FusedDecoder(model, max_context, kernels_for(model, kernels))
-    if kernels == "on":
-        raise UnsupportedModelError(f"kernels = on: {type(model).__name__} has no hand-written decoder to use them in")
-    return ModuleDecoder(model)
-
-
-def kernels_for(model: PreTrainedModel, wanted: UseKernels) -> Kernels | None:
-    """What computes the fused decoder's products. With auto, models whose weights fit the processor's caches go without
-    kernels: they are bound by Python. Raises UnsupportedModelError where `on` is impossible."""
-    fits = model.device.type == "cpu" and model.dtype == torch.float32
-    if wanted == "on" and not fits:
-        raise UnsupportedModelError(f"kernels = on: they are for float32 on a CPU, not {model.dtype} on {model.device}")
-    if wanted == "off" or not fits or (wanted == "auto" and not any(map(packs, model.parameters()))):
-        return None
-    try:
-        return compiled_kernels()
-    except KernelsUnavailableError as error:
-        if wanted == "on":
-            raise UnsupportedModelError(f"kernels = on: {error}") from error
-        log.warning("actor.torch.kernels: decoding with torch alone, which is slower for this model: %s", error)
-        return None
+    return FusedDecoder(model, max_context) if fused and can_fuse(model) else ModuleDecoder(model)
 
 
 def vocabulary_rows(model: PreTrainedModel) -> int:

@@ -82,10 +82,7 @@ class TorchEngine:
         self._stage = WeightStage(dict(model.named_parameters()), version or WeightVersion(0, 0))
         self._parked = Parked(lambda: (parameter for one in models for parameter in one.parameters()))
         self._n_ids = vocabulary_rows(model)
-        slots = [
-            build_slots(one, config.max_concurrent, config.max_context, fused=config.fused, kernels=config.kernels)
-            for one in models
-        ]
+        slots = [build_slots(one, config.max_concurrent, config.max_context, fused=config.fused) for one in models]
         self._slots = slots[0] if teacher is None else MixedSlots(slots[0], slots[1])
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the fused decoder joined weights; torch would keep the room of the single ones

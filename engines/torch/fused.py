@@ -1,8 +1,7 @@
 """A decoder of the Llama family (Llama, Qwen2, Qwen3), written out.
 
 It does the arithmetic of the model's modules with a third of the Python, about 20 calls into torch per layer where the
-modules make about 60: small models on a CPU are bound by Python. Large ones are bound by memory and arithmetic; there
-`engines.torch.kernels` can do the work, in 7 calls per layer.
+modules make about 60: small models on a CPU are bound by Python. Large ones are bound by memory and arithmetic.
 
 Legend: T tokens of a step, R rows that decode, H hidden size, N query heads, G key/value heads, D head size,
 I MLP size, C positions, S tokens of a bucket of prompts, V vocabulary.
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm
 from transformers import PreTrainedModel
 
-from stillhouse.engines.torch.kernels import Kernels, Rotary
 from stillhouse.engines.torch.kv_cache import SlotCache
 from stillhouse.engines.torch.products import Product
 from stillhouse.engines.torch.step import DecodeStep
@@ -55,20 +53,17 @@ class FusedDecoder:
     """Joins projections that read the same input into one product. The model's parameters become views into the joined
     weights, so that a weight swap (an in-place copy) reaches both. Only packed weights are held twice (`Product`)."""
 
-    def __init__(self, model: PreTrainedModel, max_context: int, kernels: Kernels | None = None) -> None:
-        """`kernels` compute all products, and whatever else they can; without them, torch does."""
+    def __init__(self, model: PreTrainedModel, max_context: int) -> None:
         body: Any = model.model
         config: Any = model.config
         self._head_size = int(body.layers[0].self_attn.head_dim)
         self._n_heads = int(config.num_attention_heads)
         self._n_groups = int(config.num_key_value_heads)
-        self.kernels = kernels
-        self._norm = RmsNorm(float(config.rms_norm_eps), body.norm.weight, kernels)
+        self._norm = RmsNorm(float(config.rms_norm_eps), body.norm.weight)
         self._embedding_VH = cast(Tensor, body.embed_tokens.weight)
         self._final_norm = cast(Tensor, body.norm.weight)
-        self._head = Product(model.lm_head.weight, model.lm_head.bias, kernels)
+        self._head = Product(model.lm_head.weight, model.lm_head.bias)
         self._form = AttentionForm(float(body.layers[0].self_attn.scaling))
-        self._gates = kernels is not None and config.hidden_act == "silu"
         self._modules = list(body.layers)
         with torch.no_grad():
             self._cos_CD, self._sin_CD = _rotary_tables(body, max_context)
@@ -101,14 +96,9 @@ class FusedDecoder:
                 hidden_TH = hidden_TH[: step.n_rows]
             hidden_TH = layer.output.added_to(hidden_TH, mixed)
             gate_up = layer.gate_up(self._norm(hidden_TH, layer.mlp_norm))
-            hidden_TH = layer.down.added_to(hidden_TH, self._gated(layer, gate_up))
+            gate, up = gate_up.chunk(2, dim=-1)
+            hidden_TH = layer.down.added_to(hidden_TH, layer.activation(gate).mul_(up))
         return self._head(self._norm(hidden_TH, self._final_norm))
-
-    def _gated(self, layer: _Layer, gate_up: Tensor) -> Tensor:
-        if self._gates and self.kernels is not None:
-            return self.kernels.silu_gate(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return layer.activation(gate).mul_(up)
 
     def _attention(
         self,
@@ -124,10 +114,6 @@ class FusedDecoder:
         """[T, N * D], or [R, N * D] with `rows_only`."""
         n_heads, n_both, size, step = self._n_heads, self._n_heads + self._n_groups, self._head_size, cache.step
         qkv = layer.qkv(self._norm(hidden_TH, layer.input_norm))
-        if self.kernels is not None and step.prefill is None:
-            store = cache.store(index, self._n_groups, size, qkv)
-            turn = Rotary(self._cos_CD, self._sin_CD, layer.qk_norm, self._norm.eps)
-            return self.kernels.attend(qkv, n_heads, step.positions_T, turn, self._form.scaling, store)
         qkv = qkv.view(len(hidden_TH), -1, size)
         qk, value_TGD = qkv[:, :n_both], qkv[:, n_both:]
         if layer.qk_norm is not None:
@@ -162,12 +148,12 @@ class FusedDecoder:
             qk_norm = attention.q_norm.weight.new_empty(self._n_heads + self._n_groups, self._head_size)
         return _Layer(
             input_norm=layer.input_layernorm.weight,
-            qkv=_joined(projections, self.kernels),
+            qkv=_joined(projections),
             qk_norm=qk_norm,
-            output=Product(attention.o_proj.weight, attention.o_proj.bias, self.kernels),
+            output=Product(attention.o_proj.weight, attention.o_proj.bias),
             mlp_norm=layer.post_attention_layernorm.weight,
-            gate_up=_joined((mlp.gate_proj, mlp.up_proj), self.kernels),
-            down=Product(mlp.down_proj.weight, mlp.down_proj.bias, self.kernels),
+            gate_up=_joined((mlp.gate_proj, mlp.up_proj)),
+            down=Product(mlp.down_proj.weight, mlp.down_proj.bias),
             activation=mlp.act_fn,
         )
 
@@ -175,17 +161,14 @@ class FusedDecoder:
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight, in float32 inside."""
 
-    def __init__(self, eps: float, like: Tensor, kernels: Kernels | None = None) -> None:
+    def __init__(self, eps: float, like: Tensor) -> None:
         self.eps = eps
-        self._kernels = kernels
         self._eps_1 = torch.tensor([eps], dtype=torch.float32, device=like.device)
         # On a CPU torch's own runs several kernels, including a slow mean; elsewhere it is one kernel.
         self._by_hand = like.device.type == "cpu" and like.dtype == torch.float32
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """`weight` is as wide as a line of `x`, or as many lines as its last dimensions."""
-        if self._kernels is not None and x.ndim == 2:
-            return self._kernels.rms_norm(x, weight, self.eps)
         if not self._by_hand:
             return rms_norm(x, x.shape[-1:], None, self.eps) * weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -193,13 +176,12 @@ class RmsNorm:
         return (x * scale).mul_(weight)
 
 
-def _joined(modules: Sequence[torch.nn.Linear], kernels: Kernels | None) -> Product:
+def _joined(modules: Sequence[torch.nn.Linear]) -> Product:
     """One product for linear layers that read the same input."""
     has_bias = cast(Tensor | None, modules[0].bias) is not None
     return Product(
         _side_by_side([module.weight for module in modules]),
         _side_by_side([module.bias for module in modules]) if has_bias else None,
-        kernels,
     )
 
 

@@ -73,7 +73,7 @@ class SlotCache:
         if step.n_cells > self.cells:
             self._grow(step.n_cells)
 
-    def store(self, layer: int, n_groups: int, size: int, like: Tensor) -> Tensor:
+    def _store(self, layer: int, n_groups: int, size: int, like: Tensor) -> Tensor:
         """Keys and values of a layer, [2, S, G, C, D]; valid until the next `begin`."""
         store = self._layers.get(layer)
         if store is None:
@@ -83,7 +83,7 @@ class SlotCache:
     def write(self, layer: int, key_TGD: Tensor, value_TGD: Tensor) -> None:
         """Put the step's keys and values in their cells. A value narrower than its key (MLA) is padded."""
         n_groups, size = key_TGD.shape[1:]
-        store = self.store(layer, n_groups, size, key_TGD)
+        store = self._store(layer, n_groups, size, key_TGD)
         if value_TGD.shape[2] != key_TGD.shape[2]:
             value_TGD = torch.nn.functional.pad(value_TGD, (0, key_TGD.shape[2] - value_TGD.shape[2]))
         both = torch.cat((key_TGD, value_TGD), dim=1)

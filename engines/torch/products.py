@@ -2,7 +2,7 @@
 
 A decode step multiplies few rows by every weight of the model. On a CPU, the library behind `linear` rearranges a
 weight for its registers in every call, which for a few rows costs as much as the product. `Product` has oneDNN
-rearrange (*pack*) a large weight once per version, or packs it for our own kernel (`engines.torch.kernels`).
+rearrange (*pack*) a large weight once per version.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from stillhouse.engines.torch.kernels import Kernels
-
 PACKED_FROM_ELEMENTS: Final = 2**18
 """Weights with fewer elements stay in the processor's caches, where packing saves less than its call costs."""
 
@@ -22,12 +20,10 @@ PACKED_FROM_ELEMENTS: Final = 2**18
 class Product:
     """x @ weight.T + bias, with a weight [O, I] that may be changed in place if `refresh` is called afterwards."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, kernels: Kernels | None = None) -> None:
-        """With `kernels`, weights of any size are packed for them; without, large ones for oneDNN."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach()
-        self._kernels = kernels
-        self._packs = kernels is not None or packs(self._weight)
+        self._packs = packs(self._weight)
         self._packed: Tensor | None = None
         self.refresh()
 
@@ -36,17 +32,12 @@ class Product:
         if not self._packs:
             return
         self._packed = None  # freed first, so that there is never a third copy
-        if self._kernels is not None:
-            self._packed = self._kernels.packed(self._weight)
-        else:
-            self._packed = _ops().mkldnn._reorder_linear_weight(self._weight)
+        self._packed = _ops().mkldnn._reorder_linear_weight(self._weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, I] -> [T, O]"""
         if self._packed is None:
             return linear(x, self._weight, self._bias)
-        if self._kernels is not None:
-            return self._kernels.product(x, self._packed, len(self._weight), self._bias, None)
         return _ops().mkldnn._linear_pointwise.default(x, self._packed, self._bias, "none", [], "")
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -54,13 +45,11 @@ class Product:
         if self._packed is None:
             out = torch.addmm(residual, x, self._weight.t())
             return out if self._bias is None else out.add_(self._bias)
-        if self._kernels is not None:
-            return self._kernels.product(x, self._packed, len(self._weight), self._bias, residual)
         return _ops().mkldnn._linear_pointwise.binary(x, residual, self._packed, self._bias, "add")
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether a `Product` without kernels of our own holds a packed copy of this weight beside the weight itself."""
+    """Whether a `Product` holds a packed copy of this weight beside the weight itself."""
     if weight.device.type != "cpu" or weight.numel() < PACKED_FROM_ELEMENTS or not torch.backends.mkldnn.is_available():
         return False
     # These are torch's own operators for compiled models; a build without them multiplies as usual.

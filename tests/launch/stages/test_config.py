@@ -88,7 +88,6 @@ def test_a_table_lies_over_what_is_shared_and_flags_over_both(tmp_path: Path) ->
             "stage distil: learner.rate: unknown key",
         ),
         (("stage:distil", "stage:later"), "expected the name of an earlier stage: warmup, distil"),
-        (("actors = 3", 'actors = 3\nstore = "s3://a/b"'), "stages go on from their folder only"),
         (("[learner]", '[learner]\nrecord = "/tmp/x.record"'), "for several stages, expected {run}"),
     ],
 )
