@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stillhouse.buffer.journal.database import Database, StoreUnwritable
-from stillhouse.launch.errors import LaunchError
-from stillhouse.launch.runfolder import RunFolder, read_record
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.runfolder import RunFolder, read_record, resumes
 from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.keys import ClientKeys, run_client_keys
 from stillhouse.recording.append_file import AppendFile, Unwritten
@@ -35,6 +35,16 @@ def test_a_named_run_lives_under_its_name() -> None:
     folder = RunFolder.open(None, resume=False, name="mine")
     assert folder.path == Path("runs/mine").absolute()
     folder.close()
+
+
+def test_resume_or_start_goes_on_where_a_run_is_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert not resumes(tmp_path / "empty", "") and not resumes(None, "big")
+    for name in ("runs/big", "other"):
+        RunFolder.open(Path(name), resume=False).close()
+    assert resumes(None, "big") and resumes(tmp_path / "other", "big")
+    with pytest.raises(ConfigError, match="--resume-or-start: which run"):
+        resumes(None, "")
 
 
 def test_a_folder_in_use_is_refused_and_the_user_is_named(tmp_path: Path) -> None:

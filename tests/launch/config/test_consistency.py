@@ -12,6 +12,7 @@ import pytest
 from transformers import Qwen3MoeConfig
 
 from stillhouse import builtin
+from stillhouse.buffer.batch_size import MOST_ROLLOUTS
 from stillhouse.engines import registry
 from stillhouse.engines.provider import EngineProvider
 from stillhouse.launch.checks.adapters import choose_adapters
@@ -108,6 +109,14 @@ def test_ranks_on_several_hosts_must_be_allowed_to_talk_in_plain_text() -> None:
     assert mistakes(learner=learner, weights={"host": "10.0.0.7", "allow_plain_network": True}) == []
     (told,) = warnings(learner=learner, weights={"host": "10.0.0.7", "allow_plain_network": True})
     assert "the weight group and the learner's ranks accept any client" in told
+
+
+def test_a_batch_with_more_rollouts_than_a_message_holds_is_refused() -> None:
+    (told,) = mistakes(buffer={"batch_rollouts": MOST_ROLLOUTS + 1})
+    assert told.startswith(
+        f"buffer.batch_rollouts: got {MOST_ROLLOUTS + 1}, expected at most {MOST_ROLLOUTS}; no message"
+    )
+    assert mistakes(buffer={"batch_rollouts": MOST_ROLLOUTS}) == []
 
 
 def environments(**environment: Any) -> dict[str, Any]:
