@@ -260,18 +260,6 @@ def _lock(path: Path) -> int:
     return lock_fd
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a launcher has this run folder open."""
-    try:
-        with (path / "lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
 def _expect_empty(path: Path) -> None:
     """Keys may be there before the run is, where a scheduler hands them out."""
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS))

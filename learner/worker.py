@@ -148,7 +148,7 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     prompts = load_prompts(learner.tasks, config.environments)
     tokenizer = load_tokenizer(checkpoint or config.models.student)
     n_vocab = vocab_tokens(tokenizer.get_vocab())
-    beginning = RanksBegin(None if checkpoint is None else str(checkpoint), found.version if found else None, n_vocab)
+    beginning = RanksBegin(None if checkpoint is None else str(checkpoint), n_vocab)
     ranks.announce("begin", lambda: msgspec.json.encode(beginning))
     trainer, state = first_trainer(config, checkpoint, vocab_tokens=n_vocab, ranks=ranks)
     members = find_engine(config.actor.engine).members(config.actor, config.weights, config.models.student)

@@ -149,12 +149,6 @@ def newest(root: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
-def find_version(root: Path, version: WeightVersion) -> Path | None:
-    """Folder of the checkpoint of this version. Checked as in `newest`."""
-    whole = (path for path in _checkpoints(root) if _looks_whole(path))
-    return next((path for path in whole if read_manifest(path).version == version), None)
-
-
 def damaged(root: Path) -> list[Path]:
     """Folders that were set aside."""
     return [path for path in _folders(root) if path.name.startswith(_DAMAGED)]

@@ -10,16 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.learner.batch import TrainItem
-from stillhouse.protocol.messages import BatchItem, WeightVersion
+from stillhouse.protocol.messages import BatchItem
 
 
 class RanksBegin(msgspec.Struct, frozen=True):
     """What rank 0 has found out before it loads its own share."""
 
     checkpoint: str | None
-    """Folder of the checkpoint to go on from, on rank 0's host."""
-    version: WeightVersion | None
-    """That of the checkpoint."""
+    """Folder of the checkpoint to go on from."""
     vocab_tokens: int
 
 
