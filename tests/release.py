@@ -30,7 +30,6 @@ SHORT: Final = (
     "integration/test_trace.py::test_the_figures_of_a_trace",
     "tools/view/test_in_browser.py",
     # Learning: ranks, recipes, adapters, agents.
-    "learner/ranks/test_checkpoints.py::test_ranks_that_share_no_folder",
     "learner/ranks/test_ranks.py::test_ranks_that_divide_each_sequence_do_what_one_does_alone[2-2-1]",
     "integration/test_top_k_runs.py::test_a_run_trains_on_hidden_states",
     "integration/test_recipes.py::test_a_recipe_trains_by_what_it_names[opd_grpo-sampled-True]",

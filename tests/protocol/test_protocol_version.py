@@ -32,7 +32,7 @@ SCHEMA_OF_VERSION = {
     20: "f65e7312c1ebb0c4",  # Sampling has min_p and kept; WeightPlan with backend ipc
     21: "6b03ab30ea022e10",  # Sampling and Segment have experts
     22: "8422ea3ce72171d4",  # Sampling has teacher_share
-    23: "8422ea3ce72171d4",  # rounds on the weight control channel without a version that differences start from
+    23: "475d98abc86ec62b",  # rounds on the weight control channel without a version that differences start from
 }
 
 

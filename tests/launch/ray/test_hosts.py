@@ -112,9 +112,7 @@ class FakeCluster:
         self.ray, self.exceptions = self, self
         self.RayError, self.ActorUnavailableError = RayError, ActorUnavailableError
 
-    def place(
-        self, host: HostConfig, files: Mapping[str, bytes], words: list[str], variables: Mapping[str, str]
-    ) -> FakeHost:
+    def place(self, host: HostConfig, files: Mapping[str, bytes], words: list[str]) -> FakeHost:
         assert files == {"join.json": b"{}"}
         self.hosts.append(FakeHost(words))
         return self.hosts[-1]
