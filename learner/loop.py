@@ -420,14 +420,8 @@ class LearnerLoop:
             return
         try:
             self._checkpoint(self._last_batch_id, last=True)
-            self._wait_for_average()
         except (LearnerStalled, LinkError) as error:
             log.error("no checkpoint of step %d: %s", self.version.step, error)
-
-    def _wait_for_average(self) -> None:
-        if self._parts.ema is not None:
-            with self.clock.waiting("weights"):
-                self._parts.ema.wait()
 
     def _snapshot_after(self, batch_id: int) -> Snapshot:
         deadline_s = time.monotonic() + (STOP_ANSWER_S if self._stop.asked else self._config.stall_timeout_s)
@@ -452,14 +446,10 @@ class LearnerLoop:
                 self.progress.limits.end(self._snapshot_after(self._last_batch_id))
             self._evaluate_and_wait()
         lost = self._checkpoint(self._last_batch_id, last=True) if self._last_batch_id is not None else None
-        self._wait_for_average()
         self._heartbeat()
         reason = f"{step} step{'s' if step != 1 else ''} done{f', as {early}' if early else ''}"
         if lost is not None:
-            reason += (
-                f", but the last checkpoint could not be written: {lost}; free some space, or mend the store, and use "
-                "--resume"
-            )
+            reason += f", but the last checkpoint could not be written: {lost}; free some space, and use --resume"
         self._finish(ok=lost is None, reason=reason)
 
     def _finish(self, *, ok: bool, reason: str) -> None:
