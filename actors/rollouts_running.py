@@ -295,7 +295,8 @@ class RunningRollouts:
             self._send(segment.message, segment.arrays)
             self.counts["segments_total"] += 1
             if self._forward is not None and is_training(segment.message.rollout_id):
-                self.counts["flops_total"] += self._forward.of(segment.message.start, segment.message.end)
+                n = segment.message.end - segment.message.start
+                self.counts["flops_total"] += self._forward.of(segment.n_before, segment.n_before + n)
             if events.tracing():
                 said = segment.message
                 place = {"rollout": said.rollout_id, "start": said.start, "end": said.end}

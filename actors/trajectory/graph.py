@@ -97,6 +97,14 @@ class Node:
         return f"<Node {self.index}: {len(self)} tokens of {kind}, {behind}>"
 
     @property
+    def n_before(self) -> int:
+        """Tokens before its first one, from the root on."""
+        n, node = 0, self
+        while node.parent is not None:
+            n, node = n + node.at, node.parent
+        return n
+
+    @property
     def trainable(self) -> bool:
         """A response without log-probs is context: an importance ratio would be made from an invented number."""
         return bool(self.logprobs)

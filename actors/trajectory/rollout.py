@@ -28,6 +28,8 @@ class CutSegment(NamedTuple):
 
     message: Segment
     arrays: tuple[npt.NDArray[np.generic], ...]
+    n_before: int
+    """Tokens before it on its path."""
 
 
 class NoRoom(Exception):
@@ -230,7 +232,7 @@ class Rollout:
             top_ids=bool(payload),
             experts=bool(experts),
         )
-        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask, *payload, *experts))
+        return CutSegment(message, (cut.token_ids, cut.logprobs, cut.loss_mask, *payload, *experts), cut.n_before)
 
     def _experts(self, cut: Cut) -> tuple[npt.NDArray[np.uint8], ...]:
         """The last frame of a segment, if the engine reported any of its experts."""

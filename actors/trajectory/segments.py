@@ -45,6 +45,8 @@ class Cut(NamedTuple):
     """The student's likeliest tokens, for each of these n whose engine reported them."""
     experts: dict[int, ExpertIds]
     """What the engine's routers chose, likewise."""
+    n_before: int
+    """Tokens before it on its path."""
 
 
 class Part(NamedTuple):
@@ -183,7 +185,8 @@ class SegmentCutter:
             placed.n = end
             at = here.stop
         self.n_cut = start + n
-        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask, top_ids, experts)
+        n_before = parts[0].node.n_before + parts[0].start if parts else 0
+        return Cut(start, self.n_cut, follows, tuple(spans), ids, logprobs, mask, top_ids, experts, n_before)
 
 
 def _n_leading_context(parts: list[Part]) -> int:

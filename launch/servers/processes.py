@@ -23,6 +23,8 @@ from stillhouse.sglang_server.servers import KEY_ARGUMENT, ServerError, Servers
 from stillhouse.weights.config import own_nccl_host
 
 ZYGOTE_LOG: Final = "zygote"
+LOADS: Final = "/dev/shm/sglang_loads_"
+"""Beginning of the names of files that an SGLang server shares with its scheduler, and leaves when it is killed."""
 KILLED_WAIT_S: Final = 5.0
 """Time for a process to vanish after SIGKILL."""
 
@@ -56,6 +58,8 @@ class ServerProcesses:
         self._forked: dict[str, int] = {}
         """Name -> pid, 0 while the fork is pending."""
         self._spawned: dict[str, subprocess.Popen[bytes]] = {}
+        self._shared: dict[str, set[Path]] = {}
+        """Name -> `shared_files` of a server that was told to end."""
         self._events: list[Event] = []
 
     def __repr__(self) -> str:
@@ -89,7 +93,7 @@ class ServerProcesses:
             if (code := reap(process.pid)) is not None:
                 process.returncode = code  # Popen cannot know: we reaped it
                 del self._spawned[name]
-                self._events.append(ServerExited(name, code))
+                self._exited(name, code)
         events, self._events = self._events, []
         return events
 
@@ -102,7 +106,7 @@ class ServerProcesses:
             self._read_zygote(self._zygote)
             self._zygote = None
         for name, process in self._spawned.items():
-            self._events.append(ServerExited(name, process.wait(KILLED_WAIT_S)))
+            self._exited(name, process.wait(KILLED_WAIT_S))
         self._spawned.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -146,7 +150,14 @@ class ServerProcesses:
         self._spawned[plan.name] = process
         self._events.append(ServerStarted(plan.name, process.pid))
 
+    def _exited(self, name: str, code: int) -> None:
+        for file in self._shared.pop(name, ()):
+            file.unlink(missing_ok=True)
+        self._events.append(ServerExited(name, code))
+
     def _signal(self, name: str, signum: int) -> None:
+        if pid := self.pids.get(name):
+            self._shared[name] = self._shared.get(name, set()) | shared_files(pid)
         if (process := self._spawned.get(name)) is not None:  # not reaped yet, so the pid is still its own
             if signum == signal.SIGKILL:
                 kill_group(process.pid)
@@ -163,7 +174,7 @@ class ServerProcesses:
                     self._events.append(ServerStarted(event.name, event.pid))
                 case "exited":
                     self._forked.pop(event.name, None)
-                    self._events.append(ServerExited(event.name, event.code))
+                    self._exited(event.name, event.code)
                 case "ended":
                     self._zygote_lost()
                 case "warm":
@@ -174,5 +185,16 @@ class ServerProcesses:
         if self._zygote is not None:
             self._zygote.close()
             self._zygote = None
-        self._events += [ServerExited(name, -signal.SIGKILL) for name in self._forked]
+        for name in self._forked:
+            self._exited(name, -signal.SIGKILL)
         self._forked.clear()
+
+
+def shared_files(group: int) -> set[Path]:
+    """The files named LOADS that processes of this group have mapped."""
+    found = set[Path]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if os.getpgid(int(maps.parent.name)) == group:
+                found |= {Path(line[line.index(LOADS) :]) for line in maps.read_text().splitlines() if LOADS in line}
+    return found

@@ -6,6 +6,8 @@ import pytest
 
 from stillhouse.actors.trajectory.graph import TokenGraph
 from stillhouse.actors.trajectory.segments import Cut, SegmentCutter
+from stillhouse.protocol.branches import path_to
+from stillhouse.protocol.messages import Branch
 from tests.actors.trajectory.letters import answer, ids, write
 
 
@@ -56,6 +58,19 @@ def test_a_segment_that_leaves_early_is_not_one_of_context_alone() -> None:
     write(graph, second, "d")
     assert [shown(cut) for cut in cutter.take_early(second.response)] == ["7|C"]
     assert [shown(cut) for cut in cutter.take_rest()] == ["8|D"]
+
+
+def test_each_segment_says_how_much_its_tokens_read_before_them() -> None:
+    """On its path, and not on the line, where other branches stand before it. An actor counts its compute by this."""
+    graph = TokenGraph()
+    for prompt, response in (("r.", "ab"), ("r.ab+", "cd"), ("r.ax", "efghi"), ("s.", "jk"), ("r.axefy", "l")):
+        answer(graph, prompt, response)
+    cuts = SegmentCutter(graph, 2).take_rest()
+    branches = [Branch(cut.start, cut.follows) for cut in cuts if cut.follows != cut.start]
+    assert len(branches) == 3
+    for cut in cuts:
+        assert cut.n_before == sum(end - start for start, end in path_to(branches, cut.start + 1)) - 1
+    assert any(cut.n_before < cut.start for cut in cuts)
 
 
 def test_segments_below_one_token_are_refused() -> None:

@@ -15,7 +15,7 @@ from stillhouse import builtin
 from stillhouse.engines.provider import Launch
 from stillhouse.engines.sglang.servers import SGLangServers
 from stillhouse.launch.servers.plan import ServerPlan
-from stillhouse.launch.servers.processes import Event, ServerExited, ServerProcesses, ServerStarted
+from stillhouse.launch.servers.processes import Event, ServerExited, ServerProcesses, ServerStarted, shared_files
 from stillhouse.protocol.addresses import free_port
 from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, answers, server_environment
 from tests.patience import PATIENCE_S, RUN_PATIENCE_S, Limit
@@ -114,9 +114,12 @@ def test_a_server_in_a_process_of_its_own_has_its_arguments_on_no_command_line(
     assert len(family) >= 3  # with scheduler and detokenizer, which were spawned and import serve.py again
     assert not [word for process in family for word in process.cmdline() if KEY in word or str(port) in word]
     assert KEY not in (watched.log_dir / "server-actor-0.log").read_text()
+    shared = shared_files(leader.pid)
+    assert shared and all(file.exists() for file in shared)
     watched.processes.kill("server-actor-0")
     assert watched.until_exited("server-actor-0") == -signal.SIGKILL
     assert not psutil.wait_procs(family, timeout=PATIENCE_S)[1]
+    assert not any(file.exists() for file in shared)  # SGLang leaves them in /dev/shm
 
 
 def test_a_zygote_that_still_imports_is_not_waited_for(watched: Watched) -> None:
