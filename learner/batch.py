@@ -164,8 +164,16 @@ class Microbatch:
     span_N: npt.NDArray[np.int64] | None = None
     """The first token of each one's span, from teachers with another tokenizer (protocol.payloads.aligned). None: all
     spans have one token, and in a rank's part of a microbatch."""
+    compared_MN: npt.NDArray[np.bool_] | None = None
+    """Which tokens have rows in `top`. None: those of `routed_MN`."""
+    rest_MN: npt.NDArray[np.bool_] | None = None
+    """Tokens whose span has more than its first token's set says (`AlignedRows.rest`). None: none."""
     shared: Shared | None = None
     """If this is a rank's part of a microbatch that is divided over ranks. Then T and N are those of the part."""
+
+    def rows_at(self, m: int) -> npt.NDArray[np.int64]:
+        """The tokens that the rows of a teacher belong to."""
+        return np.flatnonzero((self.routed_MN if self.compared_MN is None else self.compared_MN)[m])
 
     @property
     def counts(self) -> bool:
@@ -311,6 +319,7 @@ def _microbatch(
     n_trained = sum(len(offsets) for offsets in trained)
     teacher_MN = np.zeros((len(teachers), n_trained), np.float32)
     routed_MN = np.zeros((len(teachers), n_trained), np.bool_)
+    compared_MN, rest_MN = routed_MN.copy(), routed_MN.copy()
     before: list[npt.NDArray[np.int64]] = []
     span_N = np.arange(n_trained)
     column = 0
@@ -319,9 +328,11 @@ def _microbatch(
         before.append(np.where(items[i].before < 0, -1, items[i].before + column))
         for row, name in enumerate(items[i].item.teachers):
             teacher_MN[teachers.index(name), place] = items[i].teacher_ML[row, offsets]
-            routed_MN[teachers.index(name), place] = True
+            routed_MN[teachers.index(name), place] = compared_MN[teachers.index(name), place] = True
             if isinstance(rows := items[i].top.get(name), AlignedRows):
                 routed_MN[teachers.index(name), place] = rows.scored
+                compared_MN[teachers.index(name), place] = rows.compared
+                rest_MN[teachers.index(name), place] = rows.rest
                 span_N[place] = np.minimum(span_N[place], rows.firsts + column)
         column += len(offsets)
     return Microbatch(
@@ -337,6 +348,8 @@ def _microbatch(
         before_N=np.concatenate(before),
         top=tuple(_rows_of(name, [items[i] for i in members]) for name in teachers),
         span_N=None if np.array_equal(span_N, np.arange(n_trained)) else span_N,
+        compared_MN=compared_MN,
+        rest_MN=rest_MN if rest_MN.any() else None,
         kept=KeptRows.joined([items[i].kept for i in members], [len(offsets) for offsets in trained]),
         experts=_experts([items[i] for i in members]),
     )
@@ -349,7 +362,8 @@ def _experts(members: Sequence[TrainItem]) -> ExpertRows | None:
 
 def _rows_of(teacher: str, members: Sequence[TrainItem]) -> PayloadRows:
     rows = [one.top[teacher] for one in members if teacher in one.top]
-    return join_rows([one for one in rows if not isinstance(one, AlignedRows)])
+    rows = [one.own_sets if isinstance(one, AlignedRows) else one for one in rows]
+    return join_rows([one for one in rows if one is not None])
 
 
 def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
@@ -363,7 +377,7 @@ def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
     own_N = trained.of_ranks[rank]
     chosen_N = own_N if len(own_N) else np.zeros(1, np.int64)  # for show: see `Microbatch.counts`
     is_own_N = np.isin(np.arange(len(owner_N)), chosen_N)
-    rows = [np.flatnonzero(is_own_N[routed_N]) for routed_N in whole.routed_MN]  # of those that the teacher has
+    rows = [np.flatnonzero(is_own_N[whole.rows_at(m)]) for m in range(len(whole.routed_MN))]
     return Microbatch(
         ids_T=whole.ids_T[own.tokens],
         lengths=whole.lengths,
@@ -375,6 +389,8 @@ def part_of(whole: Microbatch, rank: int, size: int) -> Microbatch:
         item_N=whole.item_N[chosen_N],
         token_N=whole.token_N[chosen_N],
         before_N=whole.before_N[chosen_N],
+        compared_MN=None if whole.compared_MN is None else whole.compared_MN[:, chosen_N],
+        rest_MN=None if whole.rest_MN is None else whole.rest_MN[:, chosen_N],
         top=tuple(one.at(own_R) if one.n_rows else one for one, own_R in zip(whole.top, rows, strict=True)),
         kept=None if whole.kept is None else whole.kept.at(chosen_N),
         experts=None if whole.experts is None else whole.experts.at(own.tokens),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
 from stillhouse.protocol.messages import EXPERT_IDS, KEPT_IDS, BatchItem, ExpertShape, TopKPiece
-from stillhouse.protocol.payloads.aligned import AlignedScores
+from stillhouse.protocol.payloads.aligned import AlignedScores, AlignedSets
 from stillhouse.protocol.payloads.expert_ids import ExpertRows, decode_experts
 from stillhouse.protocol.payloads.kind import PayloadError, PayloadPart, PayloadRows
 from stillhouse.protocol.payloads.registry import kind_of_bytes
@@ -32,7 +32,7 @@ def aligned_teachers(item: BatchItem, payloads: npt.NDArray[np.uint8]) -> set[st
     return {
         item.teachers[piece.teacher]
         for piece, body in _bodies(item, payloads)
-        if bytes(body[:2]) == AlignedScores.magic and 0 <= piece.teacher < len(item.teachers)
+        if bytes(body[:2]) in (AlignedScores.magic, AlignedSets.magic) and 0 <= piece.teacher < len(item.teachers)
     }
 
 

@@ -48,6 +48,11 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     return table
 
 
+def is_byte(name: str) -> bool:
+    """Whether a token is SentencePiece's for one byte, such as <0xC3>."""
+    return _BYTE.fullmatch(name) is not None
+
+
 def byte_letters() -> dict[int, str]:
     """Byte -> the letter by which byte-level BPE writes it (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ import numpy.typing as npt
 
 from stillhouse.engines.base import Float32s, Int32s
 from stillhouse.models.chat_text import closing_id, plain_text, text_ids
-from stillhouse.models.token_bytes import token_bytes
+from stillhouse.models.token_bytes import is_byte, token_bytes
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.payloads.aligned import (
+    ALONE,
     EDGE,
     END,
     INSIDE,
@@ -37,9 +39,12 @@ from stillhouse.protocol.payloads.aligned import (
     NOT_SCORED,
     NOT_TEXT,
     OTHER_TEXT,
+    SET,
     SPECIAL,
     Codes,
 )
+from stillhouse.protocol.payloads.kind import ScoreResult
+from stillhouse.teachers.first_tokens import FirstTokens
 
 LONGEST_WORD: Final = 32
 """Bytes. Where unfinished text has neither a space nor words for the teacher's tokenizer, this much of its end counts
@@ -68,6 +73,8 @@ class Aligned:
     """[N] The student's tokens from the first one asked for (`payloads.aligned`)."""
     first: int
     """The first token asked for."""
+    student: Int32s
+    """All tokens of the student."""
 
     @property
     def scored_from(self) -> int:
@@ -84,6 +91,24 @@ class Aligned:
             value = part[0] if len(part) == 1 else part.sum(dtype=np.float64)
             out_N[student.start - self.first : student.stop - self.first] = value if n == 1 else value / n
         return out_N
+
+    def sets(self, scored: ScoreResult, tokens: FirstTokens) -> ScoreResult:
+        """The result with the sets of the teacher's tokens from `scored_from` on, as the student's at the first token
+        of each span. `top_ids` and `top_logprobs` have the marked tokens only."""
+        assert scored.top_ids is not None and scored.top_logprobs is not None
+        at_S, place_S = (
+            np.array([getattr(one, side).start - begin for one in self.spans], np.int64)
+            for side, begin in (("teacher", self.scored_from), ("student", self.first))
+        )
+        ids_SK, logprobs_SK = tokens.sets(scored.top_ids[at_S], scored.top_logprobs[at_S])
+        has_S, code_N = np.isfinite(logprobs_SK).any(axis=1), self.code_N.copy()
+        code_N[place_S[has_S]] |= SET
+        for i in np.flatnonzero(has_S):
+            ours, theirs = (self.student[self.spans[i].student], self.ids[self.spans[i].teacher])
+            if len(ours) == len(theirs) == 1 and tokens.is_same(int(ours[0]), int(theirs[0])):
+                code_N[place_S[i]] |= ALONE
+        logprobs = self.logprobs(scored.logprobs)
+        return ScoreResult(logprobs, ids_SK[has_S], logprobs_SK[has_S], codes=code_N)
 
 
 @dataclass(slots=True)
@@ -108,16 +133,37 @@ class Aligner:
 
     def __init__(self, student: FileTokenizer, teacher: FileTokenizer) -> None:
         """Raises TokenizerError for one whose tokens are not known as bytes, and for one without an end of a turn."""
-        self._teacher = teacher
+        self._student, self._teacher = student, teacher
         self._bytes, self._teacher_bytes = (token_bytes(one.backend_tokenizer) for one in (student, teacher))
         self._ends: Final = frozenset(student.stop_token_ids)
-        added = student.backend_tokenizer.get_added_tokens_decoder()
-        named = set(student.all_special_tokens)
-        self._added = {i: token.content for i, token in added.items()}
-        self._special = {i for i, token in added.items() if token.special or token.content in named}
+        self._added = {i: content for content, i in student.get_added_vocab().items()}
+        self._special, self._teacher_special = _special(student), _special(teacher)
         self._teacher_added = teacher.get_added_vocab()
-        stops, closing = teacher.stop_token_ids, closing_id(teacher)
-        self._teacher_end = closing if closing is not None and closing in stops else stops[0]
+        self._teacher_end = _end_of_turn(teacher)
+
+    @cached_property
+    def n_student(self) -> int:
+        """Ids of the student's tokenizer."""
+        return max(self._student.get_vocab().values()) + 1
+
+    @cached_property
+    def first_tokens(self) -> FirstTokens:
+        """Added tokens of both are the same by their text, if the student's is not special or both end a turn."""
+        student, added = self._student.get_added_vocab(), self._teacher_added
+        of_both = {i: student[text] for text, i in added.items() if text in student}
+        stops = set(self._teacher.stop_token_ids)
+        same = {i: s for i, s in of_both.items() if s not in self._special or (s in self._ends and i in stops)}
+        same.setdefault(self._teacher_end, _end_of_turn(self._student))
+        names, of_teacher = (
+            one.backend_tokenizer.get_vocab(with_added_tokens=False) for one in (self._student, self._teacher)
+        )
+        # Where <0x41> and A are the same bytes, each is its namesake, and other tokens of these bytes count for A.
+        first = sorted(names, key=lambda name: not is_byte(name))
+        ours = {names[name]: self._bytes[names[name]] for name in first if names[name] not in self._added}
+        theirs = {i: text for i, text in self._teacher_bytes.items() if i not in self._teacher_special}
+        namesakes = {i: names[name] for name, i in of_teacher.items() if name in names and i in theirs}
+        same |= {i: token for i, token in namesakes.items() if ours.get(token, b"") == theirs[i] != b""}
+        return FirstTokens.of(ours, theirs, same, end=self._teacher_end, n_student=self.n_student)
 
     def align(self, ids: Int32s, first: int) -> Aligned:
         """`ids`: the student's tokens behind its prompt. `first`: the first of them that is to be scored. Text is
@@ -146,7 +192,7 @@ class Aligner:
             code[student.start : student.stop - 1] = INSIDE
             code[student.stop - 1] = END
         n_read = spans[-1].teacher.stop if spans else 0
-        return Aligned(np.array(pairing.ids[:n_read], np.int32), spans, code[first:], first)
+        return Aligned(np.array(pairing.ids[:n_read], np.int32), spans, code[first:], first, ids)
 
     def _is_text(self, token: int) -> bool:
         return token not in self._ends and token not in self._added and bool(self._bytes.get(token))
@@ -213,6 +259,16 @@ class Aligner:
             keep = max(keep, words[-1][1][0] if len(words) > 1 else 0)
         settled = len(text.encode()) - len(window[keep:].encode())
         return max(settled, len(text.encode()) - LONGEST_WORD) if keep == 0 else settled
+
+
+def _special(tokenizer: FileTokenizer) -> set[int]:
+    added, named = tokenizer.backend_tokenizer.get_added_tokens_decoder(), set(tokenizer.all_special_tokens)
+    return {i for i, token in added.items() if token.special or token.content in named}
+
+
+def _end_of_turn(tokenizer: FileTokenizer) -> int:
+    stops, closing = tokenizer.stop_token_ids, closing_id(tokenizer)
+    return closing if closing is not None and closing in stops else stops[0]
 
 
 def readable(pieces: list[bytes], *, finished: bool) -> Iterator[tuple[int, int, str | None]]:

@@ -63,7 +63,8 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
     tokenizer: TokenizerOf = "student"
     """student: the teacher has the student's tokenizer, and scores its token ids. other: it has one of its own. It
     reads the text of an answer in its own tokens, and the prompt in its own chat template; scores belong to the
-    shortest runs of tokens that end at the same byte in both (docs/teachers.md). Only for costs of sampled tokens."""
+    shortest runs of tokens that end at the same byte in both (docs/teachers.md). For costs of sampled tokens, and with
+    top_k for reverse_kl."""
     drain_s: NonNegativeFloat = 5.0
     """A teacher that is asked to leave (SIGTERM) takes no more work, and has this many seconds to score what it holds,
     even where launch.shutdown_grace_s is shorter. What is left then goes to other teachers at once."""

@@ -45,10 +45,12 @@ class HeldItem:
         """Whether the engine has something to score."""
         return self.aligned is None or bool(self.aligned.spans)
 
-    def result(self, scored: ScoreResult) -> ScoreResult:
+    def result(self, scored: ScoreResult, aligner: Aligner | None) -> ScoreResult:
         """The engine's result, for the student's tokens."""
-        if self.aligned is None:
+        if self.aligned is None or aligner is None:
             return scored
+        if scored.top_ids is not None:
+            return self.aligned.sets(scored, aligner.first_tokens)
         return ScoreResult(self.aligned.logprobs(scored.logprobs), codes=self.aligned.code_N)
 
     @property

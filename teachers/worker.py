@@ -59,7 +59,7 @@ from stillhouse.protocol.messages import (
     WeightVersion,
     is_training,
 )
-from stillhouse.protocol.payloads.aligned import END, REASONS, SPECIAL
+from stillhouse.protocol.payloads.aligned import REASONS, alignment_counts
 from stillhouse.protocol.turns import ALONE, Alone, EngineTurns
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
@@ -106,8 +106,9 @@ class TeacherWorker:
         self._aligner = aligner
         self._forward = forward
         self._config = config
+        sent = vocab_tokens or engine.vocab_size if aligner is None else aligner.n_student
         try:
-            self._encoder = config.sends.encoder(engine, vocab_tokens or engine.vocab_size)
+            self._encoder = config.sends.encoder(engine, sent)
         except ValueError as error:
             raise EngineMismatch(str(error)) from error
         self._held: deque[HeldItem] = deque()
@@ -132,6 +133,7 @@ class TeacherWorker:
             "top_k_bytes_total": 0.0,
             **({"flops_total": 0.0} if forward else {}),
             **({f"unaligned_{reason}_tokens_total": 0.0 for reason in REASONS[:-1]} if aligner else {}),
+            **(dict.fromkeys(("sets_total", "sets_mass_total", "spans_total"), 0.0) if aligner else {}),
             "weights_loaded_total": 0.0,
             "weights_refused_total": 0.0,
             "busy_s_total": 0.0,
@@ -328,7 +330,8 @@ class TeacherWorker:
         asked = [held.request for held in batch if held.is_asked]
         try:
             scored = iter(self._engine.score(asked, options) if asked else ())
-            results = [held.result(next(scored) if held.is_asked else ScoreResult.empty(0)) for held in batch]
+            empty = ScoreResult.empty(0)
+            results = [held.result(next(scored) if held.is_asked else empty, self._aligner) for held in batch]
         except (ValueError, RuntimeError) as error:
             if len(batch) == 1:
                 return [(batch[0], f"engine_error: {error}")]
@@ -339,9 +342,8 @@ class TeacherWorker:
     def _scored(self, held: HeldItem, result: ScoreResult) -> Scored | str:
         logprobs, item = result.logprobs, held.item
         if result.codes is not None and held.wants_sets:
-            for code, n in zip(*np.unique(result.codes[held.sets_at], return_counts=True), strict=True):
-                if code > END:
-                    self._totals[f"unaligned_{REASONS[code - SPECIAL]}_tokens_total"] += float(n)
+            for name, n in alignment_counts(result, held.sets_at):
+                self._totals[f"{name}_total"] += n
         if item.first > item.start:
             logprobs = np.concatenate([np.zeros(item.first - item.start, np.float32), logprobs])
         if not np.isfinite(logprobs).all():

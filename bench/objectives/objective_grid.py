@@ -114,4 +114,9 @@ def staleness() -> list[Row]:
 
 def tokenizers() -> list[Row]:
     other = ("--teacher.tokenizer=other", f"--models.teacher={PAIRS_TEACHER}")
-    return [Row("tokenizers", "the student's tokenizer", ()), Row("tokenizers", "another tokenizer", other)]
+    sets = ("--divergence=reverse_kl", "--teacher.top_k=64", "--teacher.tail=pooled")
+    return [
+        Row("tokenizers", f"{whose}{how}", (*arguments, *words))
+        for how, words in (("", ()), (", top-k reverse KL", sets))
+        for whose, arguments in (("the student's tokenizer", ()), ("another tokenizer", other))
+    ]

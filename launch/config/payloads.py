@@ -103,11 +103,17 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
         kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
         key, value = kind.setting(pool.key)
         needed_for = objective.needs_top_k_for(pool.name)
-        if needed_for and pool.config.teacher.tokenizer == "other":
+        divergence = objective.divergence_of(pool.name)
+        if (
+            needed_for
+            and pool.config.teacher.tokenizer == "other"
+            and (not kind.distributions or divergence.name not in ("reverse_kl", "multi_sample"))
+        ):
             yield (
-                f"{key}: got other with learner.objective.{needed_for}, expected "
-                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline: distributions over "
-                "two vocabularies are not compared; or take a teacher with the student's tokenizer"
+                f"{pool.key}.tokenizer: got other with learner.objective.{needed_for} and {pool.key}.top_k = "
+                f"{pool.config.teacher.top_k}, expected learner.objective.{objective.divergence_key(pool.name)} = "
+                "reverse_kl with a top_k above 0, e.g. 256, or k1 without a baseline: what a set of another vocabulary "
+                "leaves out, its sampled text puts right for these only; or a teacher with the student's tokenizer"
             )
         elif needed_for and not kind.distributions:
             yield (
@@ -115,7 +121,6 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
                 f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
                 f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
             )
-        divergence = objective.divergence_of(pool.name)
         if isinstance(divergence, Distributions) and divergence.temperature != 1.0 and not kind.needs_head:
             yield (
                 f"learner.objective.{objective.divergence_key(pool.name)}.temperature = {divergence.temperature} needs "

@@ -266,6 +266,13 @@ class TopKTeacher:
         """The two sides that `compare` compares. May overwrite `z_CV`."""
         return self._bucketed(z_CV, place)[0]
 
+    def log_ratio(self, z_CV: Tensor, place: slice, token_C: Tensor) -> Tensor:
+        """[C] log p - log q of the bucket that these tokens are in. May overwrite `z_CV`."""
+        student_CB, teacher_CB = self.buckets(z_CV, place)
+        is_it_CK = self._valid(place) & (self.ids_TK[place] == token_C[:, None])
+        bucket_C1 = torch.where(is_it_CK.any(dim=1), is_it_CK.int().argmax(dim=1), is_it_CK.shape[1])[:, None]
+        return (student_CB.gather(1, bucket_C1) - teacher_CB.gather(1, bucket_C1)).squeeze(1)
+
     def _bucketed(self, z_CV: Tensor, place: slice) -> tuple[Buckets, _Parts]:
         valid_CK, first_C1 = self._valid(place), self.ids_TK[place, :1]
         ids_CK = torch.where(valid_CK, self.ids_TK[place], first_C1)  # a repeated token does no harm below

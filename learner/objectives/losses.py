@@ -154,6 +154,11 @@ class TokenInputs:
     some of the tokens alone do not have."""
     span_N: Tensor | None = None
     """int64: the first token of each one's span. None: each token is a span."""
+    rest_MN: Tensor | None = None
+    """bool: the cost of the token's span is k1 less `first_MN`, beside a divergence between distributions at its first
+    token. None: of no token."""
+    first_MN: Tensor | None = None
+    """log p - log q of what the token is in the teacher's set, at the first token of a span; else 0. None = 0."""
 
     def at(self, place: slice) -> TokenInputs:
         """The inputs of some tokens."""
@@ -171,6 +176,8 @@ class TokenInputs:
             baseline_MN=None if self.baseline_MN is None else self.baseline_MN[:, place],
             before_N=None,
             span_N=None,  # a place may cut spans
+            rest_MN=None if self.rest_MN is None else self.rest_MN[:, place],
+            first_MN=None if self.first_MN is None else self.first_MN[:, place],
         )
 
     def by_span(self, student_N: Tensor) -> tuple[Tensor, TokenInputs]:
@@ -182,6 +189,7 @@ class TokenInputs:
             behaviour_N=self._span_sums(self.behaviour_N),
             teacher_MN=self._span_sums(self.teacher_MN),
             proximal_N=None if self.proximal_N is None else self._span_sums(self.proximal_N),
+            first_MN=None if self.first_MN is None else self._span_sums(self.first_MN),
         )
 
     def once_per_span(self, cost_MN: Tensor) -> Tensor:
@@ -316,6 +324,10 @@ def token_loss(student_N: Tensor, inputs: TokenInputs, objective: Objective, div
         inputs = _null_teacher(inputs, objective.coef)
     total_N, spans = inputs.by_span(current_N)
     cost_MN = objective.divergences.costs(total_N, spans.behaviour_N, spans.teacher_MN, inputs.teachers)
+    if inputs.rest_MN is not None:
+        ratio_MN = total_N - spans.teacher_MN
+        rest_MN = ratio_MN if spans.first_MN is None else ratio_MN - spans.first_MN
+        cost_MN = torch.where(inputs.rest_MN, rest_MN, cost_MN)
     scale = 1.0 if inputs.cost_scale_N is None else inputs.cost_scale_N.to(current_N.dtype)
     weighted_MN = (cost_MN if inputs.baseline_MN is None else cost_MN - inputs.baseline_MN) / scale
     if inputs.divergence_weight_N is not None:
@@ -353,6 +365,7 @@ def _null_teacher(inputs: TokenInputs, coef: float) -> TokenInputs:
         routed_MN=every_1N,
         coef_M=torch.full_like(inputs.behaviour_N[:1], coef),
         span_N=None,
+        rest_MN=None,
     )
 
 

@@ -262,6 +262,8 @@ def _of_teachers(added: defaultdict[str, float]) -> dict[str, float]:
         **_mean("teachers/score_s", added["score_s_total"], items),
         **_mean("teachers/items_per_batch", items, added["batches_total"]),
         **_mean("teachers/context_tokens_per_item", added["context_tokens_total"], items),
+        **_mean("teachers/spans_with_set", added["sets_total"], added["spans_total"]),
+        **_mean("teachers/mapped_mass", added["sets_mass_total"], added["sets_total"]),
         **{
             f"teachers/{name.removesuffix('_total')}_per_item": value / items
             for name, value in sorted(added.items())

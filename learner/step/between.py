@@ -97,14 +97,18 @@ ChunkParts: TypeAlias = Callable[[Tensor, slice], ChunkDivergences]
 """(logits of a chunk, its slice of N) -> parts to add. Must not change the logits."""
 
 
-class MeanCosts(NamedTuple):
-    mean_MC: Tensor
-    """Mean cost of each teacher; 0 where it has no score."""
+class Known(NamedTuple):
+    """Beside the log-prob of the sampled token, what its cost depends on."""
+
+    mean_MC: Tensor | None
+    """Mean cost of each teacher, 0 where it has no score; None: no cost has a baseline."""
+    first_MC: Tensor | None
+    """`TokenInputs.first_MN`; None: nothing is compared with a teacher of another tokenizer."""
     sums: PayloadSums
 
 
-ChunkMeans: TypeAlias = Callable[[Tensor, slice], MeanCosts]
-"""(logits of a chunk, its slice of N) -> the mean costs there. Must not change the logits."""
+ChunkKnown: TypeAlias = Callable[[Tensor, slice], Known]
+"""(logits of a chunk, its slice of N) -> Known. Must not change the logits."""
 
 
 class _TeacherRows(NamedTuple):
@@ -128,7 +132,8 @@ class Between:
         sum over the token's teachers of coef * share * w * D / divisor
 
     D depends on the context alone, so w corrects the context (`learner.objectives.importance.context_weights`) and not
-    the token. Others may have a baseline: the mean of their cost over the student's distribution
+    the token. With another tokenizer, D is at the first token of a span, and a cost of the span has the rest
+    (docs/objectives.md). Others may have a baseline: the mean of their cost over the student's distribution
     (`learner.objectives.distributions.mean_cost`)."""
 
     divergences: Divergences
@@ -167,24 +172,33 @@ class Between:
                 top[name] = replace(top[name], uniform_RS=drawn)
         return replace(train_item, top=top, kept=kept, experts=experts)
 
-    def means(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkMeans | None:
-        """The baselines of the costs of sampled tokens, prepared for one microbatch; None if there are none."""
+    def known(self, inputs: TokenInputs, microbatch: Microbatch) -> ChunkKnown | None:
+        """What costs of sampled tokens depend on, prepared for one microbatch; None if on nothing."""
         own = [self.divergences.of(name) for name in inputs.teachers]
-        chosen = [m for m, one in enumerate(own) if one.has_baseline]
-        if not chosen:
+        with_mean = [m for m, one in enumerate(own) if one.has_baseline]
+        # the same on all ranks that divide a microbatch
+        rest_MN = (microbatch if microbatch.shared is None else microbatch.shared.whole).rest_MN
+        with_first = [m for m, one in enumerate(own) if rest_MN is not None and one.between and rest_MN[m].any()]
+        if not with_mean and not with_first:
             return None
-        rows = self._rows(microbatch, inputs, chosen)
+        rows = self._rows(microbatch, inputs, with_mean + with_first)
+        target_N = upload(microbatch.target_N, inputs.behaviour_N.device)
 
-        def means(z_CV: Tensor, place: slice) -> MeanCosts:
-            mean_MC = z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0]))
+        def known(z_CV: Tensor, place: slice) -> Known:
+            mean_MC, first_MC = (z_CV.new_zeros((len(inputs.coef_M), z_CV.shape[0])) for _ in range(2))
             sums = PayloadSums.zero(z_CV.device)
             for m, teacher, rows_R, part in rows(place):
-                mean_R = mean_cost(*teacher.buckets(self._logits(z_CV, place, rows_R), part), own[m].cost)
-                sums = sums.plus(_sums(m, teacher, rows_R, part))
-                mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
-            return MeanCosts(mean_MC, sums)
+                logits_RV = self._logits(z_CV, place, rows_R)
+                if m in with_mean:
+                    mean_R = mean_cost(*teacher.buckets(logits_RV, part), own[m].cost)
+                    sums = sums.plus(_sums(m, teacher, rows_R, part))
+                    mean_MC[m].index_copy_(0, rows_R - place.start, mean_R)
+                elif isinstance(teacher, TopKTeacher):
+                    first_R = teacher.log_ratio(logits_RV, part, target_N[rows_R])
+                    first_MC[m].index_copy_(0, rows_R - place.start, first_R)
+            return Known(mean_MC if with_mean else None, first_MC if with_first else None, sums)
 
-        return means
+        return known
 
     def prepare(self, inputs: TokenInputs, microbatch: Microbatch, ahead: Ahead | None, divisor: int) -> ChunkParts:
         """Prepare the divergences between distributions for one microbatch. `ahead`: if `needs_logprobs`."""
@@ -213,7 +227,7 @@ class Between:
     def _rows(self, microbatch: Microbatch, inputs: TokenInputs, chosen: Sequence[int]) -> _ChunkRows:
         # Row ranges are computed on the host: reading them from a GPU would make the host wait for each chunk.
         device = inputs.behaviour_N.device
-        places = {m: np.flatnonzero(microbatch.routed_MN[m]) for m in chosen}
+        places = {m: microbatch.rows_at(m) for m in chosen}
         of_teacher = {
             m: (self._teacher(microbatch, m, at_R, device), upload(at_R, device)) for m, at_R in places.items()
         }

@@ -132,7 +132,17 @@ class BatchPart:
                 None if whole.divergence_weight_N is None else upload(whole.divergence_weight_N[token_N], device)
             ),
             span_N=None if microbatch.span_N is None else upload(microbatch.span_N, device),
+            rest_MN=self._rest(microbatch, device),
         )
+
+    def _rest(self, microbatch: Microbatch, device: torch.device) -> Tensor | None:
+        """`TokenInputs.rest_MN`: of teachers whose divergence reads the sets."""
+        if microbatch.rest_MN is None:
+            return None
+        divergences = self.loss.objective.divergences
+        reads_M1 = np.array([[divergences.of(name).between is not None] for name in self.batch.teachers])
+        rest_MN = microbatch.rest_MN & reads_M1
+        return upload(rest_MN, device) if rest_MN.any() else None
 
     def rollouts(self, microbatch: Microbatch, device: torch.device, group: RankGroup | None) -> Rollouts | None:
         """The whole rollouts of a microbatch of which this rank has a part; None if it has all of it."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from stillhouse.learner.batch import Microbatch
 from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.losses import LossTerms, Objective, TokenInputs, make_objective, token_loss
-from stillhouse.learner.step.between import Ahead, Between, ChunkDivergences, ChunkMeans, ChunkParts, PayloadSums
+from stillhouse.learner.step.between import Ahead, Between, ChunkDivergences, ChunkKnown, ChunkParts, PayloadSums
 from stillhouse.learner.step.teacher_heads import HeadOf, no_heads
 from stillhouse.models.logprobs import LmHead
 from stillhouse.models.one_pass import one_pass_loss
@@ -84,8 +84,8 @@ class StepLoss:
         rollouts: Rollouts | None = None,
     ) -> MicrobatchTerms:
         """`divisor` is that of the whole batch. `rollouts`: if the microbatch has parts of rollouts."""
-        means, ahead = self._between.means(inputs, microbatch), None
-        chunks = _Chunks(targets_N, inputs, self.objective, divisor, means)
+        known, ahead = self._between.known(inputs, microbatch), None
+        chunks = _Chunks(targets_N, inputs, self.objective, divisor, known)
         if microbatch.kept is not None:
             chunks.kept = _Kept(*(upload(array, hidden_NH.device) for array in microbatch.kept))
         of_spans = microbatch.span_N if microbatch.shared is None else microbatch.shared.whole.span_N
@@ -111,16 +111,19 @@ class StepLoss:
                     total_C = chunks.kept.part(z_CV, total_C[:, None], place).log_total_C1.squeeze(1)
                 known.append((chosen_C - total_C, inputs))
         student_N = torch.cat([student_C for student_C, _ in known])
-        of_baselines = [inputs.baseline_MN for _, inputs in known if inputs.baseline_MN is not None]
-        baseline_MN = torch.cat(of_baselines, dim=1) if of_baselines else None
+        of_logits: dict[str, Tensor] = {}
+        for name in ("baseline_MN", "first_MN"):
+            found = [one for _, inputs in known if (one := getattr(inputs, name)) is not None]
+            if found:
+                of_logits[name] = torch.cat(found, dim=1)
         if rollouts is None:
-            return Ahead(student_N, replace(chunks.inputs, baseline_MN=baseline_MN))
-        if baseline_MN is not None and len(baseline_MN):
-            baseline_MN = torch.stack([rollouts.gather(baseline_N) for baseline_N in baseline_MN])
+            return Ahead(student_N, replace(chunks.inputs, **of_logits))
+        for name, x_MN in of_logits.items():
+            of_logits[name] = torch.stack([rollouts.gather(x_N) for x_N in x_MN])
         proximal_N = chunks.inputs.proximal_N
         if proximal_N is not None:
             proximal_N = rollouts.gather(proximal_N.to(student_N.dtype))
-        inputs = replace(rollouts.inputs, baseline_MN=baseline_MN, proximal_N=proximal_N)
+        inputs = replace(rollouts.inputs, proximal_N=proximal_N, **of_logits)
         return Ahead(rollouts.gather(student_N), inputs, rollouts.own_N)
 
 
@@ -183,7 +186,7 @@ class _Chunks:
     inputs: TokenInputs
     objective: Objective
     divisor: int
-    means: ChunkMeans | None
+    known: ChunkKnown | None
     kept: _Kept | None = None
     """What the tokens were sampled from, if not all were from the whole vocabulary."""
     whole: LossTerms | None = None
@@ -194,13 +197,13 @@ class _Chunks:
     payloads: list[PayloadSums] = field(default_factory=list[PayloadSums])
 
     def inputs_at(self, z_CV: Tensor, place: slice) -> TokenInputs:
-        """The inputs of a chunk, with the baselines that its logits give."""
+        """The inputs of a chunk, with what its logits give."""
         inputs = self.inputs.at(place)
-        if self.means is None:
+        if self.known is None:
             return inputs
-        means = self.means(z_CV, place)
-        self.payloads.append(means.sums)
-        return replace(inputs, baseline_MN=means.mean_MC)
+        known = self.known(z_CV, place)
+        self.payloads.append(known.sums)
+        return replace(inputs, baseline_MN=known.mean_MC, first_MN=known.first_MC)
 
     def __call__(self, z_CV: Tensor, place: slice) -> tuple[Tensor, Tensor]:
         parts, sums = self.parts(z_CV, place)

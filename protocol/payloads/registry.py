@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias
 
-from stillhouse.protocol.payloads.aligned import AlignedScores
+from stillhouse.protocol.payloads.aligned import AlignedScores, AlignedSets
 from stillhouse.protocol.payloads.hidden import HiddenStates
 from stillhouse.protocol.payloads.kind import Packed, PayloadKind, PayloadOptions
 from stillhouse.protocol.payloads.sampled import SampledOnly
@@ -13,7 +13,14 @@ from stillhouse.protocol.payloads.top_k import TopKSets
 
 PayloadName: TypeAlias = Literal["top_k", "hidden"]
 """Values of teacher.payload."""
-KINDS: Final[tuple[type[PayloadKind], ...]] = (AlignedScores, SampledOnly, TopKSets, StudentSets, HiddenStates)
+KINDS: Final[tuple[type[PayloadKind], ...]] = (
+    AlignedScores,
+    AlignedSets,
+    SampledOnly,
+    TopKSets,
+    StudentSets,
+    HiddenStates,
+)
 """Kinds with the same bytes: the first one reads them."""
 OF_BYTES: Final = {kind.magic: kind for kind in reversed(KINDS) if kind.magic}
 

@@ -41,7 +41,7 @@ from stillhouse.protocol.topk_layout import (
 SMALL_VOCABULARY: Final = 384
 """Largest vocabulary, in tokens, of which every token is sent by default: at most 1,012 bytes per position, within
 buffer.max_top_k_bytes."""
-_PADDING_ROWS: Final = 8
+PADDING_ROWS: Final = 8
 """Tokens that are asked for beyond k: padding rows may be among the engine's likeliest."""
 
 
@@ -106,7 +106,7 @@ class TopKSets(SetsKind):
 
     def encoder(self, engine: Vocabulary, vocab_tokens: int) -> TopKEncoder:
         each, n_rows = self.sends_each(vocab_tokens), engine.vocab_size
-        padding = min(_PADDING_ROWS, n_rows - vocab_tokens)
+        padding = min(PADDING_ROWS, n_rows - vocab_tokens)
         asked = n_rows if each else min(self.options.top_k + padding, n_rows)
         options = ScoreOptions(top_k=asked)
         return TopKEncoder(vocab_tokens, options, self.options.top_k, self.options.top_mass, each)
