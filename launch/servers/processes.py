@@ -196,5 +196,6 @@ def shared_files(group: int) -> set[Path]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
             if os.getpgid(int(maps.parent.name)) == group:
-                found |= {Path(line[line.index(LOADS) :]) for line in maps.read_text().splitlines() if LOADS in line}
+                lines = maps.read_text(encoding="utf-8").splitlines()
+                found |= {Path(line[line.index(LOADS) :]) for line in lines if LOADS in line}
     return found

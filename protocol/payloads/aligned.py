@@ -157,7 +157,7 @@ class AlignedEncoder(Encoder):
 @dataclass(frozen=True)
 class SetsEncoder(Encoder):
     vocab_tokens: int
-    """Of the student."""
+    """Ids of the student's tokenizer."""
     options: ScoreOptions
     max_k: int
     mass: float
@@ -186,7 +186,7 @@ def _cut(result: ScoreResult, place: slice) -> Codes:
 class AlignedRows(PayloadRows):
     code_R: Codes
     sets: TopRows | None = None
-    """Of the rows marked SET; None without sets."""
+    """A row for each one marked SET; None without sets."""
 
     @property
     def n_rows(self) -> int:
