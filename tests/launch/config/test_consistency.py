@@ -542,8 +542,17 @@ def test_a_teacher_with_another_tokenizer_is_refused_where_single_tokens_are_com
     other = {"tokenizer": "other"}
     assert mistakes(teacher=other) == []
     (told,) = mistakes(teacher=other, learner={"objective": {"divergence": "reverse_kl"}})
-    assert told.startswith("teacher.tokenizer: got other with learner.objective.divergence = 'reverse_kl', expected ")
+    assert told.startswith("teacher.tokenizer: got other with learner.objective.divergence = 'reverse_kl' and teacher.")
     assert "k1 without a baseline" in told
+    sets = {**other, "top_k": 8}
+    for able in ("reverse_kl", "multi_sample"):
+        assert mistakes(teacher=sets, learner={"objective": {"divergence": able}}) == []
+    for unable in ("jsd", {"name": "k1", "baseline": "expected_cost"}):
+        (told,) = mistakes(teacher=sets, learner={"objective": {"divergence": unable}})
+        assert "top_k = 8, expected learner.objective.divergence = reverse_kl" in told
+    for key, value in (("payload", "hidden"), ("top_k_of", "student"), ("tail", "each")):
+        (told,) = mistakes(teacher={**sets, key: value})
+        assert f"tokenizer: got other with {key} = {value}, expected" in told
     for key, value in (("domain_scale", "rms"), ("prefix_gain", 0.5), ("cost_discount", 0.5)):
         (told,) = mistakes(teacher=other, learner={"objective": {key: value}})
         assert told.startswith(f"learner.objective.{key}: got {value} with teacher.tokenizer = other, expected ")
