@@ -9,18 +9,13 @@ SHORT: Final = (
     # Faults: a campaign, whole runs that are killed and stopped, exactly once.
     "chaos/test_chaos.py::test_the_cases",
     "chaos/test_chaos.py::test_faults_lose_nothing_and_leave_nothing[deadline-bound-2]",
-    *(
-        f"integration/test_whole_run.py::test_{name}"
-        for name in ("a_killed_buffer", "a_killed_launcher", "a_killed_learner", "ctrl_c", "a_damaged_checkpoint")
-    ),
+    *(f"integration/test_whole_run.py::test_{name}" for name in ("ctrl_c", "a_damaged_checkpoint")),
     "integration/test_exactly_once.py::test_an_interrupted_run_settles_the_samples_of_one_that_was_not[4]",
     "integration/test_exactly_once.py::test_at_bound_0",
     "integration/test_synchronous.py::test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop[collective]",
     "integration/test_replay.py::test_a_replay_makes",
     "integration/test_join.py::test_workers_join",
-    "buffer/test_buffer_sim.py::test_twenty_thousand_random_events_break_nothing[7]",
     "buffer/test_kill.py::test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing[2-1]",
-    "buffer/test_memory.py::test_no_container_of_the_state_grows_with_the_rollouts[deadline]",
     "launch/test_recovery.py::test_a_stopped_buffer",
     # What the user types, who listens, which figures are told.
     "integration/test_typed_commands.py::test_the_projects_own_command",

@@ -4,6 +4,7 @@ compares vLLM's with a real server, answers and refusals."""
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -18,7 +19,7 @@ import numpy as np
 
 from stillhouse.builtin import TEACHER_DIR
 from stillhouse.engines.api.replies import NO_TEXT
-from stillhouse.engines.base import ScoreRequest
+from stillhouse.engines.base import ScoreRequest, ScoreResult
 from stillhouse.engines.config import ScorerSettings
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
@@ -31,6 +32,21 @@ MOST_LIKELIEST: Final = 20
 """vLLM's --max-logprobs."""
 WINDOW: Final = 1024
 """Most tokens of a text and its answer, where an API says it (vLLM's --max-model-len)."""
+
+
+_one_at_a_time = threading.Lock()
+
+
+@functools.cache
+def _embedded(folder: Path) -> TorchScorer:
+    """It keeps nothing of what it has scored."""
+    return TorchScorer.load(folder, ScorerSettings(device="cpu", prefix_cache_mb=0))
+
+
+def embedded_score(folder: Path, request: ScoreRequest, options: ScoreOptions) -> ScoreResult:
+    """By a teacher in this process."""
+    with _one_at_a_time:
+        return _embedded(folder).score([request], options)[0]
 
 
 @dataclass
@@ -56,12 +72,10 @@ class Api:
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
         self.tokenizer = FileTokenizer(self.folder)
-        self._scorer = TorchScorer.load(self.folder, ScorerSettings(device="cpu", prefix_cache_mb=0))
 
     def logprobs(self, ids: list[int], top_k: int) -> tuple[list[float], list[dict[int, float]]]:
         """Of all tokens but the first."""
-        with self.lock:
-            (result,) = self._scorer.score([ScoreRequest(np.array(ids, np.int32), 1)], ScoreOptions(top_k=top_k))
+        result = embedded_score(self.folder, ScoreRequest(np.array(ids, np.int32), 1), ScoreOptions(top_k=top_k))
         values = [float(value) for value in result.logprobs]
         if result.top_ids is None or result.top_logprobs is None:
             return values, [{} for _ in values]

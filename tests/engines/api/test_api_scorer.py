@@ -22,13 +22,11 @@ from stillhouse.engines.api.config import ApiConfig
 from stillhouse.engines.api.provider import PROVIDER
 from stillhouse.engines.api.scorer import ApiScorer
 from stillhouse.engines.base import BudgetSpent, EngineLost, EngineMismatch, ScoreRequest
-from stillhouse.engines.config import ScorerSettings
-from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.payloads.kind import ScoreOptions
 from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.self_check import self_check
-from tests.engines.api.completions import KEY, Api, Kind, Reply, serving
+from tests.engines.api.completions import KEY, Api, Kind, Reply, embedded_score, serving
 
 KINDS: tuple[Kind, ...] = ("vllm", "sglang", "fireworks", "together")
 TEXT = "<|im_start|>user\n83370+71033=<|im_end|>\n<|im_start|>assistant\n3+0=3;7+3=10 #154403"
@@ -64,8 +62,7 @@ def text_ids(more: str = "") -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def expected(request: ScoreRequest, top_k: int = 0) -> Any:
-    scorer = TorchScorer.load(TEACHER_DIR, ScorerSettings(device="cpu", prefix_cache_mb=0))
-    return scorer.score([request], ScoreOptions(top_k=top_k))[0]
+    return embedded_score(TEACHER_DIR, request, ScoreOptions(top_k=top_k))
 
 
 def test_scores_are_those_of_the_embedded_teacher(api: Api, tmp_path: Path) -> None:

@@ -249,6 +249,7 @@ def test_text_is_readable_on_every_colour_by_day_and_in_the_dark(tmp_path: Path)
     asyncio.run(_with_tab(tmp_path, go))
 
 
+@pytest.mark.release
 def test_of_a_hundred_thousand_rollouts_only_those_in_sight_are_drawn_and_all_are_filtered(tmp_path: Path) -> None:
     n, group = 100_000, 100
     random = np.random.default_rng(0)
