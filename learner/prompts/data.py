@@ -195,6 +195,9 @@ class TextSource:
             raise DataError(f"{self.path}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
         return document_record(text, row, lambda: self.path)
 
+    def read_all(self) -> Iterator[PromptRecord | RowError]:
+        yield self.read(0)
+
 
 class ParquetSource:
     """One or more Parquet files, one after another, read by row group through pyarrow."""

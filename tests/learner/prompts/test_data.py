@@ -407,3 +407,9 @@ def test_a_file_that_changes_during_the_run_stops_it(write_rows: WriteRows, tmp_
     os.utime(tmp_path / "p.parquet", (1, 1))
     with pytest.raises(DataError, match="has changed"):
         table.read(3)
+
+
+def test_a_text_is_read_as_a_whole_too(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("Once.")
+    source = open_prompts(str(tmp_path / "book.txt"), answers=True)
+    assert [*source.read_all()] == [source.read(0)] and source.read(0).response == "Once."
