@@ -48,6 +48,12 @@ def test_a_row_is_its_better_rate_by_the_mean_over_seeds() -> None:
              ((RATES[0], 0, 0.9), (RATES[0], 1, 0.1), (RATES[1], 0, 0.6), (RATES[1], 1, 0.6))]  # fmt: skip
     row = Results.of(files).row("2", "SFT, 1x")
     assert row is not None and (row.rate, row.end("sampled")) == (RATES[1], (pytest.approx(0.6), 0.0, 2))
+    files[2][-2]["facts"], files[0][-2]["facts"] = 0.1, 0.5
+    one_seed = Results.of([files[0], files[2]]).row("2", "SFT, 1x")
+    assert one_seed is not None and one_seed.rate == RATES[0]  # 0.9 + 0.5 above 0.6 + 0.1
+    files[2][-2]["facts"] = 0.9
+    one_seed = Results.of([files[0], files[2]]).row("2", "SFT, 1x")
+    assert one_seed is not None and one_seed.rate == RATES[1]
 
 
 @pytest.mark.parametrize(
