@@ -233,7 +233,7 @@ def plot(results: Results, place: Path) -> None:
         draw(axis, results)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8)
-    figure.suptitle(f"Mean and standard error over {len(SEEDS)} seeds, each method at the better of its rates")
+    figure.suptitle(f"Mean and standard error over up to {len(SEEDS)} seeds, each method at the better of its rates")
     figure.savefig(place, dpi=90, metadata={"Software": None})
     pyplot.close(figure)
 
