@@ -93,10 +93,10 @@ class AlignedScores(PayloadKind):
     def setting(self, key: str) -> tuple[str, object]:
         return f"{key}.tokenizer", "other"
 
-    def most_bytes(self, sizes: ModelSizes) -> int:
+    def most_bytes(self, sizes: ModelSizes) -> int | None:
         return 1
 
-    def encoder(self, engine: Any, vocab_tokens: int) -> AlignedEncoder:
+    def encoder(self, engine: Any, vocab_tokens: int) -> Encoder:
         return AlignedEncoder()
 
     @classmethod
@@ -168,7 +168,7 @@ class SetsEncoder(Encoder):
         assert result.codes is not None
         rows_T = (np.cumsum((result.codes & SET) > 0) - 1)[place][(code_T & SET) > 0]
         if len(rows_T) and result.top_ids is not None and result.top_logprobs is not None:
-            ids_SK, logprobs_SK = (one[rows_T, : self.max_k] for one in (result.top_ids, result.top_logprobs))
+            ids_SK, logprobs_SK = result.top_ids[rows_T, : self.max_k], result.top_logprobs[rows_T, : self.max_k]
             covered_SK = np.exp(logprobs_SK.astype(np.float64)).cumsum(axis=1)
             enough_S = (covered_SK < self.mass).sum(axis=1) + 1
             counts_S = np.minimum(enough_S, np.isfinite(logprobs_SK).sum(axis=1))
