@@ -122,8 +122,10 @@ def race(results: Results, row: str) -> Race | None:
             arms = max((s[seed] for s in results.arms["1", row].values() if seed in s), key=lambda a: a[-2]["sampled"])
         target = target_of(results, seed)
         line = None if target is None else reached(arms, target)
-        spent = line and (line["step"], line["tokens"].get("student", 0), sum(line["flops"].values()))
-        needed.append(spent or (None, None, None))
+        if line is None:
+            needed.append((None, None, None))
+        else:
+            needed.append((line["step"], line["tokens"].get("student", 0), sum(line["flops"].values())))
     return Race(*map(list, zip(*needed, strict=True)))
 
 

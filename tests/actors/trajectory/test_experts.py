@@ -81,11 +81,11 @@ class Talk:
         self.rollout.finish("stop")
         self.cuts += self.rollout.take_segments()
         line, found = list[int](), list[tuple[int, int, list[list[int]] | None]]()
-        for message, (ids, *_, told) in ((m, (*a, None) if len(a) == 3 else a) for m, a in self.cuts):
-            assert message.experts == (told is not None)
+        for message, (ids, _, _, *told), _ in self.cuts:
+            assert message.experts == bool(told)
             given = [None] * len(ids)
-            if told is not None:
-                rows = decode_experts(told.tobytes(), len(ids), SHAPE)
+            if told:
+                rows = decode_experts(told[0].tobytes(), len(ids), SHAPE)
                 given = [row.tolist() if there else None for row, there in zip(*rows, strict=True)]
             for i, token in enumerate(ids.tolist()):
                 follows = message.follows if i == 0 and message.follows is not None else len(line)

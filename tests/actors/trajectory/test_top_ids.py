@@ -75,7 +75,7 @@ class Talk:
 def assert_each_token_has_its_own_set(cuts: list[CutSegment]) -> int:
     """Returns the sampled tokens found. Between the first and the last one of a segment, others have themselves."""
     n_found = 0
-    for message, (ids, _, mask, *payloads) in cuts:
+    for message, (ids, _, mask, *payloads), _ in cuts:
         sampled = np.flatnonzero(mask)
         assert message.top_ids == bool(len(payloads)) == bool(len(sampled))
         for payload in payloads:
