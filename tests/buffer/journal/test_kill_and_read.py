@@ -61,7 +61,7 @@ def test_whatever_was_acknowledged_is_in_the_files_of_a_killed_buffer(
         heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, max_staleness=STALENESS, batch_rollouts=16, journal_log_mb=1
     )
     watched, rng = Watched(monkeypatch), Random(seed)
-    shape = Shape(n_tasks=100, group_size=2, segments=4, segment_tokens=segment_tokens, capacity=32, step_s=0.2)
+    shape = Shape(n_tasks=150, group_size=2, segments=4, segment_tokens=segment_tokens, capacity=32, step_s=0.2)
     process = BufferProcess(config, tmp_path)
     n_held = n_imaged = 0
     try:
