@@ -294,6 +294,13 @@ class LearnerConfig(Settings, frozen=True, kw_only=True):
         """Ranks on each host."""
         return self.ranks // self.hosts
 
+    @property
+    def prompt_files(self) -> dict[str, str]:
+        """Paths of all files of prompts, by key."""
+        files = {"learner.tasks.prompts": self.tasks.prompts, "learner.tasks.eval_prompts": self.tasks.eval_prompts}
+        of_sets = {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in self.eval_sets.items()}
+        return {key: path for key, path in files.items() if path} | of_sets
+
     def evaluated_at(self, step: int) -> tuple[str, ...]:
         """Names of the sets to evaluate after this step, if it is not the last one; the run's own set has the name
         ""."""

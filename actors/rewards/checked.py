@@ -111,7 +111,7 @@ def ifeval_reward(loose: bool = False, limit_s: float = 5.0) -> Reward:
     """1.0 if the response follows all instructions of its row (columns `instruction_id_list` and `kwargs`), by the
     verifiers of IFEval (arXiv 2311.07911) in the package lm-eval. `loose`: or if it would without its first or last
     line, or without asterisks. How many instructions there were, and were followed, is counted too."""
-    if lacking := [module for module in IFEVAL_MODULES if importlib.util.find_spec(module) is None]:
+    if lacking := _lacking_for_ifeval():
         raise ValueError(f"it needs {', '.join(lacking)}: pip install 'lm_eval[ifeval]' (docs/rewards.md#ifeval)")
     if loose not in (True, False):
         raise ValueError(f"loose: got {loose!r}, expected true or false")
@@ -132,8 +132,10 @@ IFEVAL_MODULES: Final = ("lm_eval", "langdetect", "immutabledict", "nltk")
 def why_no_instructions(answered: Answered, *, limit_s: float = 5.0, **_: Any) -> str:
     """Why the verifiers cannot read the row; empty: they can, there are no instructions, or the package is not here."""
     request = _instructions(answered)
-    if isinstance(request, str) or any(importlib.util.find_spec(module) is None for module in IFEVAL_MODULES):
-        return request if isinstance(request, str) else ""
+    if isinstance(request, str):
+        return request
+    if _lacking_for_ifeval():
+        return ""
     try:
         return CHECKERS.ask({"check": "ifeval", "limit_s": limit_s, **request}, wait_s=limit_s + WAIT_S).get("why", "")
     except CheckerLost:
@@ -143,6 +145,10 @@ def why_no_instructions(answered: Answered, *, limit_s: float = 5.0, **_: Any) -
 
 
 ifeval_reward.why_unreadable = why_no_instructions  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _lacking_for_ifeval() -> list[str]:
+    return [module for module in IFEVAL_MODULES if importlib.util.find_spec(module) is None]
 
 
 def _instructions(answered: Answered) -> dict[str, Any] | str:

@@ -78,13 +78,10 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
         raise ConfigError(*mistakes, f"models.student: {error}") from error
     yield from (_found(key, said) for key, said in describe_known_sets(config))
     tasks = config.learner.tasks
-    files = {"learner.tasks.prompts": tasks.prompts}
-    if tasks.eval_prompts and config.learner.eval_every:
-        files["learner.tasks.eval_prompts"] = tasks.eval_prompts
-    if config.learner.eval_every:
-        files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in config.learner.eval_sets.items()}
-    for key, path in files.items():
+    for key, path in config.learner.prompt_files.items():
         training = key == "learner.tasks.prompts"
+        if not training and not config.learner.eval_every:
+            continue
         try:
             rows = read_rows(path, tokenizer, tasks if training else replace(tasks, mix={}), config.environments)
         except (DataError, TokenizerError, OSError) as error:

@@ -92,7 +92,8 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
         name: replace(one, prompts=str(builtin.EVAL_JSONL) if one.prompts == BUILTIN else one.prompts)
         for name, one in config.learner.eval_sets.items()
     }
-    of_rows = _prompt_rows(config, {name: one.prompts for name, one in eval_sets.items()}, prompts, eval_prompts)
+    tasks = replace(tasks, prompts=prompts, eval_prompts=eval_prompts)
+    of_rows = _prompt_rows(config, replace(config.learner, tasks=tasks, eval_sets=eval_sets).prompt_files)
     mistakes += of_rows.mistakes
     mistakes += _trackers(config)
     findings = check_consistency(config, student)
@@ -117,11 +118,9 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
     return Checked(replace(config, learner=learner), model_types, warnings, servers)
 
 
-def _prompt_rows(config: RunConfig, eval_sets: Mapping[str, str], prompts: str, eval_prompts: str) -> Unreadable:
-    """What is wrong with the files of prompts and their rows."""
+def _prompt_rows(config: RunConfig, files: Mapping[str, str]) -> Unreadable:
+    """What is wrong with the files of prompts, by key, and their rows."""
     columns, found = config.learner.tasks.columns, Unreadable([], [])
-    files = {"learner.tasks.prompts": prompts, "learner.tasks.eval_prompts": eval_prompts}
-    files |= {f"learner.eval_sets.{name}.prompts": path for name, path in eval_sets.items()}
     for key, path in files.items():
         if not path:
             continue

@@ -56,10 +56,7 @@ def describe_known_sets(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _known(config: RunConfig) -> Iterator[tuple[str, KnownSet]]:
-    learner = config.learner
-    files = {"learner.tasks.prompts": learner.tasks.prompts, "learner.tasks.eval_prompts": learner.tasks.eval_prompts}
-    files |= {f"learner.eval_sets.{name}.prompts": one.prompts for name, one in learner.eval_sets.items()}
-    for key, path in files.items():
+    for key, path in config.learner.prompt_files.items():
         named = named_set(path)
         if named is not None and named.known is not None:
             yield key, named.known

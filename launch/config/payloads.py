@@ -77,8 +77,7 @@ def engines_for_payloads(config: RunConfig) -> Iterator[str]:
 
 def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
     """Return mistakes of the pools: what their divergence needs and they do not send, and what cannot be sent."""
-    rows, objective, ema = known_vocabulary_size(student), config.learner.objective, config.learner.ema
-    tasks = config.learner.tasks
+    rows, tasks = known_vocabulary_size(student), config.learner.tasks
     if tasks.truncated and config.top_ids is not None:
         yield (
             f"teacher.top_k_of: got student with learner.tasks.top_k = {tasks.top_k}, expected teacher: what is sampled"
@@ -100,45 +99,50 @@ def payload_mistakes(config: RunConfig, student: Path | None) -> Iterator[str]:
                 "token of the experts that learner.routing_replay sends"
             )
     for pool in teacher_pools(config):
-        kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
-        key, value = kind.setting(pool.key)
-        needed_for = objective.needs_top_k_for(pool.name)
-        divergence = objective.divergence_of(pool.name)
-        if (
-            needed_for
-            and pool.config.teacher.tokenizer == "other"
-            and (not kind.distributions or divergence.name not in ("reverse_kl", "multi_sample"))
-        ):
-            yield (
-                f"{pool.key}.tokenizer: got other with learner.objective.{needed_for} and {pool.key}.top_k = "
-                f"{pool.config.teacher.top_k}, expected learner.objective.{objective.divergence_key(pool.name)} = "
-                "reverse_kl with a top_k above 0, e.g. 256, or k1 without a baseline: what a set of another vocabulary "
-                "leaves out, its sampled text puts right for these only; or a teacher with the student's tokenizer"
-            )
-        elif needed_for and not kind.distributions:
-            yield (
-                f"learner.objective.{needed_for} needs {key}: got {value}, expected one above 0, "
-                f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
-                f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
-            )
-        if isinstance(divergence, Distributions) and divergence.temperature != 1.0 and not kind.needs_head:
-            yield (
-                f"learner.objective.{objective.divergence_key(pool.name)}.temperature = {divergence.temperature} needs "
-                f"{pool.key}.payload = hidden: got {key} = {value}, which does not tell a tail at another temperature; "
-                "or temperature = 1"
-            )
-        yield from kind.mistakes(pool.key, sizes_of(pool, rows))
-        if kind.needs_head and ema.decay and ema.pool == pool.name:
-            yield (
-                f"{key}: got {value} with learner.ema.decay = {ema.decay}, expected top_k: the learner reads a "
-                "teacher's output head once, and that of an average changes"
-            )
-        each = payload_bytes(pool, rows)
-        if kind.exact and each is not None and each > limit:
-            yield (
-                f"buffer.max_top_k_bytes: got {limit}, expected at least {each}, the bytes per token of {kind.what} of "
-                f"{pool.model_key} ({key} = {value})"
-            )
+        yield from _pool_mistakes(config, pool, rows)
+
+
+def _pool_mistakes(config: RunConfig, pool: TeacherPool, rows: int | None) -> Iterator[str]:
+    objective, ema = config.learner.objective, config.learner.ema
+    kind, limit = pool.config.teacher.sends, config.buffer.max_top_k_bytes
+    key, value = kind.setting(pool.key)
+    needed_for = objective.needs_top_k_for(pool.name)
+    divergence = objective.divergence_of(pool.name)
+    if (
+        needed_for
+        and pool.config.teacher.tokenizer == "other"
+        and (not kind.distributions or divergence.name not in ("reverse_kl", "multi_sample"))
+    ):
+        yield (
+            f"{pool.key}.tokenizer: got other with learner.objective.{needed_for} and {pool.key}.top_k = "
+            f"{pool.config.teacher.top_k}, expected learner.objective.{objective.divergence_key(pool.name)} = "
+            "reverse_kl with a top_k above 0, e.g. 256, or k1 without a baseline: what a set of another vocabulary "
+            "leaves out, its sampled text puts right for these only; or a teacher with the student's tokenizer"
+        )
+    elif needed_for and not kind.distributions:
+        yield (
+            f"learner.objective.{needed_for} needs {key}: got {value}, expected one above 0, "
+            f"e.g. 256, so that teachers send their likeliest tokens; or {pool.key}.payload = hidden; or "
+            f"learner.objective.{objective.divergence_key(pool.name)} = k1 without a baseline, which needs neither"
+        )
+    if isinstance(divergence, Distributions) and divergence.temperature != 1.0 and not kind.needs_head:
+        yield (
+            f"learner.objective.{objective.divergence_key(pool.name)}.temperature = {divergence.temperature} needs "
+            f"{pool.key}.payload = hidden: got {key} = {value}, which does not tell a tail at another temperature; "
+            "or temperature = 1"
+        )
+    yield from kind.mistakes(pool.key, sizes_of(pool, rows))
+    if kind.needs_head and ema.decay and ema.pool == pool.name:
+        yield (
+            f"{key}: got {value} with learner.ema.decay = {ema.decay}, expected top_k: the learner reads a "
+            "teacher's output head once, and that of an average changes"
+        )
+    each = payload_bytes(pool, rows)
+    if kind.exact and each is not None and each > limit:
+        yield (
+            f"buffer.max_top_k_bytes: got {limit}, expected at least {each}, the bytes per token of {kind.what} of "
+            f"{pool.model_key} ({key} = {value})"
+        )
 
 
 def payload_warnings(config: RunConfig, student: Path | None) -> Iterator[str]:

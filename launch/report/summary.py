@@ -148,7 +148,7 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GpuTime(msgspec.Struct, frozen=True):
-    """What an earlier launch's summary.json says of it."""
+    """Of a launch and those before it, as its summary.json says."""
 
     gpu_hours: float = 0.0
     gpu_cost: float = 0.0
@@ -209,9 +209,7 @@ def write_summary(
     ledger = snapshot.ledger if snapshot is not None else NO_LEDGER
     mean, top = staleness(snapshot.staleness_hist) if snapshot is not None else (0.0, 0)
     found = newest(folder.path / CHECKPOINTS)
-    hours = gpus * outcome.wall_s / 3600
-    earlier = [_read(folder.path / f"summary.{n}.json", _GpuTime) for n in range(1, folder.record.launches)]
-    before = next((one for one in reversed(earlier) if one is not None), _GpuTime())
+    spent = _gpu_time(folder, gpus * outcome.wall_s / 3600, config.launch.gpu_hour_price)
     account = msgspec.structs.replace(
         account,
         efficiency=account.efficiency | _pauses(snapshot),
@@ -231,8 +229,8 @@ def write_summary(
         first_step=first_step,
         wall_s=outcome.wall_s,
         gpus=gpus,
-        gpu_hours=before.gpu_hours + hours,
-        gpu_cost=before.gpu_cost + hours * config.launch.gpu_hour_price,
+        gpu_hours=spent.gpu_hours,
+        gpu_cost=spent.gpu_cost,
         ready_s=outcome.ready_s,
         peak_memory_bytes=outcome.peak_memory_bytes,
         tokens=TokenCounts(**msgspec.structs.asdict(ledger.tokens), balanced=ledger.balanced),
@@ -328,6 +326,13 @@ def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
         steps=snapshot.version.step,
         learner=LearnerTimes(busy_fraction=stats.get("busy_fraction", 0.0), wait_fraction=waits),
     )
+
+
+def _gpu_time(folder: RunFolder, hours: float, price: float) -> _GpuTime:
+    """These hours, and what the newest summary of an earlier launch says."""
+    earlier = [_read(folder.path / f"summary.{n}.json", _GpuTime) for n in range(1, folder.record.launches)]
+    before = next((one for one in reversed(earlier) if one is not None), _GpuTime())
+    return _GpuTime(before.gpu_hours + hours, before.gpu_cost + hours * price)
 
 
 def _read(file: Path, struct: type[StructT]) -> StructT | None:
