@@ -148,7 +148,7 @@ class LedgerAccount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GpuTime(msgspec.Struct, frozen=True):
-    """Of a launch and those before it, as its summary.json says."""
+    """What summary.json says of a launch and those before it."""
 
     gpu_hours: float = 0.0
     gpu_cost: float = 0.0
@@ -329,7 +329,7 @@ def _account_from(snapshot: Snapshot | None) -> LearnerAccount:
 
 
 def _gpu_time(folder: RunFolder, hours: float, price: float) -> _GpuTime:
-    """These hours, and what the newest summary of an earlier launch says."""
+    """This launch's hours, and what the newest summary of an earlier one says."""
     earlier = [_read(folder.path / f"summary.{n}.json", _GpuTime) for n in range(1, folder.record.launches)]
     before = next((one for one in reversed(earlier) if one is not None), _GpuTime())
     return _GpuTime(before.gpu_hours + hours, before.gpu_cost + hours * price)
