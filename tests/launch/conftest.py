@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # launcher_process is shared by the tests of this folder
 
-from launcher_process import Launcher, StartLauncher
+from launcher_process import Launcher, StartLauncher, WarmLaunchers
 
 from tests.patience import PATIENCE_S
 
@@ -22,8 +22,16 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillhouse.launch.checks.check_command.ROWS_READ", 300)
 
 
+@pytest.fixture(scope="session")
+def warm_launchers() -> Iterator[WarmLaunchers]:
+    warm = WarmLaunchers()
+    yield warm
+    warm.close()
+
+
 @pytest.fixture
-def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
+def start_launcher(tmp_path: Path, warm_launchers: WarmLaunchers) -> Iterator[StartLauncher]:
+    """`warm=False`, and with arguments of Popen: a program that is started, not forked."""
     started: list[Launcher] = []
 
     def start(
@@ -32,9 +40,18 @@ def start_launcher(tmp_path: Path) -> Iterator[StartLauncher]:
         settings: Mapping[str, Any] | None = None,
         preload: tuple[str, ...] = ("fake_roles",),
         run_dir: Path | None = None,
+        warm: bool = True,
         **process: Any,
     ) -> Launcher:
-        launcher = Launcher(run_dir or tmp_path / "run", behaviour or {}, settings or {}, preload, **process)
+        launcher = Launcher(
+            run_dir or tmp_path / "run",
+            behaviour or {},
+            settings or {},
+            preload,
+            warm_launchers if warm and not process else None,
+            tmp_path / f"said-{len(started)}",
+            **process,
+        )
         started.append(launcher)
         return launcher
 

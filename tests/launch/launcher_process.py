@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +21,82 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
 
+PATHS = (str(HERE), str(HERE / "fake_sglang"), str(ROOT))
+
+
+def environment() -> dict[str, str]:
+    """Of launchers: fake roles and fake servers are found."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((*PATHS, os.environ.get("PYTHONPATH", "")))}
+
+
+class WarmLaunchers:
+    """The process of warm_launchers, and the exit codes of what it forked."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "warm_launchers.py"), str(theirs.fileno())],
+                env=environment(),
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        self._lines = self._control.makefile("rb")
+        self._codes: dict[int, int] = {}
+        self._await("Warm")
+
+    def fork(self, words: list[str], output: Path) -> int:
+        """A launcher with these words, whose output goes to this file; its pid."""
+        asked = {"name": "", "incarnation": "", "words": words, "environment": environment(), "output": str(output)}
+        self._control.sendall(json.dumps({"type": "Fork", **asked}).encode() + b"\n")
+        return self._await("Forked")["pid"]
+
+    def code(self, pid: int) -> int | None:
+        """The exit code of a launcher; None: it runs."""
+        self._control.sendall(b'{"type": "Ping"}\n')
+        self._await("Pong")
+        return self._codes.get(pid)
+
+    def _await(self, kind: str) -> dict[str, Any]:
+        while True:
+            said = json.loads(self._lines.readline())
+            if said["type"] == kind:
+                return said
+            if said["type"] == "Exited":
+                self._codes[said["pid"]] = said["code"]
+
+    def close(self) -> None:
+        self._lines.close()
+        self._control.close()
+        self._process.wait(PATIENCE_S)
+
+
+class WarmProcess:
+    """A forked launcher: what tests use of subprocess.Popen."""
+
+    def __init__(self, warm: WarmLaunchers, words: list[str], output: Path) -> None:
+        self._warm, self._output = warm, output
+        self.pid = warm.fork(words, output)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._warm.code(self.pid)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        eventually(lambda: self.returncode is not None, "the launcher ends", timeout)
+        return self._output.read_text(encoding="utf-8"), None
+
+
 class Launcher:
     """One launcher process and its run folder."""
 
@@ -27,9 +106,11 @@ class Launcher:
         behaviour: Mapping[str, str],
         settings: Mapping[str, Any],
         preload: tuple[str, ...],
+        warm: WarmLaunchers | None,
+        output: Path,
         **process: Any,
     ) -> None:
-        """`process`: arguments of its Popen."""
+        """`warm`: who forks it, with its output in this file. None: it is started, with these arguments of Popen."""
         self.run_dir = run_dir
         launch = {
             "start_method": "auto",
@@ -38,14 +119,12 @@ class Launcher:
             "status": "off",
         } | dict(settings.get("launch", {}))
         config = {"actors": 1, "teachers": 1} | dict(settings) | {"launch": launch}
-        paths = [str(HERE), str(HERE / "fake_sglang"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process
-        script = str(HERE / "fake_launcher.py")
-        self.process = subprocess.Popen(
-            [sys.executable, script, str(run_dir), json.dumps(behaviour), json.dumps(config), *preload],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            **streams,
-        )
+        words = [str(HERE / "fake_launcher.py"), str(run_dir), json.dumps(behaviour), json.dumps(config), *preload]
+        if warm is None:
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process
+            self.process = subprocess.Popen([sys.executable, *words], env=environment(), **streams)
+        else:
+            self.process = WarmProcess(warm, words, output)
         self._said: str | None = None
 
     def wait(self) -> int:
@@ -88,15 +167,23 @@ class Launcher:
         eventually(lambda: "are ready" in self.log("launcher"), "all workers are ready")
 
     def leftovers(self) -> list[int]:
-        """Processes that mention the run folder, or that were workers of it, and are not dead."""
+        """Processes that mention the run folder, have a file of it open, or were workers of it, and are not dead."""
         mine = {pid for name in ("buffer-0", "learner-0", "actor-0", "teacher-0") for pid in self.pids(name)}
         left: list[int] = []
         for process in psutil.process_iter(["pid", "cmdline", "status"]):
             mentions = any(str(self.run_dir) in word for word in process.info["cmdline"] or [])
             alive = process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-            if alive and (mentions or (process.pid in mine and "python" in process.name())):
+            known = process.pid in mine and "python" in process.name()
+            if alive and (mentions or known or self._is_open_in(process.pid)):
                 left.append(process.pid)
         return left
+
+    def _is_open_in(self, pid: int) -> bool:
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(descriptor).startswith(f"{self.run_dir}/"):
+                    return True
+        return False
 
 
 StartLauncher = Callable[..., Launcher]

@@ -48,7 +48,7 @@ def test_servers_start_and_end_with_the_run_and_their_key_is_in_no_command_line_
     start_launcher: StartLauncher,
 ) -> None:
     """And a worker that dies by itself finds its server again."""
-    launcher = start_launcher({"actor-0": "crash_once"}, settings=settings())
+    launcher = start_launcher({"actor-0": "crash_once"}, settings=settings(), warm=False)
     launcher.until_ready()
     for worker in ("actor-0", "teacher-0"):
         assert "answers: True" in launcher.log(worker)  # the worker was started when its server answered, with its key
