@@ -181,7 +181,7 @@ class Launcher:
     def _is_open_in(self, pid: int) -> bool:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
             with contextlib.suppress(OSError):
-                if os.readlink(descriptor).startswith(f"{self.run_dir}/"):
+                if str(descriptor.readlink()).startswith(f"{self.run_dir}/"):
                     return True
         return False
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Final, NoReturn
 
@@ -43,7 +45,7 @@ def go_on_as(
         for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
+        for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
             if descriptor not in (*STREAMS, *keep):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -88,7 +90,7 @@ class Forked:
                 os.dup2(descriptor, stream)
             go_on_as(MAINS[command[3]], command[3:], env, pass_fds)
         os.close(theirs)
-        self.stdin = None if ours is None else open(ours, "wb", buffering=0)
+        self.stdin = None if ours is None else io.FileIO(ours, "w")
 
     def kill(self) -> None:
         if self.returncode is None:
