@@ -24,11 +24,10 @@ Place: TypeAlias = Literal["device", "host"]
 BUILT_IN: Final = {
     "collective": "stillhouse.weights.transports.servers:collective",
     "wire": "stillhouse.weights.transports.wire:WireTransport",
-    "folder": "stillhouse.weights.transports.folder:FolderTransport",
     "ipc": "stillhouse.weights.transports.ipc:IpcTransport",
 }
 """Transports by name; each value is a callable that makes one from a weights.transport.TransportSetup."""
-NO_GROUP: Final = ("folder", "wire", "ipc")
+NO_GROUP: Final = ("wire", "ipc")
 """Transports without a process group."""
 ENTRY_POINTS: Final = "stillhouse.weights"
 """Entry-point group of transports in installed packages."""
@@ -55,15 +54,14 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     transport: str = "auto"
     """The way of a version to the actors. collective: one broadcast to all, by gloo or NCCL, which do not encrypt.
     wire: each actor fetches it from weights.control_port, encrypted and with the run's keys; the learner's link
-    carries it once per actor. folder: a file in the run folder, or in the run's `store` if it has one, for actors that
-    can read there. ipc: actors, or their servers, copy out of the learner's own copies, on the GPU that they share with
-    it or in this machine's memory, two buckets (bucket_bytes) at a time. auto: ipc where all actors are on the
-    learner's GPU, which the launcher decides before the start; else collective on one machine or with
+    carries it once per actor. ipc: actors, or their servers, copy out of the learner's own copies, on the GPU that they
+    share with it or in this machine's memory, two buckets (bucket_bytes) at a time. auto: ipc where all actors are on
+    the learner's GPU, which the launcher decides before the start; else collective on one machine or with
     allow_plain_network, else wire. A transport from another package is given by its entry-point name (group
     stillhouse.weights) or as module:attribute."""
     adapters: Adapters = "auto"
     """With learner.lora.rank: send the adapters alone, a few megabytes per version, which SGLang servers load as files:
-    by `transport` folder, or wire between machines. off: every version is the merged student. on: the servers that the
+    by `transport` wire. off: every version is the merged student. on: the servers that the
     launcher starts get --enable-lora, and whatever stands in the way is an error. auto: on for servers on a CPU, and
     for those that already have --enable-lora, if nothing stands in the way; else off. The launcher decides before the
     start and prints its choice and the reason."""
@@ -137,9 +135,9 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
             raise ValueError(
                 f"backend = nccl with transport = {self.transport}, which makes no process group; use backend = auto"
             )
-        if self.verify == "reload" and self.loads_files:
+        if self.verify == "reload" and self.way == "wire":
             raise ValueError(
-                f"verify = reload with transport = {self.way}: servers would compare a file with itself, because they "
+                "verify = reload with transport = wire: servers would compare a file with itself, because they "
                 "load every version from one; use verify = auto, a prompt that learner and server both score"
             )
         plain = self.backend == "nccl" or self.transport not in ("auto", *NO_GROUP)
@@ -162,11 +160,6 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     def makes_groups(self) -> bool:
         """Whether a process group carries the weights."""
         return self.way not in NO_GROUP
-
-    @property
-    def loads_files(self) -> bool:
-        """Whether a server gets every version as a file."""
-        return self.way in ("folder", "wire")
 
 
 def find_transport(way: str) -> str:

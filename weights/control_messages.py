@@ -124,8 +124,6 @@ class Round(msgspec.Struct, frozen=True, tag=True):
     grace_s: float = 3.0
     """After a failure every member answers within this time."""
     check: WeightCheck | None = None
-    weights: WeightsRef | None = None
-    """The version as a file to load; None: it comes as a broadcast, which starts at once, or piece by piece."""
     shared: bool = False
     """Pieces are not the bytes of the version but its buckets in memory of the learner (SharedBucket)."""
 

@@ -4,7 +4,6 @@
 
     join       a server that holds other weights first loads the student from disk
     plain      a broadcast is received and copied into the engine
-    file       a snapshot is read, hashed and loaded, by an engine or a server
     reload     received, hashed, the snapshot file hashed, read by the server, and hashed again
 
 `copies` are those that the learner's link carries in a broadcast: one, or one for each member where each fetches its
@@ -29,9 +28,9 @@ from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted
 
 T = TypeVar("T")
-LimitKind: TypeAlias = Literal["join", "plain", "file", "reload"]
+LimitKind: TypeAlias = Literal["join", "plain", "reload"]
 
-PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "file": 3, "reload": 6}
+PASSES: Final[dict[LimitKind, int]] = {"join": 3, "plain": 2, "reload": 6}
 """Passes over all bytes."""
 MOST_PATIENCE: Final = 16.0
 PUBLISH_WAIT_S: Final = 120.0
@@ -40,7 +39,7 @@ _SLICE_S: Final = 0.05
 
 
 def kind_of(check: WeightCheck | None) -> LimitKind:
-    """The kind of a round that is a broadcast."""
+    """The kind of a round."""
     return "plain" if check is None or check.weights is None else "reload"
 
 
@@ -56,7 +55,7 @@ class RoundLimits:
         floor_s = self._config.join_timeout_s if kind == "join" else self._config.broadcast_timeout_s
         pass_s = n_bytes / self._config.slowest_bytes_per_s
         own_s = self._patience[kind] * (floor_s + PASSES[kind] * pass_s)
-        return own_s + self.others_s(n_bytes) if kind in ("plain", "reload") else own_s
+        return own_s if kind == "join" else own_s + self.others_s(n_bytes)
 
     def others_s(self, n_bytes: int) -> float:
         """The part of a broadcast's limit that is for the copies of other members."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Final, Literal, Protocol, TypeVar
 
-from stillhouse.protocol.messages import WeightPlan, WeightsRef
+from stillhouse.protocol.messages import WeightPlan
 from stillhouse.weights.buckets import BucketLayout, Content
 from stillhouse.weights.control import ControlHost
 from stillhouse.weights.control_messages import (
@@ -73,7 +73,7 @@ class GroupHost(ABC):
     """A transport (weights.transport) whose members answer on the control channel. It has at most one group at a time.
     Subclasses define where members meet, what carries the bytes, and their layout."""
 
-    backend: ClassVar[BackendName | Literal["folder", "wire", "ipc"] | None] = None
+    backend: ClassVar[BackendName | Literal["wire", "ipc"] | None] = None
     """The `backend` of its plans; None: that of the Setup."""
     independent: ClassVar[bool] = False
     """True if the other members can still get a version when one of them fails."""
@@ -88,7 +88,6 @@ class GroupHost(ABC):
         self._device = setup.device
         self._gone = setup.gone
         self._closing = setup.closing
-        self._snapshots = setup.snapshots
         self._control = ControlHost(setup.config.host, setup.config.control_port, setup.control_keys)
         self._heard: list[FromMember] = []
         """Messages read inside a collective, kept for `_collect`."""
@@ -109,10 +108,6 @@ class GroupHost(ABC):
 
     @abstractmethod
     def _layout_of(self, manifest: WeightManifest) -> BucketLayout: ...
-
-    def _file_of(self, weights: StagedVersion) -> WeightsRef | None:
-        """The version as a file for members to load; None: they get a broadcast. Raises NotSent."""
-        return None
 
     def __repr__(self) -> str:
         return f"GroupHost(epoch={self._epoch}, members={len(self._seats)}, round={self._round})"
@@ -168,12 +163,10 @@ class GroupHost(ABC):
         when names, dtypes or shapes of the tensors have changed."""
         if self._group is None:
             raise RuntimeError("there is no weight group to send through; form one first")
-        written_s = time.monotonic()
+        kind = kind_of(check)
+        timeout_s = self.limits.limit_s(kind, weights.n_bytes)
         try:
-            file = self._file_of(weights)
-            kind = kind_of(check) if file is None else "file"
-            timeout_s = self.limits.limit_s(kind, weights.n_bytes)
-            layout, header = self._header(weights, check, timeout_s, file)
+            layout, header = self._header(weights, check, timeout_s)
         except NotSent as unsent:
             return self._failed(str(unsent), {})
         began_s = time.monotonic()
@@ -187,7 +180,7 @@ class GroupHost(ABC):
         self.limits.took(kind, timeout_s, time.monotonic() - began_s)
         has = tuple(self._seats[rank - 1] for rank, answer in answers.items() if answer.status == "staged")
         result = self._conclude(answers, error)
-        return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - written_s)
+        return replace(result, has=has, n_bytes=weights.n_bytes, seconds=time.monotonic() - began_s)
 
     def disband(self, reason: str) -> None:
         """End the group. Its members wait for the next plan."""
@@ -246,12 +239,9 @@ class GroupHost(ABC):
         return self._failed(error or "not every member was ready in time", lost)
 
     def _header(
-        self,
-        weights: StagedVersion,
-        check: WeightCheck | None,
-        timeout_s: float,
-        file: WeightsRef | None,
+        self, weights: StagedVersion, check: WeightCheck | None, timeout_s: float
     ) -> tuple[BucketLayout, Round]:
+        """Raises NotSent."""
         manifest = weights.manifest
         agreed: Agreed | None = None
         if self._layout is None:
@@ -272,7 +262,6 @@ class GroupHost(ABC):
             timeout_s=timeout_s,
             grace_s=self._config.answer_grace_s,
             check=check,
-            weights=file,
         )
         return self._layout, header
 

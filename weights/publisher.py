@@ -80,7 +80,7 @@ class Publisher:
         turn: Turn | None = None,
     ) -> None:
         """`published(version, seconds of its broadcast or 0)` and `post_plan` are called from the publisher's thread.
-        `snapshot_dir`: for the files that a transport or a proof of servers needs. `expected_actors`: when this many
+        `snapshot_dir`: for the files that a proof of servers needs. `expected_actors`: when this many
         are connected the group is made without delay (0 = unknown). `device`: where the weights are. `members`: what
         the actors' engines are. `canary`: a further proof for servers, besides their checksums. `control_keys`: encrypt
         the control channel. `streams`: None = those of `device`. `staging`: makes the copies. `turn`: of this
@@ -101,7 +101,6 @@ class Publisher:
                 device=device if backend == "nccl" or config.way == "ipc" else "cpu",
                 gone=self._gone,
                 closing=lambda: self._closing,
-                snapshots=self._snapshots,
                 members=members,
                 control_keys=control_keys,
             )

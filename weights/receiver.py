@@ -210,7 +210,9 @@ class WeightReceiver:
         wire: WireMember | None = None
         try:
             try:
-                if plan.backend in ("wire", "ipc"):
+                if plan.backend not in NO_GROUP:
+                    self._sink.join(plan, index, timeout_s, interrupted)
+                else:
                     keys = member_keys(plan, self._keys)
                     wire = WireMember(
                         plan.control,
@@ -219,8 +221,6 @@ class WeightReceiver:
                         rank=index + 1,
                         on_reconnect=self._count_reconnect,
                     )
-                elif plan.backend not in NO_GROUP:
-                    self._sink.join(plan, index, timeout_s, interrupted)
             except (GroupBroken, GroupInterrupted) as error:
                 free = self._sink.settle(SETTLE_S)
                 control.send(MemberReady(plan.group_epoch, index + 1, str(error), at_fault=not free))
@@ -259,10 +259,9 @@ class WeightReceiver:
 
     def _need_not_take(self, header: Round, wire: WireMember | None) -> bool:
         """Whether this member has the version already, as all do but the newcomer for whom a group was made, and no
-        other member waits for it in a broadcast. A check by loading the file again needs the file."""
-        alone = wire is not None or header.weights is not None
+        other member waits for it in a broadcast. A check by loading a file needs all that comes before it."""
         by_loading = header.check is not None and header.check.weights is not None
-        return alone and not by_loading and self._sink.version == header.version
+        return wire is not None and not by_loading and self._sink.version == header.version
 
     def _take_round(
         self,

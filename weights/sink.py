@@ -62,7 +62,7 @@ class WeightSink(Protocol):
         ...
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
-        """Take a version: from its file (`header.weights`), by `wire`, or else as part of a broadcast. Raises
+        """Take a version: by `wire`, or else as part of a broadcast. Raises
         GroupBroken, GroupInterrupted or WeightsRefused; any other error means that no round will ever succeed
         here."""
         ...

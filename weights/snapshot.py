@@ -1,5 +1,5 @@
-"""Weights as files: for actors that no collective reaches, for the proof of servers by a second way (`weights.verify`),
-and for teachers that follow the student (`learner.ema`).
+"""Weights as files: for the proof of servers by a second way (`weights.verify`), and for teachers that follow the
+student (`learner.ema`).
 
     <weights folder>/<epoch>.<step>/model.safetensors       named like a Hugging Face checkpoint, so engines that load
                                                             from a folder can be pointed at it
@@ -70,10 +70,6 @@ class SnapshotKeeper:
         self.written_total += 1
         self.write_s = time.monotonic() - began_s
         return self.ref
-
-    def forget(self) -> None:
-        """The newest file is damaged: write it again when it is needed next."""
-        self.ref = None
 
 
 def write_snapshot(

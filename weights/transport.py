@@ -8,8 +8,8 @@ A transport is a callable that takes a TransportSetup: a file in weights/transpo
 working directory), or an entry point of an installed package in the group `stillhouse.weights`.
 `weights.group_host.GroupHost` is a base class for transports whose members answer on the learner's control channel, as
 all of ours do; its subclasses only say where members meet, and how the bytes leave. Receivers (weights.sink) need no
-change for transports that end in a process group's broadcast (`gloo`, `nccl`), in files (`folder`), at the control
-port (`wire`) or in shared memory (`ipc`).
+change for transports that end in a process group's broadcast (`gloo`, `nccl`), at the control port (`wire`) or in
+shared memory (`ipc`).
 """
 
 # Why it is so: docs/decisions/weight-transports.md
@@ -31,7 +31,6 @@ from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.deadlines import RoundLimits
 from stillhouse.weights.group_operations import BackendName
 from stillhouse.weights.roster import EMBEDDED, GroupMembers, GroupSeat
-from stillhouse.weights.snapshot import SnapshotKeeper
 from stillhouse.weights.staged_weights import StagedVersion
 
 DropReason: TypeAlias = Literal["no_join", "no_ready", "no_answer", "stuck", "refused", "wrong_weights", "disconnected"]
@@ -145,7 +144,6 @@ class TransportSetup:
     """Which of these seats the buffer has lost. Called during every wait."""
     closing: Callable[[], bool]
     """True when the publisher wants to end. Called during every wait."""
-    snapshots: SnapshotKeeper
     members: GroupMembers = EMBEDDED
     control_keys: ServerKeys | None = None
 

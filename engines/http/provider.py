@@ -100,7 +100,7 @@ class ServerProvider(EngineProvider):
     def members(self, actor: WorkerSettings, weights: WeightsConfig, student: str) -> GroupMembers:
         """The launcher has already set `server.device`. The dtype of servers that run already is not known."""
         server = actor.server
-        check_by: CheckBy = "canary" if weights.loads_files else "reload"
+        check_by: CheckBy = "canary" if weights.way == "wire" else "reload"
         if weights.verify == "off":
             check_by = "off"
         dtype = "keep" if actor.urls else server_dtype(server.args, server.device, checkpoint_dtype(student))

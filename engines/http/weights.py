@@ -2,8 +2,8 @@
 this controls it.
 
     join     have the server join the group
-    take     pause, have the server receive the buckets or load a file, check, resume
-             by wire: written to a file in the system's folder for temporary ones, then as from a file
+    take     pause, have the server receive the buckets, check, resume
+             by wire: written to a file in the system's folder for temporary ones, which the server loads
     prepare  the same, from the student's own folder
     leave    have the server leave the group
 
@@ -121,7 +121,7 @@ class WeightsOverHTTP(Generic[EngineT]):
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
         if wire is not None and not header.shared:
             return self._take_by_wire(header, agreed, interrupted, wire)
-        if self._group_name is None and header.weights is None and wire is None:
+        if self._group_name is None and wire is None:
             raise GroupBroken("no group was joined")
         return self._take(header, agreed, interrupted, wire=wire)
 
@@ -152,9 +152,7 @@ class WeightsOverHTTP(Generic[EngineT]):
         label = {"weight_version": self._engine.labels.of(header.version)} if named_by_update else {}
         began_s = time.monotonic()
         with self._faults():
-            if header.weights is not None:
-                path = self._checked(header.weights, deadline_s, interrupted)
-            elif path is not None:
+            if path is not None:
                 whole_file(path)
             self._pause(deadline_s, cut=check is not None and check.canary is not None)
             paused_s = time.monotonic()
@@ -233,15 +231,11 @@ class WeightsOverHTTP(Generic[EngineT]):
             return self._ask(path, body, deadline_s, interrupted)
 
         def reload(ref: WeightsRef) -> None:
-            path = self._checked(ref, deadline_s, interrupted)
+            checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
+            path = wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
             self._load_folder(str(path.parent), {}, deadline_s, interrupted)
 
         self._verify.check(check, version, ask, reload)
-
-    def _checked(self, ref: WeightsRef, deadline_s: float, interrupted: Interrupted) -> Path:
-        """The path of a file after verifying it. Raises SnapshotRefused, GroupBroken and GroupInterrupted."""
-        checked = in_thread(lambda: check_snapshot(ref), name="weight-file", daemon=True)
-        return wait_patiently(checked, deadline_s, interrupted, f"{ref.path}: not read at the deadline")
 
     @contextmanager
     def _faults(self) -> Generator[None]:

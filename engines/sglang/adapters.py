@@ -1,6 +1,6 @@
 """LoRA adapters for an SGLang server: each version is a file of a few megabytes, with a name RUN/EPOCH.STEP of its own.
 
-    take     copy the file (sha256), or fetch it by wire | POST /load_lora_adapter | canary under the new name | new
+    take     fetch the file by wire | POST /load_lora_adapter | canary under the new name | new
              requests name it
     after    POST /unload_lora_adapter for older ones that no request has used for a version; nobody waits for it
 
@@ -89,7 +89,7 @@ class ServerAdapters(ServerWeights):
         deadline_s = time.monotonic() + header.timeout_s
         name, began_s = self._engine.labels.of(header.version), time.monotonic()
         with self._faults():
-            copy = self._copy(header, agreed, deadline_s, interrupted, wire)
+            copy = self._copy(header, agreed, interrupted, wire)
             self._load(name, str(copy), deadline_s, interrupted)
             loaded_s = time.monotonic()
             if header.check is not None and header.check.canary is not None:
@@ -103,24 +103,19 @@ class ServerAdapters(ServerWeights):
         n_bytes = sum(spec.n_bytes for spec in agreed.manifest.tensors)
         return Receipt(n_bytes=n_bytes, receive_s=loaded_s - began_s, stage_s=time.monotonic() - loaded_s)
 
-    def _copy(
-        self, header: Round, agreed: Agreed, deadline_s: float, interrupted: Interrupted, wire: WireMember | None
-    ) -> Path:
-        """The folder of this version, whole. Raises WeightsRefused, SnapshotRefused, GroupBroken, GroupInterrupted."""
+    def _copy(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None) -> Path:
+        """The folder of this version, whole. Raises WeightsRefused, GroupBroken, GroupInterrupted."""
         copy = self._folder / str(header.version)
         draft = copy.with_name(f".tmp-{copy.name}")
         if copy.is_dir():
             return copy
-        if header.weights is None and wire is None:
+        if wire is None:
             raise WeightsRefused(f"version {header.version} came as a broadcast; adapters are loaded from files")
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             (draft / ADAPTER_CONFIG).write_bytes(agreed.adapter_config)
-            if header.weights is not None:
-                shutil.copyfile(self._checked(header.weights, deadline_s, interrupted), draft / FILE_NAME)
-            elif wire is not None:
-                fetch_file(draft / FILE_NAME, header, agreed, interrupted, wire)
+            fetch_file(draft / FILE_NAME, header, agreed, interrupted, wire)
             return draft.rename(copy)
         except OSError as error:
             raise WeightsRefused(f"{copy}: {error}") from error

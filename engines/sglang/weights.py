@@ -3,7 +3,7 @@
     join     POST /init_weights_update_group
     take     a POST per bucket (the server receives one broadcast in each), between begin and end; over NCCL:
              synchronise, one tensor again, synchronise
-             from a file: POST /update_weights_from_disk
+             by wire: POST /update_weights_from_disk
              by ipc: for each bucket POST /update_weights_from_tensor, synchronise
     leave    POST /destroy_weights_update_group
 

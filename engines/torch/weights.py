@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from stillhouse.engines.base import TakesWeights
-from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.weights.buckets import EqualBuckets, PackedLayout, aligned, checksum, torch_dtype
 from stillhouse.weights.config import NO_GROUP
 from stillhouse.weights.control_messages import Agreed, Round
-from stillhouse.weights.deadlines import in_thread, wait_patiently
-from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, SnapshotRefused, WeightsRefused
+from stillhouse.weights.errors import GroupBroken, GroupInterrupted, Interrupted, WeightsRefused
 from stillhouse.weights.group_operations import Store, connect_store, local_address_towards, wait_for_device
 from stillhouse.weights.shared_memory import open_memory
 from stillhouse.weights.sink import Receipt
-from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
 from stillhouse.weights.wire import SLOTS, WireMember
 
@@ -85,8 +83,6 @@ class EmbeddedWeights:
             raise
 
     def take(self, header: Round, agreed: Agreed, interrupted: Interrupted, wire: WireMember | None = None) -> Receipt:
-        if header.weights is not None:
-            return self._take_file(header, header.weights, interrupted)
         if wire is not None:
             take = self._copy_shared if header.shared else self._fetch
             return take(header, agreed, interrupted, wire)
@@ -133,16 +129,6 @@ class EmbeddedWeights:
                     yield spec.name, torch.zeros(spec.shape, dtype=torch_dtype(spec))
 
         return self._taken(header, named(), layout.total_bytes, began_s, interrupted)
-
-    def _take_file(self, header: Round, ref: WeightsRef, interrupted: Interrupted) -> Receipt:
-        began_s = time.monotonic()
-        reading = in_thread(lambda: read_snapshot(ref), name="weight-file", daemon=True)
-        missed = f"{ref.path}: not read at the deadline"
-        try:
-            named = wait_patiently(reading, began_s + header.timeout_s, interrupted, missed)
-        except SnapshotRefused as error:
-            raise WeightsRefused(str(error)) from error
-        return self._taken(header, named, sum(tensor.nbytes for _, tensor in named), began_s, interrupted)
 
     def _taken(
         self, header: Round, named: Iterable[tuple[str, Tensor]], n_bytes: int, began_s: float, interrupted: Interrupted

@@ -42,7 +42,7 @@ class VLLMWeights(WeightsOverHTTP[VLLMEngine]):
     """A WeightSink (weights.sink)."""
 
     _updates_name = False
-    _no_ipc = "by ipc no vLLM server gets weights; expected weights.transport = auto, collective, wire or folder"
+    _no_ipc = "by ipc no vLLM server gets weights; expected weights.transport = auto, collective or wire"
 
     def __init__(self, engine: VLLMEngine, *, student: str) -> None:
         super().__init__(engine, VLLMVerifier(engine), student=student)

@@ -14,15 +14,13 @@ from stillhouse.launch.checks.model_files import model_type
 from stillhouse.launch.config.pools import engine_of
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.servers.plan import with_server
-from stillhouse.protocol.addresses import is_local
-from stillhouse.weights.config import WeightsConfig
 
 replace = msgspec.structs.replace
 
 
 class AdaptersChosen(NamedTuple):
     config: RunConfig
-    """`weights.adapters` is on or off. on: with `weights.transport` folder or wire, and servers' arguments with which
+    """`weights.adapters` is on or off. on: with `weights.transport` wire, and servers' arguments with which
     they load adapters."""
     text: str = ""
     """One line to print; empty: the run has no adapters."""
@@ -36,7 +34,7 @@ def choose_adapters(config: RunConfig, facts: Sequence[ServerFacts]) -> Adapters
     server = _server(config, facts) if asked != "off" else "as configured"
     if not isinstance(server, str):
         config = with_server(config, "actor", server)
-        weights = replace(config.weights, adapters="on", transport=_way(config.weights))
+        weights = replace(config.weights, adapters="on", transport="wire")
         return AdaptersChosen(replace(config, weights=weights), "each version is its adapters, which servers load")
     mistakes: list[str] = []
     if asked == "on":
@@ -47,13 +45,6 @@ def choose_adapters(config: RunConfig, facts: Sequence[ServerFacts]) -> Adapters
     return AdaptersChosen(replace(config, weights=replace(config.weights, adapters="off")), text, tuple(mistakes))
 
 
-def _way(weights: WeightsConfig) -> str:
-    """`weights.transport`; auto: as for whole weights, but no broadcast."""
-    if weights.transport != "auto":
-        return weights.transport
-    return "folder" if is_local(weights.host) else "wire"
-
-
 def _server(config: RunConfig, facts: Sequence[ServerFacts]) -> ServerConfig | str:
     """The settings of the actors' servers, or the reason for merged weights."""
     weights, lora = config.weights, config.learner.lora
@@ -61,8 +52,8 @@ def _server(config: RunConfig, facts: Sequence[ServerFacts]) -> ServerConfig | s
         return "learner.lora.rank is 0"
     if lora.quantize != "none":
         return "servers would add them to the student's own weights, not to those that the learner has in 4 bits"
-    if weights.transport not in ("auto", "folder", "wire"):
-        return f"weights.transport is {weights.transport}, and adapters are files; expected folder or wire"
+    if weights.transport not in ("auto", "wire"):
+        return f"weights.transport is {weights.transport}, and adapters are files; expected auto or wire"
     if weights.backend == "nccl":
         return "weights.backend is nccl, and adapters are files"
     if weights.verify == "reload":

@@ -281,8 +281,6 @@ def _described(
     if config.weights.way == "ipc":
         copies = " from copies in host memory" if config.weights.staging == "host" else ""
         yield f"weights by memory that the learner shares{copies} (weights.transport ipc)"
-    elif config.weights.way == "folder":
-        yield "weights by files in the run folder (weights.transport)"
     elif config.weights.way == "wire":
         yield "weights over encrypted connections to the learner (weights.transport wire)"
     else:

@@ -238,9 +238,9 @@ class WeightPlan(msgspec.Struct, frozen=True, tag=True):
     group_epoch: int
     host: str
     port: int
-    backend: Literal["gloo", "nccl", "folder", "wire", "ipc"]
-    """folder, wire, ipc: there is no process group. Each version is a file that members load, or they fetch its bytes
-    over encrypted connections to `control`, or open memory of the learner."""
+    backend: Literal["gloo", "nccl", "wire", "ipc"]
+    """wire, ipc: there is no process group. Members fetch each version's bytes over encrypted connections to `control`,
+    or open memory of the learner."""
     members: tuple[str, ...]
     """Actor names, in the order of their ranks."""
     world_size: int

@@ -15,7 +15,7 @@ from tests.hosts.network import Network
 from tests.hosts.own_files import alone_on, seen_by
 from tests.hosts.run_at_home import RunAtHome
 from tests.integration.joined import Joined
-from tests.patience import RUN_PATIENCE_S, eventually
+from tests.patience import RUN_PATIENCE_S
 
 STEPS: Final = 12
 SETTINGS: Final = (
@@ -48,12 +48,6 @@ class Hosts:
         return self._ours.join(host, *arguments, to=self.exported, before=before)
 
 
-def log_of(guest: Joined, name: str) -> str:
-    """What there is of it while the join lives."""
-    file = seen_by(guest.process.pid, guest.folder / "logs" / f"{name}.log")
-    return file.read_text() if file.exists() else ""
-
-
 def test_a_run_of_hosts_that_share_no_folder(network: Network, tmp_path: Path) -> None:
     """Weights come by wire."""
     with ExitStack() as stack:
@@ -71,13 +65,3 @@ def test_a_run_of_hosts_that_share_no_folder(network: Network, tmp_path: Path) -
         workers = summary["workers"]
         assert all(workers[name]["tokens"] for name in ("actor-acting-0", "actor-acting-1", "teacher-teaching-0"))
         run.expect_clean_audit()
-
-
-def test_by_folder_actors_that_do_not_see_it_get_no_weights(network: Network, tmp_path: Path) -> None:
-    """The hosts above are as separate as they claim: this one fails for want of the run's folder alone."""
-    with ExitStack() as stack:
-        ours = Hosts(network, tmp_path, stack, "--weights.transport=folder")
-        acting = ours.join("acting", "--actors=1")
-        ours.join("teaching", "--teachers=1")
-        refused = f"No such file or directory: '{ours.run.run_dir}/weights/"
-        eventually(lambda: refused in log_of(acting, "actor-acting-0"), lambda: acting.text(), RUN_PATIENCE_S)

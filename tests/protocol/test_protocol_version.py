@@ -33,6 +33,7 @@ SCHEMA_OF_VERSION = {
     21: "6b03ab30ea022e10",  # Sampling and Segment have experts
     22: "8422ea3ce72171d4",  # Sampling has teacher_share
     23: "475d98abc86ec62b",  # rounds on the weight control channel without a version that differences start from
+    24: "bbb0eaf12d8ce5dd",  # WeightPlan without backend folder; rounds without a file to load
 }
 
 

@@ -95,18 +95,16 @@ class Actor:
 class Run:
     """A publisher of adapters, and one actor."""
 
-    def __init__(self, folder: Path, way: str) -> None:
-        """`way`: folder or wire."""
+    def __init__(self, folder: Path) -> None:
         self.id = f"lora-{next(_numbers)}"
         self.folder, self.copies = folder / "weights", folder / "copies"
-        self.transport = way
         torch.manual_seed(0)
         self.model = load_causal_lm(STUDENT, device="cpu", dtype="float32", attention="packed")
         self.adapters = Adapters(self.model, LoraConfig(rank=RANK, alpha=16.0), base=str(STUDENT))
         self.published: list[WeightVersion] = []
         self.actor: Actor | None = None
         self.publisher = Publisher(
-            msgspec.structs.replace(CONFIG, transport=self.transport),
+            msgspec.structs.replace(CONFIG, transport="wire"),
             snapshot_dir=self.folder,
             post_plan=self.post_plan,
             published=lambda version, _: self.published.append(version),
@@ -128,7 +126,7 @@ class Run:
         return self.actor
 
     def post_plan(self, plan: WeightPlan) -> None:
-        assert self.actor is not None and plan.backend == self.transport
+        assert self.actor is not None and plan.backend == "wire"
         self.actor.receiver.handle_plan(plan)
 
     def set(self, version: WeightVersion) -> None:
@@ -172,16 +170,14 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Run]:
-    """By the folder, unless a test says otherwise."""
-
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     def endless(*args: Any) -> dict[str, Any]:
         body = generate_body(*args)
         body["sampling_params"]["ignore_eos"] = True
         return body
 
     monkeypatch.setattr("stillhouse.engines.sglang.engine.generate_body", endless)
-    run = Run(tmp_path, getattr(request, "param", "folder"))
+    run = Run(tmp_path)
     yield run
     run.close()
 
@@ -205,7 +201,6 @@ def begin(engine: SGLangEngine, names: list[str], n: int, answers: dict[str, Ans
         take(engine, answers, 0.1)
 
 
-@pytest.mark.parametrize("run", ["folder", "wire"], indirect=True)
 def test_a_version_that_comes_while_requests_run_cuts_them_and_every_token_has_its_own(
     run: Run, server: SGLangServer
 ) -> None:

@@ -149,7 +149,7 @@ def run(tmp_path: Path, student_weights: Named) -> Iterator[VLLMRun]:
     run.close()
 
 
-@pytest.mark.parametrize("transport", ["collective", "folder", "wire"])
+@pytest.mark.parametrize("transport", ["collective", "wire"])
 def test_the_server_answers_under_the_version_that_was_published(
     run: VLLMRun, server: VLLMServer, transport: str
 ) -> None:

@@ -58,7 +58,6 @@ def test_weights_go_over_a_network_in_plain_text_only_where_that_is_said() -> No
     assert WeightsConfig().way == "collective" and WeightsConfig().makes_groups
     for transport in ("auto", "wire"):
         assert WeightsConfig(host="10.0.0.1", transport=transport).way == "wire"
-    assert WeightsConfig(host="10.0.0.1", transport="folder").way == "folder"
     plain: dict[str, Any]
     for plain in ({"transport": "collective"}, {"backend": "nccl"}, {"transport": "mine:Transport"}):
         with pytest.raises(ValueError, match="allow_plain_network"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,7 +13,6 @@ from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control_messages import Leave, Round, WeightCheck
 from stillhouse.weights.deadlines import MOST_PATIENCE, RoundLimits, kind_of
 from stillhouse.weights.roster import GroupSeat
-from stillhouse.weights.snapshot import SnapshotKeeper
 from stillhouse.weights.staged_weights import StagedWeights
 from stillhouse.weights.transport import TransportSetup
 from stillhouse.weights.transports.collective import CollectiveTransport
@@ -70,8 +68,7 @@ def host() -> Iterator[CollectiveTransport]:
         return frozenset()
 
     config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
-    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
-    host = CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
+    host = CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False))
     yield host
     host.close()
 

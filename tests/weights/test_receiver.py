@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -25,7 +24,6 @@ from stillhouse.weights.group_operations import host_store
 from stillhouse.weights.receiver import WeightReceiver, WeightReceiverFailed
 from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.sink import Receipt
-from stillhouse.weights.snapshot import SnapshotKeeper
 from stillhouse.weights.staged_weights import StagedWeights
 from stillhouse.weights.transport import TransportSetup
 from stillhouse.weights.transports.collective import CollectiveTransport, WeightGroup
@@ -96,8 +94,7 @@ def make_host(config: WeightsConfig = CONFIG) -> CollectiveTransport:
     def nobody(seats: Iterable[GroupSeat]) -> frozenset[GroupSeat]:
         return frozenset()
 
-    snapshots = SnapshotKeeper(Path("/nowhere"), keep=1)
-    return CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False, snapshots))
+    return CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False))
 
 
 @pytest.fixture
@@ -196,13 +193,13 @@ def test_a_round_under_a_manifest_that_was_not_agreed_upon_is_refused(
     assert engine.versions == [V1]
 
 
-def test_a_round_is_taken_once_and_a_check_by_loading_never_left_out() -> None:
-    """A member that has the version already need not take its file, unless the file is the check of what it has; and a
-    round that is said again, as after another connection, is the same round."""
+def test_a_round_is_taken_once_and_a_check_by_loading_never_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that has the version already need not take it, unless a file is the check of what it has; and a round
+    that is said again, as after another connection, is the same round."""
     file = WeightsRef(V1, "a file", "00")
     manifest = staged(V1).manifest
     rounds = [
-        Round(1, number, V1, manifest.digest, Agreed(manifest, 4_096) if number == 1 else None, 1.0, 1.0, check, file)
+        Round(1, number, V1, manifest.digest, Agreed(manifest, 4_096) if number == 1 else None, 1.0, 1.0, check)
         for number, check in (
             (1, None),
             (1, None),
@@ -232,8 +229,14 @@ def test_a_round_is_taken_once_and_a_check_by_loading_never_left_out() -> None:
         def recv(self, *_: Any) -> Any:
             return next(said)
 
+    class Wire:
+        def __init__(self, *_: Any, **_words: Any) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("stillhouse.weights.receiver.WireMember", Wire)
     receiver = WeightReceiver(cast(Any, Sink()), name=NAME)
-    plan = WeightPlan(1, "127.0.0.1", 1, "folder", (NAME,), 2, 1.0)
+    plan = WeightPlan(1, "127.0.0.1", 1, "wire", (NAME,), 2, 1.0)
     receiver._take_part(cast(Any, Control()), plan, 0, 1.0)  # pyright: ignore[reportPrivateUsage]
     receiver.close()
     assert taken == [1, 2] and answers == [(n, "staged") for n in (1, 2, 3, 4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ import zmq
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
+from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.wire import PIECE_BYTES, WINDOW
 from tests.patience import PATIENCE_S, eventually
 from tests.sim.weights.weight_actors import ActorFleet
@@ -279,3 +281,28 @@ class Stranger:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
         self._context.term()
+
+
+def test_a_transport_of_another_package_or_of_the_working_directory_is_found_by_its_name(
+    learner: FleetLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As engines, environments and divergences are: the launcher starts Python without the directory on its path."""
+    with learner.start(transport="stillhouse.weights.transports.wire:WireTransport"):
+        pass
+    with pytest.raises(ValueError, match=r"weights\.transport: got 'carrier_pigeon', expected one of auto, collective"):
+        learner.start(transport="carrier_pigeon")
+    (tmp_path / "my_own_transport.py").write_text(
+        "from stillhouse.weights.transports.wire import WireTransport\nSLOW = 'not a transport'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    with learner.start(transport="my_own_transport:WireTransport"):
+        pass
+    with pytest.raises(ValueError, match="my_own_transport:SLOW is a str, expected a callable"):
+        learner.start(transport="my_own_transport:SLOW")
+
+
+@pytest.mark.parametrize(("field", "value"), [("backend", "nccl"), ("verify", "reload")])
+def test_what_it_cannot_do_is_refused(field: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} = {value} with transport = wire"):
+        msgspec.convert({"transport": "wire", field: value}, WeightsConfig)

@@ -23,7 +23,6 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from stillhouse.protocol.messages import WeightsRef
 from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout, aligned, checksum
 from stillhouse.weights.control import ControlHost, Request
 from stillhouse.weights.control_messages import Round, SharedBucket, WeightCheck
@@ -161,13 +160,9 @@ class IpcTransport(GroupHost):
         return PackedLayout(manifest, self._config.bucket_bytes)
 
     def _header(
-        self,
-        weights: StagedVersion,
-        check: WeightCheck | None,
-        timeout_s: float,
-        file: WeightsRef | None,
+        self, weights: StagedVersion, check: WeightCheck | None, timeout_s: float
     ) -> tuple[BucketLayout, Round]:
-        layout, header = super()._header(weights, check, timeout_s, file)
+        layout, header = super()._header(weights, check, timeout_s)
         n_bytes = aligned(layout.largest_bytes)
         try:
             while len(self._slots) < min(SLOTS, layout.n_buckets):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.weights import ServerWeights
-from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
+from stillhouse.protocol.messages import WeightPlan, WeightVersion
 from stillhouse.weights.buckets import manifest_of
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.control_messages import Agreed, CpuHandle, Round, SharedBucket, WeightCheck
@@ -70,7 +70,7 @@ class Rig:
         self.sink = ServerWeights(cast("Any", self.engine), student="/nowhere", ours=ours)
         self.hold = threading.Event()
         self.held = threading.Event()
-        if backend == "folder":  # or ipc: there is no group to join
+        if backend == "wire":  # or ipc: there is no group to join
             return
         plan = WeightPlan(1, "127.0.0.1", 1, backend, ("a",), 2, 1.0, kind="servers", group_name="run-1")
         self.sink.join(plan, 0, PATIENCE_S, lambda: None)
@@ -89,14 +89,12 @@ class Rig:
         check: WeightCheck | None = None,
         timeout_s: float = PATIENCE_S,
         stop: threading.Event | None = None,
-        file: WeightsRef | None = None,
-        lent: Lent | None = None,
+        wire: Lent | Wire | None = None,
     ) -> Receipt:
-        header = Round(
-            1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, weights=file, shared=lent is not None
-        )
+        shared = isinstance(wire, Lent)
+        header = Round(1, 1, V1, AGREED.manifest.digest, None, timeout_s, check=check, shared=shared)
         interrupted = lambda: "enough" if stop is not None and stop.is_set() else None  # noqa: E731
-        return self.sink.take(header, AGREED, interrupted, cast("Any", lent))
+        return self.sink.take(header, AGREED, interrupted, cast("Any", wire))
 
     def paths(self) -> list[str]:
         return [path for path, _ in self.server.calls]
@@ -220,141 +218,104 @@ def test_a_server_that_is_still_reading_when_the_round_is_over_is_not_lost(group
     rig.server.close()
 
 
-# ---------------------------------------------------------------------- a version that comes as a file
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[tuple[Rig, WeightsRef]]:
-    rig = Rig(Group(), "folder")
-    yield rig, write_snapshot(tmp_path, V1, [(name, tensor + 1.0) for name, tensor in NAMED], keep=1)
-    rig.engine.close()
-    rig.server.close()
-
-
-def test_a_version_that_comes_as_a_file_is_loaded_by_the_server_without_a_group(folder: tuple[Rig, WeightsRef]) -> None:
-    rig, file = folder
-    taken = rig.take(file=file)
-    assert taken.n_bytes == 4_032 and rig.sink.version == V1
-    assert torch.equal(rig.server.weights["large"], dict(NAMED)["large"] + 1.0)
-    assert DISK in rig.paths() and not [path for path in rig.paths() if "group" in path or "distributed" in path]
-    rig.sink.leave()
-    rig.engine.server.raise_if_lost()
+# ---------------------------------------------------------------------- a version that comes by wire
 
 
 class Wire:
-    """Brings a run of bytes in pieces, the last one first; or breaks after the first of them."""
+    """Brings a run of bytes in pieces, the last one first; or breaks after the first of them; or loses that one."""
 
-    def __init__(self, run: bytes, *, breaks: bool = False) -> None:
-        self.run, self.breaks = run, breaks
+    def __init__(self, *, breaks: bool = False, loses: bool = False) -> None:
+        self.run = b"".join((tensor + 1.0).numpy().tobytes() for _, tensor in NAMED)
+        self.breaks, self.loses = breaks, loses
 
     def fetch(self, number: int, total_bytes: int, take: Any, deadline_s: float, interrupted: Any) -> None:
         assert total_bytes == len(self.run)
-        for at in reversed(range(0, total_bytes, 1000)):
+        for at in [*reversed(range(0, total_bytes, 1000))][self.loses :]:
             take(at, self.run[at : at + 1000])
             if self.breaks:
                 raise GroupBroken("the cable is out")
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_version_that_comes_by_wire_is_loaded_from_a_temporary_file_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: bool
-) -> None:
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """In no group; leaves no temporary file."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rig = Rig(Group(), "folder")
-    run = b"".join((tensor + 1.0).numpy().tobytes() for _, tensor in NAMED)
-    header = Round(1, 1, V1, AGREED.manifest.digest, None, PATIENCE_S)
-    wire = cast("Any", Wire(run, breaks=breaks))
-    before = rig.sink.version
-    if breaks:
-        with pytest.raises(GroupBroken, match="the cable is out"):
-            rig.sink.take(header, AGREED, lambda: None, wire)
-        assert rig.paths() == [] and rig.sink.version == before
-    else:
-        assert rig.sink.take(header, AGREED, lambda: None, wire).n_bytes == 4_032 and rig.sink.version == V1
-        assert torch.equal(rig.server.weights["large"], dict(NAMED)["large"] + 1.0)
-        assert torch.equal(rig.server.weights["norm"], dict(NAMED)["norm"] + 1.0)
-        assert DISK in rig.paths() and not [path for path in rig.paths() if "group" in path]
+    rig = Rig(Group(), "wire")
+    yield rig
     assert list(tmp_path.iterdir()) == []
-    rig.sink.leave()
     rig.engine.close()
     rig.server.close()
 
 
-def test_a_damaged_file_is_refused_before_the_server_is_asked_for_anything(folder: tuple[Rig, WeightsRef]) -> None:
-    rig, file = folder
-    before = rig.sink.version
-    Path(file.path).write_bytes(Path(file.path).read_bytes()[:-1] + b"?")
-    with pytest.raises(WeightsRefused, match="was damaged or replaced"):
-        rig.take(file=file)
-    assert rig.paths() == [] and rig.sink.version == before
-    rig.sink.leave()
-    rig.engine.server.raise_if_lost()
+def test_a_version_that_comes_by_wire_is_loaded_from_a_temporary_file_without_a_group(alone: Rig) -> None:
+    assert alone.take(wire=Wire()).n_bytes == 4_032 and alone.sink.version == V1
+    for name, tensor in NAMED:
+        assert torch.equal(alone.server.weights[name], tensor + 1.0)
+    assert DISK in alone.paths() and not [path for path in alone.paths() if "group" in path or "distributed" in path]
+    alone.sink.leave()
+    alone.engine.server.raise_if_lost()
 
 
-def malformed(path: Path) -> None:
+def test_of_a_version_that_breaks_off_the_server_hears_nothing(alone: Rig) -> None:
+    before = alone.sink.version
+    with pytest.raises(GroupBroken, match="the cable is out"):
+        alone.take(wire=Wire(breaks=True))
+    assert alone.paths() == [] and alone.sink.version == before
+
+
+def test_a_malformed_file_never_reaches_a_server(alone: Rig) -> None:
     """A tensor ends behind the end of the file: a server that maps it ends."""
-    whole = path.read_bytes()
-    assert b'"data_offsets":[32,4032]' in whole
-    path.write_bytes(whole.replace(b'"data_offsets":[32,4032]', b'"data_offsets":[32,9032]'))
-
-
-def test_a_malformed_file_never_reaches_a_server(folder: tuple[Rig, WeightsRef]) -> None:
-    """Not even if it is what the learner wrote."""
-    rig, file = folder
-    before = rig.sink.version
-    malformed(Path(file.path))
-    sha256 = hashlib.sha256(Path(file.path).read_bytes()).hexdigest()
+    before = alone.sink.version
     with pytest.raises(WeightsRefused, match=r"no whole safetensors file.*; it is not loaded") as refused:
-        rig.take(file=WeightsRef(file.version, file.path, sha256))
+        alone.take(wire=Wire(loses=True))
     assert isinstance(refused.value.__cause__, SnapshotRefused), "as which the receiver counts it"
-    assert rig.paths() == [] and rig.sink.version == before
-    rig.sink.leave()
-    rig.engine.server.raise_if_lost()
+    assert alone.paths() == [] and alone.sink.version == before
+    alone.sink.leave()
+    alone.engine.server.raise_if_lost()
 
 
-def test_a_malformed_student_never_reaches_a_server(folder: tuple[Rig, WeightsRef]) -> None:
-    rig, file = folder
-    malformed(Path(file.path))
-    rig.engine.weights_known = False
-    sink = ServerWeights(cast("Any", rig.engine), student=str(Path(file.path).parent), ours=True)
+def test_a_malformed_student_never_reaches_a_server(alone: Rig, tmp_path: Path) -> None:
+    path = Path(write_snapshot(tmp_path / "student", V1, NAMED, keep=1).path)
+    path.write_bytes(path.read_bytes()[:-1])
+    alone.engine.weights_known = False
+    sink = ServerWeights(cast("Any", alone.engine), student=str(path.parent), ours=True)
     with pytest.raises(SnapshotRefused, match="it is not loaded"):
         sink.prepare()
-    assert rig.paths() == []
+    assert alone.paths() == []
+    shutil.rmtree(tmp_path / "student")
 
 
 def test_a_server_that_computes_with_something_else_than_the_file_is_lost(
-    folder: tuple[Rig, WeightsRef], monkeypatch: pytest.MonkeyPatch
+    alone: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, file = folder
-
     def wrong(*_: object) -> None:
         raise WeightsDiffer("version 0.1: log-probs of a canary prompt")
 
     monkeypatch.setattr("stillhouse.engines.http.verify.ServerVerifier.check_canary", wrong)
     with pytest.raises(WeightsDiffer, match="canary"):
-        rig.take(WeightCheck(canary=Canary((1, 2), (-1.0,), exact=True)), file=file)
-    assert rig.sink.version is None
+        alone.take(WeightCheck(canary=Canary((1, 2), (-1.0,), exact=True)), wire=Wire())
+    assert alone.sink.version is None
     with pytest.raises(ServerLost, match="canary"):
-        rig.sink.leave()
+        alone.sink.leave()
 
 
 # ---------------------------------------------------------------------- a pickle goes to our own servers only
 
 
 def test_a_server_that_the_user_started_is_sent_no_pickle_whatever_the_learner_says(group: Group) -> None:
-    rig = Rig(group, "folder", ours=False)
+    rig = Rig(group, "wire", ours=False)
     plan = WeightPlan(1, "127.0.0.1", 1, "ipc", ("a",), 2, 1.0, kind="servers", group_name="run-1")
     with pytest.raises(ValueError, match="only servers that the launcher started"):
         rig.sink.check(plan)
     with pytest.raises(WeightsRefused, match="only servers that the launcher started"):
-        rig.take(lent=Lent())
+        rig.take(wire=Lent())
     assert "/update_weights_from_tensor" not in rig.paths()
     rig.engine.close()
     rig.server.close()
-    rig = Rig(group, "folder")
+    rig = Rig(group, "wire")
     rig.sink.check(plan)
     with pytest.raises(WeightsRefused):  # the fake server cannot open it
-        rig.take(lent=Lent())
+        rig.take(wire=Lent())
     assert "/update_weights_from_tensor" in rig.paths()
     rig.engine.close()
     rig.server.close()

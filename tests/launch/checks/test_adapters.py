@@ -34,28 +34,18 @@ def chosen(
 def test_servers_on_a_cpu_get_the_arguments_for_adapters_and_a_second_look_changes_nothing() -> None:
     mine = ("--log-level", "debug")
     config, text, mistakes = chosen({"server": {"device": "cpu", "args": mine}})
-    assert (config.weights.adapters, config.weights.transport, mistakes) == ("on", "folder", ())
+    assert (config.weights.adapters, config.weights.transport, mistakes) == ("on", "wire", ())
     assert "its adapters" in text
     args = config.actor.server.args
     assert args[:3] == ("--enable-lora", "--max-lora-rank", "8") and args[-2:] == mine
     assert choose_adapters(config, ()).config == config, "as when a run is resumed from its config.yaml"
 
 
-@pytest.mark.parametrize(
-    ("weights", "way"),
-    [
-        ({"host": "10.0.0.7"}, "wire"),
-        ({"host": "10.0.0.7", "allow_plain_network": True}, "wire"),
-        ({"host": "10.0.0.7", "transport": "folder"}, "folder"),
-        ({"transport": "wire"}, "wire"),
-    ],
-)
-def test_between_machines_they_go_by_wire_unless_a_folder_or_store_was_asked_for(
-    weights: dict[str, Any], way: str
-) -> None:
+@pytest.mark.parametrize("weights", [{"host": "10.0.0.7"}, {"host": "10.0.0.7", "allow_plain_network": True}])
+def test_they_go_by_wire(weights: dict[str, Any]) -> None:
     for asked in ("auto", "on"):
         config, _, mistakes = chosen(None, {**weights, "adapters": asked})
-        assert (config.weights.adapters, config.weights.transport, mistakes) == ("on", way, ())
+        assert (config.weights.adapters, config.weights.transport, mistakes) == ("on", "wire", ())
         assert choose_adapters(config, ()).config == config, "as in a join, which has the run's config.yaml"
 
 

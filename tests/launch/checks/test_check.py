@@ -218,13 +218,6 @@ def test_cuda_without_a_gpu_is_refused(said: Said, key: str) -> None:
     assert code == 2 and "got cuda" in err and "use auto or cpu" in err
 
 
-def test_it_says_where_files_of_weights_are(said: Said, tmp_path: Path) -> None:
-    file = write(tmp_path / "prompts.jsonl", ROWS[1:])
-    code, out, err = said("--weights.transport=folder", f"--prompts={file}")
-    assert code == 0, err
-    assert "weights by files in the run folder (weights.transport)" in out
-
-
 @pytest.mark.parametrize(
     ("truth", "flags", "told"),
     [

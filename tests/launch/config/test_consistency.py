@@ -533,8 +533,8 @@ def test_memory_is_shared_with_nobody_but_the_launchers_own_processes() -> None:
 
 def test_a_transport_that_nobody_has_is_told_before_anything_loads() -> None:
     (told,) = mistakes(weights={"transport": "carrier_pigeon"})
-    assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, folder")
-    for known in ("auto", "wire", "folder", "my_package.doves:Transport"):
+    assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, ipc")
+    for known in ("auto", "wire", "my_package.doves:Transport"):
         assert mistakes(weights={"transport": known}) == []
 
 

@@ -294,7 +294,6 @@ CASES: Final[dict[str, Case]] = {
     "plain": Case(of_versions),
     "untied, in bfloat16": Case(of_versions, student={"tied": False}, weights={"dtype": "bfloat16"}),
     "adapters": Case(of_versions, lora=True),
-    "files": Case(of_versions, weights={"transport": "folder"}),
     "wire": Case(of_versions, weights={"transport": "wire"}),
     "layouts": Case(of_layouts, student={"tied": False}),
     "late copies": Case(of_late_copies, delay_s=0.3),
