@@ -24,12 +24,12 @@ from transformers import (
 
 from stillhouse.learner.batch import TrainItem, train_items
 from stillhouse.models import packed
-from stillhouse.protocol.messages import BatchItem
+from stillhouse.protocol.messages import BatchItem, TopKPiece
 
 VOCAB = 23
 
 
-def build_student(
+def tiny_student(
     implementation: str = packed.IMPLEMENTATION,
     dtype: torch.dtype = torch.float32,
     vocab: int = VOCAB,
@@ -84,12 +84,6 @@ def build_hybrid(dtype: torch.dtype = torch.float32, vocab: int = VOCAB, **chang
     return model.to(dtype).eval()  # pyright: ignore
 
 
-@pytest.fixture
-def tiny_student() -> Callable[..., PreTrainedModel]:
-    """`tiny_student(implementation, dtype, vocab)`: see `build_student`."""
-    return build_student
-
-
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """23 words, of which the second ends a text."""
     words = {f"w{i}": i for i in range(23)}
@@ -100,7 +94,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_item(
+def make_item(
     rollout_id: str,
     mask: Sequence[int],
     *,
@@ -137,9 +131,28 @@ def build_item(
     return train_items([item], frames)[0]
 
 
-@pytest.fixture
-def make_item() -> Callable[..., TrainItem]:
-    return build_item
+def remade(
+    one: TrainItem,
+    payloads: Sequence[tuple[int, int, int, bytes]] = (),
+    *,
+    tokens_L: Any = None,
+    behaviour_L: Any = None,
+    mask_L: Any = None,
+    teacher_ML: Any = None,
+    **fields: Any,
+) -> TrainItem:
+    """As the buffer hands it on with these payloads, (teacher, start, end, bytes) each, other arrays, and `fields` of
+    its message."""
+    frames = [
+        one.tokens_L if tokens_L is None else tokens_L,
+        one.behaviour_L if behaviour_L is None else behaviour_L,
+        np.asarray(one.train_mask_L if mask_L is None else mask_L, np.uint8),
+        one.teacher_ML if teacher_ML is None else teacher_ML,
+    ]
+    if payloads:
+        frames.append(np.frombuffer(b"".join(body for *_, body in payloads), np.uint8))
+    pieces = tuple(TopKPiece(teacher, start, end, len(body)) for teacher, start, end, body in payloads)
+    return train_items([msgspec.structs.replace(one.item, top_k=pieces, **fields)], frames)[0]
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,11 +10,10 @@ import pytest
 
 from stillhouse.learner.batch import BatchError, EmptyBatchError, PackedBatch, TrainItem, pack, train_items
 from stillhouse.protocol.messages import Branch
+from tests.learner.conftest import make_item
 
-Make = Callable[..., TrainItem]
 
-
-def _mixed(make_item: Make) -> list[TrainItem]:
+def _mixed() -> list[TrainItem]:
     return [
         make_item("a", [0, 0, 1, 1, 1]),
         make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style")),  # an environment's tokens in the middle
@@ -43,8 +41,8 @@ def _tokens(batch: PackedBatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 7, 12, 1000])
-def test_every_trained_token_arrives_once_with_its_own_context(make_item: Make, pack_tokens: int) -> None:
-    items = _mixed(make_item)
+def test_every_trained_token_arrives_once_with_its_own_context(pack_tokens: int) -> None:
+    items = _mixed()
     expected: list[Any] = []
     for index, train_item in enumerate(items):
         for t in range(train_item.item.end):
@@ -60,7 +58,7 @@ def test_every_trained_token_arrives_once_with_its_own_context(make_item: Make, 
         assert sum(micro.lengths) <= pack_tokens or len(micro.lengths) == 1
 
 
-def _branched(make_item: Make, random: np.random.Generator) -> tuple[TrainItem, list[int]]:
+def _branched(random: np.random.Generator) -> tuple[TrainItem, list[int]]:
     """An item with branches, and for each token the one that it is read behind (-1: none)."""
     end = int(random.integers(6, 30))
     mask, before = random.integers(0, 2, end), list(range(-1, end - 1))
@@ -77,9 +75,9 @@ def _branched(make_item: Make, random: np.random.Generator) -> tuple[TrainItem, 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_tokens_of_a_branch_arrive_once_behind_the_tokens_of_their_branch(make_item: Make, seed: int) -> None:
+def test_tokens_of_a_branch_arrive_once_behind_the_tokens_of_their_branch(seed: int) -> None:
     random = np.random.default_rng(seed)
-    made = [_branched(make_item, random) for _ in range(4)]
+    made = [_branched(random) for _ in range(4)]
     if not any(train_item.n_trained for train_item, _ in made):
         return
     expected: list[Any] = []
@@ -99,7 +97,7 @@ def test_tokens_of_a_branch_arrive_once_behind_the_tokens_of_their_branch(make_i
     assert sorted(numbers.tolist()) == list(range(batch.n_trained))
 
 
-def test_branches_that_contradict_each_other_and_a_trained_root_are_refused(make_item: Make) -> None:
+def test_branches_that_contradict_each_other_and_a_trained_root_are_refused() -> None:
     train_item = make_item("a", [0, 1, 1, 1, 1])
     for branches, message in (
         ((Branch(3, 1), Branch(2, 1)), "expected ascending starts below 5"),
@@ -112,7 +110,7 @@ def test_branches_that_contradict_each_other_and_a_trained_root_are_refused(make
             train_items([item], _frames(train_item))
 
 
-def test_batch_with_nothing_to_train_is_an_error_that_names_its_rollouts(make_item: Make) -> None:
+def test_batch_with_nothing_to_train_is_an_error_that_names_its_rollouts() -> None:
     with pytest.raises(EmptyBatchError, match="none of the 2 items") as caught:
         pack([make_item("a", [0, 0]), make_item("b", [0])], 100)
     assert caught.value.rollout_ids == ("a", "b")
@@ -126,7 +124,7 @@ def _frames(train_item: TrainItem) -> list[Any]:
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_missing_frame_stops_the_batch(make_item: Make, missing: int) -> None:
+def test_missing_frame_stops_the_batch(missing: int) -> None:
     """Student or teacher log-probs that did not come are never skipped over."""
     train_item = make_item("a", [0, 1, 1])
     frames = _frames(train_item)
@@ -141,9 +139,7 @@ def test_missing_frame_stops_the_batch(make_item: Make, missing: int) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 0.5])
 @pytest.mark.parametrize(("frame", "name"), [(1, "behaviour"), (3, "default")])
-def test_number_that_is_no_logprob_stops_the_batch_only_where_it_is_trained(
-    make_item: Make, bad: float, frame: int, name: str
-) -> None:
+def test_number_that_is_no_logprob_stops_the_batch_only_where_it_is_trained(bad: float, frame: int, name: str) -> None:
     train_item = make_item("a", [0, 1, 0, 1])
     frames = _frames(train_item)
     frames[frame][..., 2] = bad  # not trained: any number may stand there
@@ -154,12 +150,12 @@ def test_number_that_is_no_logprob_stops_the_batch_only_where_it_is_trained(
     assert caught.value.rollout_ids == ("a",)
 
 
-def test_first_token_cannot_be_trained(make_item: Make) -> None:
+def test_first_token_cannot_be_trained() -> None:
     with pytest.raises(BatchError, match="token 0 is to be trained"):
         make_item("a", [1, 1])
 
 
-def test_read_only_frames_from_the_wire_are_taken_as_they_are(make_item: Make) -> None:
+def test_read_only_frames_from_the_wire_are_taken_as_they_are() -> None:
     train_item = make_item("a", [0, 1, 1])
     frames = _frames(train_item)
     for frame in frames:

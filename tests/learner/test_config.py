@@ -103,10 +103,7 @@ from tests.patience import PATIENCE_S
         ({"importance": ("truncated", {"cap": -1.0})}, "importance = 'truncated': Expected `float` > 0.0"),
         ({"rejection": ("token", {"low": 1.0, "high": 1.0})}, "low must be below high"),
         ({"rejection": ("token", {"low": -0.1})}, "Expected `float` >= 0.0 - at `..low`"),
-        (
-            {"rejection": ("geometric", {"low": 2.0})},
-            "low <= 1 <= high; tokens of the present policy have the ratio 1",
-        ),
+        ({"rejection": ("geometric", {"low": 2.0})}, "low <= 1 <= high; tokens of the present policy have the ratio 1"),
         ({"importance": ("cispo", {"low": 0.2, "high": 0.28})}, "slime take, use low = 0.8 and high = 1.28"),
         ({"importance": ("gspo", {"low": 0.2, "high": 0.2})}, "eps_low and eps_high, .* use low = 0.8 and high = 1.2"),
         ({"importance": ("ppo", {"high": 0.28})}, "use low = 0.8 and high = 1.28"),
@@ -151,11 +148,7 @@ def test_what_some_pools_use_is_not_refused_for_the_others() -> None:
         ({"teacher_share": 0.2}, {"rejection": "token"}, "the present policy would write too"),
         ({"teacher_share": 0.2}, {"divergence": ("k1", {"kl_student": "behaviour"})}, "mu is not the student's"),
         ({"teacher_share": 0.2, "top_k": 20}, {}, "expected one of the two"),
-        (
-            {"temperature": 0.7},
-            {"divergence": ("k1", {"kl_student": "behaviour"})},
-            "mu is not the student's log-prob",
-        ),
+        ({"temperature": 0.7}, {"divergence": ("k1", {"kl_student": "behaviour"})}, "mu is not the student's log-prob"),
     ],
 )
 def test_sampling_that_cannot_be_corrected_is_refused(

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import stillhouse.learner.feed
 import stillhouse.learner.loop
@@ -44,6 +44,7 @@ from stillhouse.protocol.client import Client
 from stillhouse.protocol.server_events import FromPeer
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.publisher import Publisher
+from tests.learner.conftest import tiny_student
 from tests.patience import PATIENCE_S
 from tests.wire import WAIT_S, Got, ScriptedBuffer, acknowledgement, connected, real_buffer, receive, running
 
@@ -94,10 +95,7 @@ Learning = Callable[..., Any]
 
 @pytest.fixture
 def learning(
-    tiny_student: Callable[..., PreTrainedModel],
-    small_tokenizer: PreTrainedTokenizerFast,
-    write_rows: Callable[[Sequence[dict[str, Any]]], Path],
-    tmp_path: Path,
+    small_tokenizer: PreTrainedTokenizerFast, write_rows: Callable[[Sequence[dict[str, Any]]], Path], tmp_path: Path
 ) -> Learning:
     """`with learning(address, steps=n, **settings of the learner)`: a learner connected to that buffer."""
     rows = write_rows([{"prompt": f"{i}+1=", "ground_truth": str(i + 1), "tag": "sum"} for i in range(20)])

@@ -16,7 +16,7 @@ from transformers import Gemma2Config, GptOssConfig, LlamaConfig, MistralConfig,
 
 from stillhouse.models.divided import DividedLayout, RankGroup, RankPart, chunks_of
 from stillhouse.models.packed import PackingError, divided_hidden, packed_attention, refuse_undividable
-from tests.learner.conftest import build_student
+from tests.learner.conftest import tiny_student
 from tests.patience import PATIENCE_S
 
 
@@ -72,13 +72,13 @@ def test_processes_that_divide_a_row_compute_what_transformers_computes_of_each_
     """Values and gradients; transformers rounds its norms to float32. The processes are threads here, with a gloo group
     between them."""
     size, lengths = 2, (11, 3, 1, 8)
-    plain = build_student("sdpa", torch.float64)
+    plain = tiny_student("sdpa", torch.float64)
     ids_T = torch.randint(0, 20, (sum(lengths),), generator=torch.Generator().manual_seed(1))
     weight_TH = torch.randn((sum(lengths), 16), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     expected_TH = torch.cat([plain.base_model(ids_L[None]).last_hidden_state[0] for ids_L in ids_T.split(lengths)])
     (weight_TH * expected_TH).sum().backward()
     store, got_TH = dist.HashStore(), torch.zeros_like(expected_TH)  # pyright: ignore[reportPrivateImportUsage]
-    models = [build_student(dtype=torch.float64) for _ in range(size)]
+    models = [tiny_student(dtype=torch.float64) for _ in range(size)]
 
     def process(rank: int) -> None:
         group = dist.ProcessGroup(store, rank, size)

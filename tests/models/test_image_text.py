@@ -26,7 +26,7 @@ from stillhouse.models.loading import load_causal_lm, load_config, outline
 from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import packed_hidden, way_of
 from tests.engines.torch.generation import assert_true, make_requests, run
-from tests.learner.conftest import build_item
+from tests.learner.conftest import make_item
 from tests.learner.settings import learner_config
 
 TEXT: dict[str, Any] = {
@@ -93,7 +93,7 @@ def test_the_text_model_is_trained_and_the_rest_is_exported_as_it_was(
         expected_TV = torch.cat([plain(input_ids=ids[None]).logits[0] for ids in ids_T.split([5, 9])])
     torch.testing.assert_close(found_TV, expected_TV, atol=2e-5, rtol=1e-5)
     trainer = Trainer(model, learner_config(lr=1e-2, weight_decay=0.1, warmup_steps=0), total_steps=3)
-    trainer.step([build_item("a", [0, 0, 1, 1, 1], vocab=59), build_item("b", [0] * 9 + [1] * 20, vocab=59)])
+    trainer.step([make_item("a", [0, 0, 1, 1, 1], vocab=59), make_item("b", [0] * 9 + [1] * 20, vocab=59)])
     model.save_pretrained(tmp_path / "export")
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
     assert before.keys() == after.keys(), "the names of the checkpoint"

@@ -1,5 +1,5 @@
 """Fixtures that these tests share with the learner's."""
 
-from tests.learner.conftest import small_tokenizer, tiny_student
+from tests.learner.conftest import small_tokenizer
 
-__all__ = ["small_tokenizer", "tiny_student"]
+__all__ = ["small_tokenizer"]

@@ -176,21 +176,13 @@ def test_hidden_states_meet_the_head_of_the_recorded_teacher_or_none(
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_after_a_step_with_its_checkpoint(tmp_path: Path) -> None:
     file, folder, output = recorded(tmp_path / "r"), tmp_path / "run", tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "stillhouse.launch.cluster",
-        "replay",
-        str(file),
-        f"--run-dir={folder}",
-        "--objective=k3",
-        "--epochs=1000000",
-    ]
+    flags = [f"--run-dir={folder}", "--objective=k3", "--epochs=1000000", "--learner.checkpoint_every=0"]
     with output.open("wb") as out:
         replaying = subprocess.Popen(
-            [*command, "--learner.checkpoint_every=0"],
+            [sys.executable, "-m", "stillhouse.launch.cluster", "replay", str(file), *flags],
             cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ STEPS = 6
 FLAGS = ("--epochs=2", "--order=shuffled", "--learner.checkpoint_every=2", "--learner.keep_checkpoints=9")
 EVALUATED = (
     *("--learner.eval_every=2", "--learner.tasks.eval_greedy=0", "--learner.tasks.eval_sampled=2"),
-    "--learner.tasks.max_new_tokens=24",
+    "--learner.tasks.max_new_tokens=8",
 )
 VALUES = (
     *("--learner.objective.advantage=gae", "--learner.objective.importance=ppo", "--buffer.release=rollout"),
@@ -84,41 +85,53 @@ def outcome(folder: Path) -> tuple[Any, ...]:
     return weights, rows, {name: value for name, value in account.items() if name != "wall_s"}, reverse_kls
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """(file, folder) of a replay to its end with these flags."""
+    file = recorded(tmp_path_factory.mktemp("recorded") / "r")
+
+    @cache
+    def made(*flags: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert run(file, folder, *flags) == 0
+        return file, folder
+
+    return made
+
+
 @pytest.mark.parametrize(
     ("step", "end", "flags"),
-    [
-        (1, power_cut, ()),
-        (3, signal_came, ()),
-        (5, power_cut, EVALUATED),
-        (5, power_cut, VALUES),
-    ],
+    [(1, power_cut, ()), (3, signal_came, ()), (5, power_cut, EVALUATED), (5, power_cut, VALUES)],
     ids=["before the first checkpoint", "signal", "with evaluations", "with a value head"],
 )
 def test_it_ends_as_an_undisturbed_one(
-    step: int, end: After, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    end: After,
+    flags: tuple[str, ...],
+    undisturbed: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    file, whole, halves = recorded(tmp_path / "r"), tmp_path / "whole", tmp_path / "halves"
-    assert run(file, whole, *FLAGS, *flags) == 0
+    (file, whole), halves = undisturbed(*FLAGS, *flags), tmp_path / "halves"
     run_until(monkeypatch, step, end, file, halves, *FLAGS, *flags)
     assert not (halves / "checkpoints" / f"step_{STEPS:06d}").exists()
     moved = Path(shutil.copy(file, tmp_path / "moved"))
     assert run(moved, halves, "--resume", "--learner.checkpoint_every=1") == 0
-    ours, undisturbed = outcome(halves), outcome(whole)
-    assert ours[2].pop("file") == str(moved) and undisturbed[2].pop("file") == str(file)
-    assert ours[:3] == undisturbed[:3] and ours[3] == pytest.approx(undisturbed[3], abs=1e-4)
+    ours, wanted = outcome(halves), outcome(whole)
+    assert ours[2].pop("file") == str(moved) and wanted[2].pop("file") == str(file)
+    assert ours[:3] == wanted[:3] and ours[3] == pytest.approx(wanted[3], abs=1e-4)
     assert len([row for row in ours[1] if row["kind"] == "step"]) == STEPS
     assert [point["step"] for point in ours[2]["eval"]] == ([0, 2, 4, 6] if flags is EVALUATED else [])
     assert len(ours[0]) == (3 if flags is VALUES else 2)
     assert run(moved, halves, "--resume") == 0  # at its end there is nothing left to do
-    assert outcome(halves)[:2] == undisturbed[:2]
+    assert outcome(halves)[:2] == wanted[:2]
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> tuple[Path, Path]:
-    """(file, folder) of a replay of three steps."""
-    file, folder = recorded(tmp_path / "r"), tmp_path / "run"
-    assert run(file, folder) == 0
-    return file, folder
+def begun(tmp_path: Path, undisturbed: Callable[..., tuple[Path, Path]]) -> tuple[Path, Path]:
+    """(file, folder) of a replay of three steps: the folder is a copy."""
+    file, folder = undisturbed()
+    return file, Path(shutil.copytree(folder, tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +195,7 @@ def test_slow_steps_are_not_silent(
     step = stillhouse.learner.sources.recorded_batch
 
     def slow(*words: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.15)
         return step(*words)
 
     monkeypatch.setattr("stillhouse.learner.sources.recorded_batch", slow)

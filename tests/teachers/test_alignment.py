@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -40,20 +41,29 @@ SOME_TEXT: Final = st.text(
 TEXT: Final = st.one_of(SOME_TEXT, st.text(max_size=20))
 
 
+@cache
 def aligner(student: str, teacher: str) -> Aligner:
     return Aligner(tiny(student, 340), tiny(teacher, 400))
 
 
 def bytes_of(tokenizer: FileTokenizer, token: int) -> bytes:
     """A second way to a token's bytes."""
-    text = tokenizer.backend_tokenizer.id_to_token(token)
-    assert text is not None
-    if token in tokenizer.backend_tokenizer.get_added_tokens_decoder():
-        return text.encode()
-    if "▁" in tokenizer.backend_tokenizer.to_str():
-        return bytes.fromhex(text[3:5]) if text.startswith("<0x") else text.replace("▁", " ").encode()
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    return bytes(letters[letter] for letter in text)
+    return slow_bytes(tokenizer)[token]
+
+
+@cache
+def slow_bytes(tokenizer: FileTokenizer) -> dict[int, bytes]:
+    backend, letters = tokenizer.backend_tokenizer, {letter: byte for byte, letter in bytes_to_unicode().items()}
+    added, spaces = backend.get_added_tokens_decoder(), "▁" in backend.to_str()
+    found: dict[int, bytes] = {}
+    for text, i in backend.get_vocab().items():
+        if i in added:
+            found[i] = text.encode()
+        elif spaces:
+            found[i] = bytes.fromhex(text[3:5]) if text.startswith("<0x") else text.replace("▁", " ").encode()
+        else:
+            found[i] = bytes(letters[letter] for letter in text)
+    return found
 
 
 def middle_ids(tokenizer: FileTokenizer, text: str) -> list[int]:

@@ -1,5 +1,5 @@
 """Fixtures that these tests share with the learner's."""
 
-from tests.learner.conftest import small_tokenizer, tiny_student, write_rows
+from tests.learner.conftest import small_tokenizer, write_rows
 
-__all__ = ["small_tokenizer", "tiny_student", "write_rows"]
+__all__ = ["small_tokenizer", "write_rows"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from stillhouse.weights.checks import Canary
 from stillhouse.weights.roster import GroupMembers
 from stillhouse.weights.server_checks import TOKENS, CheckSchedule, Due, LearnerCanary
 from stillhouse.weights.staged_weights import tensor_of
+from tests.learner.conftest import tiny_student
 
 SERVERS = GroupMembers(kind="servers", check_by="reload")
 NOTHING = Due("off", canary=False)
@@ -49,9 +49,6 @@ def test_engines_are_never_asked_and_servers_not_when_it_is_off() -> None:
     assert CheckSchedule(GroupMembers(kind="servers"), 1).due(1) == NOTHING
 
 
-Student = Callable[..., PreTrainedModel]
-
-
 def plain(model: PreTrainedModel, canary: Canary) -> torch.Tensor:
     """The slow way."""
     with torch.no_grad():
@@ -64,7 +61,7 @@ def scored(canary: LearnerCanary) -> Canary:
 
 
 @pytest.fixture
-def folder(tiny_student: Student, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
+def folder(small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     save_hf(tiny_student(vocab=len(small_tokenizer)), small_tokenizer, tmp_path)
     return tmp_path
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, write_
 from stillhouse.learner.ranks.shares import Shares
 from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
 from stillhouse.models.transfer import Rows
-from tests.learner.conftest import word_tokenizer
+from tests.learner.conftest import tiny_student, word_tokenizer
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=6)
 
@@ -111,9 +110,7 @@ def mixture() -> PreTrainedModel:
 
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_weights_are_those_that_save_pretrained_writes(
-    tiny_student: Callable[..., PreTrainedModel], tmp_path: Path, kind: str, loaded: bool
-) -> None:
+def test_weights_are_those_that_save_pretrained_writes(tmp_path: Path, kind: str, loaded: bool) -> None:
     """By the same names; tied ones once, and experts one by one."""
     model = tiny_student() if kind == "dense" else mixture()
     if loaded:

@@ -7,18 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.objectives.advantages import whitened
-from stillhouse.learner.objectives.batch_terms import (
-    cost_scales,
-    prefix_weights,
-)
+from stillhouse.learner.objectives.batch_terms import cost_scales, prefix_weights
 from stillhouse.learner.objectives.divergences import Divergence, Divergences
 from stillhouse.learner.objectives.losses import (
     AggregationFn,
@@ -35,8 +30,9 @@ from stillhouse.learner.objectives.sampled import k1, k3
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.messages import Branch
+from tests.learner.conftest import make_item, remade, tiny_student
 from tests.learner.settings import learner_config, objective_config
-from tests.learner.step.gradients import step_gradients
+from tests.learner.step.gradients import assert_close, of_loss, step_gradients
 
 OPTIONS = AggregationOptions(max_new_tokens=9)
 
@@ -136,23 +132,15 @@ def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
     assert 0.0 in gradient
 
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
-
-
-def tagged(train_item: TrainItem, tag: str) -> TrainItem:
-    return replace(train_item, item=msgspec.structs.replace(train_item.item, tag=tag))
-
-
-def batch(make_item: Make) -> list[TrainItem]:
+def batch() -> list[TrainItem]:
     """Two domains, one with two teachers and log-probs five times as large; one rollout without teachers, one idle."""
     items = [
-        tagged(make_item("a", [0, 0, 1, 1, 1], teachers=("general", "math")), "sums"),
-        tagged(make_item("b", [0, 1, 1, 0, 1, 1], teachers=("general", "math")), "sums"),
-        tagged(make_item("c", [0, 1, 1], teachers=("general",)), "prose"),
-        tagged(make_item("d", [0, 0, 1, 1], teachers=("general",)), "prose"),
-        tagged(make_item("e", [0, 1, 1], teachers=()), "prose"),
-        tagged(make_item("f", [0, 0], teachers=("general",)), "idle"),
+        remade(make_item("a", [0, 0, 1, 1, 1], teachers=("general", "math")), tag="sums"),
+        remade(make_item("b", [0, 1, 1, 0, 1, 1], teachers=("general", "math")), tag="sums"),
+        remade(make_item("c", [0, 1, 1], teachers=("general",)), tag="prose"),
+        remade(make_item("d", [0, 0, 1, 1], teachers=("general",)), tag="prose"),
+        remade(make_item("e", [0, 1, 1], teachers=()), tag="prose"),
+        remade(make_item("f", [0, 0], teachers=("general",)), tag="idle"),
     ]
     for train_item in items[:2]:
         train_item.teacher_ML[:] *= 5.0
@@ -178,22 +166,18 @@ def slow_scales(items: list[TrainItem], cost: Callable[[float, float], float]) -
 
 
 @pytest.mark.parametrize(("fast", "slow"), [(k1, slow_k1), (k3, slow_k3)], ids=["k1", "k3"])
-def test_scales_equal_a_loop_over_rollouts_and_tokens(make_item: Make, fast: Any, slow: Any) -> None:
-    items = batch(make_item)
+def test_scales_equal_a_loop_over_rollouts_and_tokens(fast: Any, slow: Any) -> None:
+    items = batch()
     expected = slow_scales(items, slow)
     assert expected["sums"] != pytest.approx(expected["prose"], rel=0.1)
     got = cost_scales(items, Divergences(Divergence(fast)))
     assert got.tolist() == pytest.approx([expected.get(item.item.tag, 1.0) for item in items], rel=1e-6)
 
 
-def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequence(
-    tiny_student: Student, make_item: Make
-) -> None:
+def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequence() -> None:
     """Against a loop: each token behind its own branch, and all of them with one rollout's share."""
     plain, other = make_item("a", [0, 0, 1, 1, 0, 1, 0, 1, 1]), make_item("b", [0, 1, 1])
-    item = msgspec.structs.replace(plain.item, branches=(Branch(4, 3), Branch(6, 0)))
-    frames = (plain.tokens_L, plain.behaviour_L, plain.train_mask_L.astype(np.uint8), plain.teacher_ML)
-    branched = train_items([item], frames)[0]
+    branched = remade(plain, branches=(Branch(4, 3), Branch(6, 0)))
     paths = {2: [0, 1], 3: [0, 1, 2], 5: [0, 1, 2, 4], 7: [6], 8: [6, 7]}
     config = learner_config(aggregation="sequence_mean", importance="none", max_grad_norm=0.0)
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), [branched, other])
@@ -204,9 +188,7 @@ def test_a_rollout_with_branches_has_the_gradient_of_its_branches_as_one_sequenc
             ids_L = torch.from_numpy(train_item.tokens_L).long()
             s = torch.log_softmax(model(input_ids=ids_L[path][None]).logits[0, -1], dim=-1)[ids_L[t]]
             total = total + (s.item() - float(train_item.teacher_ML[0, t])) * s / (2 * len(before))
-    total.backward()  # pyright: ignore[reportUnknownMemberType]
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert_close(got, of_loss(model, total))
 
 
 @pytest.mark.parametrize(
@@ -227,9 +209,7 @@ def _iw_opd(mu: list[float], q: list[list[float]], gamma: float) -> list[float]:
 
 
 @pytest.mark.parametrize("teachers", [("default",), ("math", "style")])
-def test_prefix_weights_fall_from_1_plus_gain_with_the_distance_so_far(
-    make_item: Callable[..., TrainItem], teachers: tuple[str, ...]
-) -> None:
+def test_prefix_weights_fall_from_1_plus_gain_with_the_distance_so_far(teachers: tuple[str, ...]) -> None:
     train_item = make_item("a", [0, 1, 1, 0, 1, 1, 1], teachers=teachers)
     at = np.flatnonzero(train_item.train_mask_L)
     mu, q = train_item.behaviour_L[at].tolist(), train_item.teacher_ML[:, at].tolist()
@@ -238,9 +218,7 @@ def test_prefix_weights_fall_from_1_plus_gain_with_the_distance_so_far(
     assert got[0] == 1.5 and got == sorted(got, reverse=True) and got[-1] > 1.0
 
 
-def test_prefix_weights_multiply_the_cost_of_each_token_in_a_step(
-    tiny_student: Callable[..., PreTrainedModel], make_item: Callable[..., TrainItem]
-) -> None:
+def test_prefix_weights_multiply_the_cost_of_each_token_in_a_step() -> None:
     """One token at a time: the gradient with the gain is the sum of plain gradients, each times its weight."""
     items = [make_item("a", [0, 1, 1, 1], seed=1), make_item("b", [0, 0, 1, 1, 0, 1], seed=2)]
 
@@ -258,9 +236,7 @@ def test_prefix_weights_multiply_the_cost_of_each_token_in_a_step(
             alone = replace(one, train_mask_L=np.arange(len(one.train_mask_L)) == place)
             for name, gradient in gradients([alone]).items():
                 expected[name] += weight * gradient / n_tokens
-    for name, gradient in got.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=1e-5, msg=name)
+    assert_close(got, expected)
     plain = gradients(items)
     assert max(float((plain[name] - gradient).abs().max()) for name, gradient in got.items()) > 1e-3
 
@@ -271,10 +247,7 @@ def test_prefix_weights_multiply_the_cost_of_each_token_in_a_step(
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("coefs", [{}, {"math": 3.0}], ids=["even", "3 to 1"])
 def test_balanced_teachers_have_the_same_total_weight_however_many_tokens_they_score(
-    tiny_student: Callable[..., PreTrainedModel],
-    make_item: Callable[..., TrainItem],
-    aggregation: str,
-    coefs: dict[str, float],
+    aggregation: str, coefs: dict[str, float]
 ) -> None:
     """The same gradient as with coefficients worked out by hand; packing and order change nothing."""
     items = [
@@ -298,9 +271,7 @@ def test_balanced_teachers_have_the_same_total_weight_however_many_tokens_they_s
     expected = gradients(items, teacher_coefs=by_hand)
     balanced: dict[str, Any] = {"teacher_balance": "tokens", "coef": 0.5, "teacher_coefs": coefs}
     for got in (gradients(items, **balanced), gradients(items[::-1], pack_tokens=4, **balanced)):
-        for name, gradient in got.items():
-            scale = float(gradient.abs().max())
-            torch.testing.assert_close(gradient, expected[name], atol=1e-6 * scale, rtol=1e-5, msg=name)
+        assert_close(got, expected)
     if aggregation == "token_mean":
         unbalanced = gradients(items, coef=0.5, teacher_coefs=coefs)
         assert max(float((unbalanced[n] - expected[n]).abs().max()) for n in expected) > 1e-3

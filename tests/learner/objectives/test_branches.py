@@ -4,7 +4,7 @@ recursions over parents, on random trees, in float64. (`context_cap`: tests/lear
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem, pack
 from stillhouse.learner.objectives.batch_terms import batch_terms
@@ -20,15 +19,15 @@ from stillhouse.learner.objectives.importance import TokenRatios, context_weight
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.messages import TurnReward
+from tests.learner.conftest import tiny_student
 from tests.learner.objectives.test_turns import path_before, rollout, slow_turns
 from tests.learner.settings import learner_config, objective_config
-from tests.learner.step.gradients import step_gradients
+from tests.learner.step.gradients import assert_close, of_loss, step_gradients
 
-Make = Callable[..., TrainItem]
 SEEDS = range(12)
 
 
-def tree(make_item: Make, seed: int, name: str = "a") -> TrainItem:
+def tree(seed: int, name: str = "a") -> TrainItem:
     """A few calls of an agent: each goes on behind any token of what there is, or begins anew. Some responses have been
     trained before, and one in three turns has a reward."""
     random = Random(f"{seed} {name}")
@@ -47,7 +46,7 @@ def tree(make_item: Make, seed: int, name: str = "a") -> TrainItem:
         if random.random() < 0.3 and sampled[-1]:
             turns.append(TurnReward(len(sampled), random.choice((-1.0, 0.5, 2.0))))
     already = [t for t in range(len(sampled)) if random.random() < 0.15]
-    made = rollout(make_item, name, sampled, branches=branches, already=already, reward=random.choice((0.0, 1.0, None)))
+    made = rollout(name, sampled, branches=branches, already=already, reward=random.choice((0.0, 1.0, None)))
     parts = tuple(turns) if made.item.reward is not None else ()
     return replace(made, item=msgspec.structs.replace(made.item, turn_rewards=parts))
 
@@ -62,9 +61,9 @@ def parent(train_item: TrainItem, t: int) -> int | None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_weight_of_a_context_is_that_of_the_tokens_in_it(make_item: Make, seed: int) -> None:
+def test_the_weight_of_a_context_is_that_of_the_tokens_in_it(seed: int) -> None:
     """Also where other rollouts stand beside it in the microbatch, in any order."""
-    items = [tree(make_item, seed, name) for name in "abc"]
+    items = [tree(seed, name) for name in "abc"]
     (microbatch,) = pack([one for one in items if one.n_trained], 10_000).microbatches
     random = np.random.default_rng(seed)
     log_ratio_N, zeros_N = torch.tensor(random.normal(0.0, 0.3, len(microbatch.token_N))), torch.zeros(1)
@@ -121,8 +120,8 @@ def slow_gae(train_item: TrainItem, value: dict[int, float], discount: float, de
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_advantages_of_tokens_come_from_what_follows_them_on_their_own_branches(make_item: Make, seed: int) -> None:
-    items = [tree(make_item, seed, name) for name in "abcd"]
+def test_advantages_of_tokens_come_from_what_follows_them_on_their_own_branches(seed: int) -> None:
+    items = [tree(seed, name) for name in "abcd"]
     n = sum(one.n_trained for one in items)
     value_N = torch.tensor(np.random.default_rng(seed).normal(size=n))
     objective = make_objective(objective_config(advantage=("gae", {"discount": 0.9, "decay": 0.8})), max_new_tokens=99)
@@ -140,11 +139,9 @@ def test_advantages_of_tokens_come_from_what_follows_them_on_their_own_branches(
 @pytest.mark.parametrize(
     "fields", [{"prefix_gain": 0.7}, {"advantage": "gae", "coef": 0.0}], ids=lambda of: next(iter(of))
 )
-def test_a_step_s_gradient_is_the_sum_of_single_tokens_by_these_weights(
-    make_item: Make, tiny_student: Callable[..., PreTrainedModel], fields: dict[str, object]
-) -> None:
+def test_a_step_s_gradient_is_the_sum_of_single_tokens_by_these_weights(fields: dict[str, object]) -> None:
     """On plain forward passes of each token's path; the values are 0 before the first step."""
-    items = [one for one in (tree(make_item, seed) for seed in (3, 5, 8)) if one.n_trained]
+    items = [one for one in (tree(seed) for seed in (3, 5, 8)) if one.n_trained]
     config = learner_config(max_grad_norm=0.0, warmup_steps=0, importance="none", pack_tokens=9, **fields)
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=9), items)
     model, loss = tiny_student("eager", torch.float64), torch.zeros((), dtype=torch.float64)
@@ -157,10 +154,7 @@ def test_a_step_s_gradient_is_the_sum_of_single_tokens_by_these_weights(
                 1.0 if "advantage" in fields else -sum(s.item() - float(q) for q in one.teacher_ML[:, t])
             )
             loss = loss - cost * s / sum(each.n_trained for each in items)
-    loss.backward()  # pyright: ignore[reportUnknownMemberType]
-    scale = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(got[name], p.grad, atol=1e-6 * scale, rtol=1e-5, msg=name)
+    assert_close(got, of_loss(model, loss))
 
 
 def factors_of(items: Sequence[TrainItem], *, by_reward: bool) -> list[dict[int, float]]:
@@ -177,8 +171,8 @@ def factors_of(items: Sequence[TrainItem], *, by_reward: bool) -> list[dict[int,
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("how", ["sum", "mean"])
-def test_a_discounted_cost_is_that_of_all_that_follows_on_any_branch(make_item: Make, seed: int, how: str) -> None:
-    items = [tree(make_item, seed, name) for name in "abc"]
+def test_a_discounted_cost_is_that_of_all_that_follows_on_any_branch(seed: int, how: str) -> None:
+    items = [tree(seed, name) for name in "abc"]
     (microbatch,) = pack([one for one in items if one.n_trained], 10_000).microbatches
     cost_N = torch.tensor(np.random.default_rng(seed).normal(size=len(microbatch.token_N)))
     objective = make_objective(objective_config(cost_discount=0.8, cost_return=how), max_new_tokens=99)

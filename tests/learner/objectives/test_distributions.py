@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stillhouse.learner.objectives.distributions import (
-    PADDING,
-    DistributionFn,
-    jsd,
-    log_tail,
-    uniforms,
-)
+from stillhouse.learner.objectives.distributions import PADDING, DistributionFn, jsd, log_tail, uniforms
 from stillhouse.learner.objectives.options import Jsd, Mixed
 from stillhouse.learner.objectives.registry import DISTRIBUTION_DIVERGENCES, find_member
 

@@ -5,47 +5,38 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import TrainItem, UnreadableScores, pack, train_items
+from stillhouse.learner.batch import TrainItem, UnreadableScores, pack
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.batch_terms import batch_terms
 from stillhouse.learner.step.forward import BatchPart
 from stillhouse.learner.step.step_loss import make_step_loss
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.logprobs import LmHead
-from stillhouse.protocol.messages import KEPT_IDS, TopKPiece
+from stillhouse.protocol.messages import KEPT_IDS
 from stillhouse.protocol.payloads.student_sets import encode_top_ids
+from tests.learner.conftest import make_item, remade, tiny_student
 from tests.learner.settings import learner_config
-from tests.learner.step.gradients import step_gradients
+from tests.learner.step.gradients import assert_close, of_loss, step_gradients
 
-Make = Callable[..., TrainItem]
 V: Final = 9
 TEMPERATURE: Final = 0.7
 CPU: Final = torch.device("cpu")
 
 
-def with_kept(train_item: TrainItem, sets: Sequence[Sequence[int]], **changes: Any) -> TrainItem:
+def with_kept(one: TrainItem, sets: Sequence[Sequence[int]], **changes: Any) -> TrainItem:
     """As the buffer hands it on, with what its trained tokens were sampled from. `changes`: of its arrays."""
-    trained = np.flatnonzero(train_item.train_mask_L)
+    trained = np.flatnonzero(one.train_mask_L)
     first, last = int(trained[0]), int(trained[-1]) + 1
-    told = encode_top_ids([np.array(one, np.int32) for one in sets])
-    arrays = {
-        "tokens": train_item.tokens_L,
-        "behaviour": train_item.behaviour_L,
-        "mask": train_item.train_mask_L.astype(np.uint8),
-        "teacher": train_item.teacher_ML,
-    } | changes
-    item = msgspec.structs.replace(train_item.item, top_k=(TopKPiece(KEPT_IDS, first, last, len(told)),))
-    return train_items([item], [*arrays.values(), np.frombuffer(told, np.uint8)])[0]
+    told = encode_top_ids([np.array(of_token, np.int32) for of_token in sets])
+    return remade(one, [(KEPT_IDS, first, last, told)], **changes)
 
 
 def random_logprobs(seed: int) -> Tensor:
@@ -53,7 +44,7 @@ def random_logprobs(seed: int) -> Tensor:
 
 
 def expected_gradient(
-    make_item: Make, student_V: Tensor, kept: list[int], cut: bool, sampled_S: Tensor | None = None, **objective: Any
+    student_V: Tensor, kept: list[int], cut: bool, sampled_S: Tensor | None = None, **objective: Any
 ) -> Tensor:
     """E over the tokens that an older, truncated and tempered student samples, or that are sampled with these
     log-probs, of our gradient by the logits."""
@@ -63,9 +54,9 @@ def expected_gradient(
         one = with_kept(
             make_item("a", [0, 1], vocab=V),
             [kept],
-            tokens=np.array([0, token], np.int32),
-            behaviour=np.array([0.0, float(old_S[place])], np.float32),
-            teacher=np.array([[0.0, float(random_logprobs(2)[token])]], np.float32),
+            tokens_L=np.array([0, token], np.int32),
+            behaviour_L=np.array([0.0, float(old_S[place])], np.float32),
+            teacher_ML=np.array([[0.0, float(random_logprobs(2)[token])]], np.float32),
         )
         config = learner_config(**objective).objective
         loss_of = make_step_loss(config, max_new_tokens=9, chunk_tokens=2, vocab_tokens=V, rows=V, seed=0)
@@ -87,7 +78,7 @@ def no_values() -> Tensor:
 @pytest.mark.parametrize("importance", ["truncated", "sequence"], ids=["by token", "in a pass ahead"])
 @pytest.mark.parametrize("divergence", ["k1", "k3"])
 def test_the_expected_gradient_is_that_of_the_renormalised_divergence(
-    make_item: Make, kept: list[int], importance: str, divergence: str
+    kept: list[int], importance: str, divergence: str
 ) -> None:
     """k1 with the teacher's own log-probs, not renormalised: they differ by a constant, which has no gradient."""
     student_V = random_logprobs(0).requires_grad_()
@@ -99,38 +90,32 @@ def test_the_expected_gradient_is_that_of_the_renormalised_divergence(
         exact = mass * ((q_S.exp() / mass) * (q_S - mass.log() - p_S)).sum()
     (wanted_V,) = torch.autograd.grad(exact, student_V)
     fields: dict[str, Any] = {"divergence": divergence, "importance": (importance, {"cap": 1e9})}
-    got_V = expected_gradient(make_item, student_V, kept, True, **fields)
+    got_V = expected_gradient(student_V, kept, True, **fields)
     torch.testing.assert_close(got_V, wanted_V, atol=1e-6, rtol=1e-5)
     if len(kept) < V:  # as if nothing had been cut: another gradient
-        assert float((expected_gradient(make_item, student_V, kept, False, **fields) - wanted_V).norm()) > 0.01
+        assert float((expected_gradient(student_V, kept, False, **fields) - wanted_V).norm()) > 0.01
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
-def test_tokens_of_a_mixture_with_the_teacher_give_the_gradient_of_the_students_divergence(
-    make_item: Make, share: float
-) -> None:
+def test_tokens_of_a_mixture_with_the_teacher_give_the_gradient_of_the_students_divergence(share: float) -> None:
     """MiniLLM's teacher-mixed sampling, with weights p / m: the default cap of 2 cuts nothing."""
     student_V, teacher_V = random_logprobs(0).requires_grad_(), random_logprobs(2)
     sampled_V = torch.logaddexp(math.log1p(-share) + student_V.detach(), math.log(share) + teacher_V)
     exact = (student_V.log_softmax(0).exp() * (student_V.log_softmax(0) - teacher_V)).sum()
     (wanted_V,) = torch.autograd.grad(exact, student_V)
-    got_V = expected_gradient(make_item, student_V, list(range(V)), False, sampled_V, divergence="k1")
+    got_V = expected_gradient(student_V, list(range(V)), False, sampled_V, divergence="k1")
     torch.testing.assert_close(got_V, wanted_V, atol=1e-6, rtol=1e-5)
-    as_students = expected_gradient(
-        make_item, student_V, list(range(V)), False, sampled_V, divergence="k1", importance="none"
-    )
+    as_students = expected_gradient(student_V, list(range(V)), False, sampled_V, divergence="k1", importance="none")
     assert float((as_students - wanted_V).norm()) > 0.01, "the weights do nothing"
 
 
-def test_the_entropy_bonus_stays_that_of_the_whole_distribution(make_item: Make) -> None:
+def test_the_entropy_bonus_stays_that_of_the_whole_distribution() -> None:
     student_V, kept = random_logprobs(0).requires_grad_(), [0, 2, 3]
     p_S = student_V[kept].log_softmax(0)
     p_V = student_V.log_softmax(0)
     exact = (p_S.exp() * (p_S - random_logprobs(2)[kept])).sum() + 0.3 * (p_V.exp() * p_V).sum()
     (wanted_V,) = torch.autograd.grad(exact, student_V)
-    got_V = expected_gradient(
-        make_item, student_V, kept, True, entropy_coef=0.3, importance=("truncated", {"cap": 1e9})
-    )
+    got_V = expected_gradient(student_V, kept, True, entropy_coef=0.3, importance=("truncated", {"cap": 1e9}))
     torch.testing.assert_close(got_V, wanted_V, atol=1e-6, rtol=1e-5)
 
 
@@ -142,9 +127,7 @@ def sets_for(train_item: TrainItem, vocab: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 9, 4096])
-def test_a_step_is_that_of_a_plain_model_whatever_the_packs(
-    tiny_student: Callable[..., PreTrainedModel], make_item: Make, pack_tokens: int
-) -> None:
+def test_a_step_is_that_of_a_plain_model_whatever_the_packs(pack_tokens: int) -> None:
     """Some items have kept ids and others none, with an environment's tokens between."""
     plain = [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1, 0, 0]), make_item("c", [0, 1, 1])]
     items = [with_kept(one, sets_for(one, 23)) for one in plain[:2]] + plain[2:]
@@ -165,10 +148,7 @@ def test_a_step_is_that_of_a_plain_model_whatever_the_packs(
             s = logits_LV[t - 1, ids_L[t]] - logits_LV[t - 1, kept].logsumexp(0)
             cost = s.item() - float(one.teacher_ML[0, t])
             loss = loss + min((s - float(one.behaviour_L[t])).exp().item(), 1.5) * cost * s / n_tokens
-    loss.backward()  # pyright: ignore[reportUnknownMemberType]
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(got[name], parameter.grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert_close(got, of_loss(model, loss))
 
 
 @pytest.mark.parametrize(
@@ -180,10 +160,8 @@ def test_a_step_is_that_of_a_plain_model_whatever_the_packs(
         ([[5], [5, 99]], "ids below 23"),
     ],
 )
-def test_kept_ids_that_cannot_be_are_refused(
-    tiny_student: Callable[..., PreTrainedModel], make_item: Make, sets: list[list[int]], said: str
-) -> None:
-    one = with_kept(make_item("a", [0, 1, 1]), sets, tokens=np.array([0, 5, 5], np.int32))
+def test_kept_ids_that_cannot_be_are_refused(sets: list[list[int]], said: str) -> None:
+    one = with_kept(make_item("a", [0, 1, 1]), sets, tokens_L=np.array([0, 5, 5], np.int32))
     trainer = Trainer(tiny_student(), learner_config(), total_steps=9)
     with pytest.raises(UnreadableScores, match=said):
         trainer.step([one])

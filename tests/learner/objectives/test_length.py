@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
-from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.protocol.messages import VersionSpan, WeightVersion
+from tests.learner.conftest import make_item, remade
 from tests.learner.settings import objective_config
 
-Make = Callable[..., TrainItem]
 L_MAX = 10
 LENGTHS = (2, 8, 9, 10, 6, 6, 4, 12, 5)
 GROUPS = (1, 1, 1, 1, 2, 2, 3, 3, 4)
 REWARDS = (1.0, 0.0, 0.5, None, 1.0, 0.0, 0.25, 1.0, 1.0)
 
 
-def batch(make_item: Make, *, final: bool = True) -> list[TrainItem]:
+def batch(*, final: bool = True) -> list[TrainItem]:
     """Rollouts of these lengths, of which two tokens at most are trained here: the others were before."""
     items: list[TrainItem] = []
     for i, (length, group, reward) in enumerate(zip(LENGTHS, GROUPS, REWARDS, strict=True)):
         mask = [0] * (1 + length - 2) + [1] * 2
         plain = make_item(f"r{i}", mask, task_id=group, reward=reward, final=final)
-        item = msgspec.structs.replace(plain.item, spans=(VersionSpan(WeightVersion(0, 0), 1, 1 + length),))
-        frames = (plain.tokens_L, plain.behaviour_L, np.array(mask, np.uint8), plain.teacher_ML)
-        items += train_items([item], frames)
+        items.append(remade(plain, spans=(VersionSpan(WeightVersion(0, 0), 1, 1 + length),)))
     return items
 
 
@@ -66,22 +62,22 @@ def expected_advantages(penalties: dict[int, float]) -> list[float]:
 
 
 @pytest.mark.parametrize("margin", [0.2, 0.5, 1.0])
-def test_overlong_is_the_punishment_of_dapo(make_item: Make, margin: float) -> None:
+def test_overlong_is_the_punishment_of_dapo(margin: float) -> None:
     judged = {i: 2.0 * slow_overlong(i, margin=margin) for i, reward in enumerate(REWARDS) if reward is not None}
-    got = terms(batch(make_item), ("grpo", {"std": False}), ("overlong", {"margin": margin, "weight": 2.0}))
+    got = terms(batch(), ("grpo", {"std": False}), ("overlong", {"margin": margin, "weight": 2.0}))
     assert got.reward_advantage_N.tolist() == pytest.approx(expected_advantages(judged))
     assert got.length_penalty == pytest.approx(sum(judged.values()) / len(judged)) and min(judged.values()) == -2.0
 
 
-def test_group_length_is_the_reward_of_kimi(make_item: Make) -> None:
+def test_group_length_is_the_reward_of_kimi() -> None:
     judged = {i: 0.5 * slow_group_length(i) for i, reward in enumerate(REWARDS) if reward is not None}
-    got = terms(batch(make_item), ("grpo", {"std": False}), ("group_length", {"weight": 0.5}))
+    got = terms(batch(), ("grpo", {"std": False}), ("group_length", {"weight": 0.5}))
     assert got.reward_advantage_N.tolist() == pytest.approx(expected_advantages(judged))
     assert judged[0] == 0.25 and judged[1] < 0.0 and judged[4] == judged[5] == judged[6] == judged[8] == 0.0
 
 
-def test_without_a_penalty_rewards_are_the_same_to_the_bit(make_item: Make) -> None:
-    items = batch(make_item)
+def test_without_a_penalty_rewards_are_the_same_to_the_bit() -> None:
+    items = batch()
     objective = make_objective(objective_config(advantage="grpo"), max_new_tokens=L_MAX)
     got = batch_terms(items, objective, values=lambda: torch.zeros(0))
     assert (objective.length_penalty, got.length_penalty) == (None, None)

@@ -22,19 +22,19 @@ V = 4
 token), so V + 1 rows."""
 
 
-def token_inputs(behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coef: float = 1.0) -> TokenInputs:
-    """One rollout without a reward, token mean."""
-    return TokenInputs(
-        behaviour_N,
-        teacher_MN,
-        routed_MN,
-        teachers=tuple(f"pool {m}" for m in range(len(teacher_MN))),
-        coef_M=torch.full((len(teacher_MN),), coef, dtype=torch.float64),
-        reward_advantage_N=torch.zeros_like(behaviour_N),
-        share_N=torch.ones_like(behaviour_N),
-        sequence_N=torch.zeros(len(behaviour_N), dtype=torch.int64),
-        n_sequences=1,
-    )
+def token_inputs(
+    behaviour_N: Tensor, teacher_MN: Tensor, routed_MN: Tensor, coef: float = 1.0, **more: Any
+) -> TokenInputs:
+    """One rollout without a reward, token mean. `more`: other fields."""
+    fields: dict[str, Any] = {
+        "teachers": tuple(f"pool {m}" for m in range(len(teacher_MN))),
+        "coef_M": torch.full((len(teacher_MN),), coef, dtype=torch.float64),
+        "reward_advantage_N": torch.zeros_like(behaviour_N),
+        "share_N": torch.ones_like(behaviour_N),
+        "sequence_N": torch.zeros(len(behaviour_N), dtype=torch.int64),
+        "n_sequences": 1,
+    }
+    return TokenInputs(behaviour_N, teacher_MN, routed_MN, **(fields | more))
 
 
 def _random_inputs(n: int = 9, *, m: int = 2, coef: float = 1.0) -> tuple[Tensor, TokenInputs]:

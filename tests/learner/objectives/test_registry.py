@@ -6,16 +6,13 @@ import importlib
 import re
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
-from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.learner.objectives.options import Jsd
@@ -36,6 +33,7 @@ from stillhouse.learner.objectives.registry import (
     known_members,
 )
 from stillhouse.learner.step.train_step import Trainer
+from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "objectives.md"
@@ -72,11 +70,7 @@ def test_every_built_in_name_is_a_function_and_on_the_page(group: Group) -> None
     assert f"`{group.entry_points}`" in page
 
 
-def test_the_pages_members_train_a_step(
-    installed_page: None,
-    tiny_student: Callable[..., PreTrainedModel],
-    make_item: Callable[..., TrainItem],
-) -> None:
+def test_the_pages_members_train_a_step(installed_page: None) -> None:
     config = learner_config(divergence="huber", advantage="sign_of_reward", coef=0.5)
     items = [make_item("a", [0, 1, 1], reward=3.0), make_item("b", [0, 1, 1, 1], reward=-0.2, task_id=1)]
     for train_item in items:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,12 +18,11 @@ from stillhouse.protocol.messages import TurnReward
 from tests.learner.objectives.test_turns import rollout, slow_turns
 from tests.learner.settings import objective_config
 
-Make = Callable[..., TrainItem]
 Rewards = dict[str, dict[int, float]]
 """Rollout -> end of a turn -> its reward."""
 
 
-def batch(make_item: Make, *, final: bool = True) -> list[TrainItem]:
+def batch(*, final: bool = True) -> list[TrainItem]:
     """Two groups. In "b" a branch and a root; in "c" the first turn and the end of the last were trained before; "d"
     has a part of its reward for no turn; "e" has no reward, "f" one for the whole rollout, "g" nothing to train."""
     shapes: dict[str, dict[str, Any]] = {
@@ -37,7 +36,7 @@ def batch(make_item: Make, *, final: bool = True) -> list[TrainItem]:
     }
     items: list[TrainItem] = []
     for name, fields in shapes.items():
-        plain = rollout(make_item, name, reward=WHOLE.get(name), final=final, **fields)
+        plain = rollout(name, reward=WHOLE.get(name), final=final, **fields)
         parts = tuple(TurnReward(end, reward) for end, reward in PARTS.get(name, {}).items())
         items.append(TrainItem(msgspec.structs.replace(plain.item, turn_rewards=parts), *_frames(plain)))
     return items
@@ -74,8 +73,8 @@ def terms(items: Sequence[TrainItem], advantage: Any, values: torch.Tensor | Non
 
 @pytest.mark.parametrize("std", [False, True])
 @pytest.mark.parametrize("discount", [1.0, 0.5])
-def test_turn_returns_are_normalised_over_the_turns_of_the_group(make_item: Make, std: bool, discount: float) -> None:
-    items = batch(make_item)
+def test_turn_returns_are_normalised_over_the_turns_of_the_group(std: bool, discount: float) -> None:
+    items = batch()
     returns: dict[str, list[float]] = {}
     for name in TURNS:
         rewards = of_turns(name)
@@ -97,9 +96,9 @@ def test_turn_returns_are_normalised_over_the_turns_of_the_group(make_item: Make
     assert len(set(expected)) > 5
 
 
-def test_gae_pays_a_turn_s_reward_at_its_last_trained_token(make_item: Make) -> None:
+def test_gae_pays_a_turn_s_reward_at_its_last_trained_token() -> None:
     """Or, where none of its tokens is trained here, at the last one before it, or the first of the rollout."""
-    items = batch(make_item)
+    items = batch()
     paid: dict[str, list[float]] = {
         "a": [0.0, 0.5, 0.0, 0.0, -1.0],
         "b": [0.0, 1.0, 0.0, 0.0, 0.25],
@@ -120,16 +119,16 @@ def test_gae_pays_a_turn_s_reward_at_its_last_trained_token(make_item: Make) -> 
     torch.testing.assert_close(got.values.return_N[judged], return_N)
 
 
-def test_what_advantages_of_rollouts_see_is_the_sum(make_item: Make) -> None:
-    items = batch(make_item)
+def test_what_advantages_of_rollouts_see_is_the_sum() -> None:
+    items = batch()
     plain = [TrainItem(msgspec.structs.replace(i.item, turn_rewards=()), *_frames(i)) for i in items]
     for advantage in ("grpo", "reinforce_pp"):
         one, other = terms(items, advantage), terms(plain, advantage)
         assert torch.equal(one.reward_advantage_N, other.reward_advantage_N)
 
 
-def test_a_length_penalty_is_a_reward_of_the_last_turn(make_item: Make) -> None:
-    items = batch(make_item)[3:4]  # "d": 2 tokens of 9, no penalty; and with a margin of 1 -2/9
+def test_a_length_penalty_is_a_reward_of_the_last_turn() -> None:
+    items = batch()[3:4]  # "d": 2 tokens of 9, no penalty; and with a margin of 1 -2/9
     got = terms(items, ("turn_returns", {"std": False}), length_penalty=("overlong", {"margin": 1.0}))
     first, last = 1.0 - 2 / 9, 0.25 - 2 / 9
     mean = (first + last) / 2

@@ -94,10 +94,7 @@ def test_a_template_that_leaves_thoughts_out_gives_each_answer_its_own_prompt() 
         cast(Any, tokenizer).apply_chat_template([*turns[:n]], tokenize=False, add_generation_prompt=True)
         for n in (1, 3)
     ]
-    assert shown == [
-        (prompts[0], f"{first}<|im_end|>"),
-        (prompts[1], "<think>\n\n</think>\n\n4<|im_end|>"),
-    ]
+    assert shown == [(prompts[0], f"{first}<|im_end|>"), (prompts[1], "<think>\n\n</think>\n\n4<|im_end|>")]
     assert "hm" not in prompts[1]
 
 

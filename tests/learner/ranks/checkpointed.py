@@ -31,11 +31,11 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.transfer import rows_of
 from stillhouse.protocol.messages import WeightVersion
-from tests.learner.conftest import build_student, word_tokenizer
+from tests.learner.conftest import tiny_student, word_tokenizer
 from tests.learner.ranks.processes import group_of
 from tests.learner.ranks.same_as_one import GAE, PLAIN, TIMEOUT_S, items_of, tensors_of
 from tests.learner.settings import learner_config
-from tests.learner.step.test_top_k_step import VOCAB
+from tests.learner.step.payload_batches import VOCAB
 
 CASES: Final[dict[str, dict[str, Any]]] = {
     "all weights": {},
@@ -47,7 +47,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 
 def trainer_of(config: LearnerConfig, ranks: ProcessGroup, checkpoint: Path | None = None) -> Trainer:
     """As `learner.step.make_trainer` makes one, in float64."""
-    model = build_student(dtype=torch.float64)
+    model = tiny_student(dtype=torch.float64)
     torch.manual_seed(0)
     adapters = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
     if checkpoint is not None and adapters is not None:
@@ -165,11 +165,7 @@ def fail(folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
     return {"outcomes": outcomes, "latest": str(found.path), "left": sorted(path.name for path in folder.iterdir())}
 
 
-DO: Final[dict[str, Callable[[Path, ProcessGroup], dict[str, Any]]]] = {
-    "write": write,
-    "read": read,
-    "fail": fail,
-}
+DO: Final[dict[str, Callable[[Path, ProcessGroup], dict[str, Any]]]] = {"write": write, "read": read, "fail": fail}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -33,15 +33,14 @@ from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.packed import set_way
 from stillhouse.protocol.messages import Branch
 from stillhouse.weights.staged_weights import tensor_of
-from tests.learner.conftest import VOCAB, build_hybrid, build_item, build_student
+from tests.learner.conftest import VOCAB, build_hybrid, make_item, tiny_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
-from tests.learner.step.test_hidden_step import head_of, with_states
+from tests.learner.step.payload_batches import VOCAB as TOP_K_VOCAB
+from tests.learner.step.payload_batches import head_of, with_sets, with_states
 from tests.learner.step.test_mixture_of_experts import student
 from tests.learner.step.test_peak_memory import expected_and_measured
 from tests.learner.step.test_routing_replay import rows_for, with_rows
-from tests.learner.step.test_top_k_step import VOCAB as TOP_K_VOCAB
-from tests.learner.step.test_top_k_step import with_sets
 from tests.torchao_packages import THERE, add_torchao
 
 TIMEOUT_S: Final = 60.0
@@ -91,17 +90,17 @@ def items_of(
     one with branches. `pools`: some are scored by other pools, and one by two."""
     vocab, two, other = TOP_K_VOCAB, ("default", "math") if pools else ("default",), "style" if pools else "default"
     made = [
-        build_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
-        build_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=1, reward=0.0, teachers=two, seed=seed + 1, vocab=vocab),
-        build_item("c", [0, 0, 0], task_id=1, reward=0.25, seed=seed + 2, vocab=vocab),
-        build_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
-        build_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
-        build_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, teachers=(other,), seed=seed + 5, vocab=vocab),
+        make_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], task_id=1, reward=0.0, teachers=two, seed=seed + 1, vocab=vocab),
+        make_item("c", [0, 0, 0], task_id=1, reward=0.25, seed=seed + 2, vocab=vocab),
+        make_item("d", [0] * 10 + [1] * 20, task_id=2, reward=-0.5, seed=seed + 3, vocab=vocab),
+        make_item("e", [0, 1, 1], task_id=2, reward=2.0, teachers=(), seed=seed + 4, vocab=vocab),
+        make_item("f", [0, 1, 1, 1, 1], task_id=2, reward=None, teachers=(other,), seed=seed + 5, vocab=vocab),
     ]
     more = [
-        build_item("i", [0] * 8 + [1], task_id=3, reward=-1.0, seed=seed + 8, vocab=vocab),  # trained on one rank only
-        build_item("g", [0, 1], task_id=3, reward=0.5, seed=seed + 6, vocab=vocab),
-        branched(build_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
+        make_item("i", [0] * 8 + [1], task_id=3, reward=-1.0, seed=seed + 8, vocab=vocab),  # trained on one rank only
+        make_item("g", [0, 1], task_id=3, reward=0.5, seed=seed + 6, vocab=vocab),
+        branched(make_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
     ]
     made += more if divided else []
     if hidden:
@@ -125,7 +124,7 @@ def trainer_of(
 ) -> Trainer:
     """Only rank 0 has values; the others get theirs from it."""
     with torch.device("meta" if ranks.rank else "cpu"):
-        one = build_hybrid(dtype=dtype) if recurrent else build_student(dtype=dtype, vocab=vocab)
+        one = build_hybrid(dtype=dtype) if recurrent else tiny_student(dtype=dtype, vocab=vocab)
         model = student() if mixture else one
     if recurrent and not ranks.rank:
         set_way(model, "padded")
@@ -192,7 +191,7 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
                 items[6 if divided else 0],
                 *(replace(one, train_mask_L=np.zeros_like(one.train_mask_L)) for one in items[1:3]),
             ]
-        offline = [build_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
+        offline = [make_item("t", [0, 0, 1, 1], seed=5, vocab=TOP_K_VOCAB)] if step == 1 else []
         one, other = ({str(i): g for i, g in enumerate(t.gradient(items, offline))} for t in (alone, together))
         gradients = max(gradients, difference(one, other))
         mine, theirs = (
@@ -203,11 +202,7 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
             if isinstance(mine[name], float) and "_s" not in name:
                 a, b = float(mine[name] or 0.0), float(theirs[name] or 0.0)
                 figures = max(figures, abs(a - b) / max(1.0, abs(a)))
-    return {
-        "gradients": gradients,
-        "figures": figures,
-        "after": difference(tensors_of(alone), tensors_of(together)),
-    }
+    return {"gradients": gradients, "figures": figures, "after": difference(tensors_of(alone), tensors_of(together))}
 
 
 def of_bad_rollouts(ranks: Ranks) -> dict[str, float]:

@@ -21,10 +21,7 @@ def found_by(n_ranks: int, *cases: str, replicas: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("n_ranks", "replicas"),
-    [(2, 1), (4, 1), (4, 2)],
-)
+@pytest.mark.parametrize(("n_ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 def test_actors_get_what_one_process_has_and_no_rank_holds_it_all(n_ranks: int, replicas: int) -> None:
     cases, shares = [name for name in CASES if name != "dead rank"], n_ranks // replicas
     found = found_by(n_ranks, *cases, replicas=replicas)

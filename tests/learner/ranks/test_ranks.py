@@ -120,11 +120,7 @@ def expect_the_same(of_ranks: Sequence[dict[str, dict[str, float]]], cases: Coll
             assert not wrong, f"{case}: {wrong}, expected at most {allowed}"
 
 
-@given(
-    st.lists(st.integers(1, 300), min_size=1, max_size=60),
-    st.integers(1, 400),
-    st.integers(1, 7),
-)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 400), st.integers(1, 7))
 def test_items_are_divided_among_ranks_once_each_and_in_balance(lengths: list[int], budget: int, n_ranks: int) -> None:
     packs = balanced_packs(lengths, budget, n_ranks)
     assert len(packs) == n_ranks

@@ -70,7 +70,7 @@ def test_of_many_random_runs_the_limit_is_never_wrong_and_the_prediction_within_
     """The truth: the role with the least capacity, where it is clear; and the run simulated once more."""
     rng = random.Random(1)
     named, checked = 0, 0
-    for _ in range(16):
+    for _ in range(10):
         shape = Shape(
             actors=rng.randint(1, 4),
             write_s=10 ** rng.uniform(-2.5, -0.7),
@@ -94,7 +94,7 @@ def test_of_many_random_runs_the_limit_is_never_wrong_and_the_prediction_within_
             real = seen(followed(shape, verdict))[1] / rate
             assert verdict.speedup == pytest.approx(real, rel=0.27), (verdict.text, real, shape)
             checked += 1
-    assert named > 7 and checked > 7
+    assert named > 3 and checked > 3
 
 
 def work(**changes: object) -> Work:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,22 +13,45 @@ from transformers import PreTrainedModel
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.options import Capped
+from stillhouse.learner.reports.step_metrics import StepMetrics
 from stillhouse.learner.step.train_step import Trainer
 
+PLAIN: Final[dict[str, Any]] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
 
-def step_gradients(
+
+def stepped(
     trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()
-) -> dict[str, Tensor]:
-    """What a step hands to AdamW, by parameter name."""
+) -> tuple[dict[str, Tensor], StepMetrics]:
+    """What a step hands to AdamW, by parameter name; and what it tells."""
     seen: dict[str, Tensor] = {}
 
     def look(*_: Any) -> None:
         seen.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
 
     hook = trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    trainer.step(items, offline)
+    metrics = trainer.step(items, offline)
     hook.remove()
-    return seen
+    return seen, metrics
+
+
+def step_gradients(
+    trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[TrainItem] = ()
+) -> dict[str, Tensor]:
+    return stepped(trainer, items, offline)[0]
+
+
+def of_loss(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    """Its gradients, by parameter name."""
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, atol: float = 1e-6, rtol: float = 1e-5
+) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=atol, rtol=rtol, msg=name)
 
 
 def slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: LearnerConfig) -> dict[str, Tensor]:
@@ -45,5 +68,4 @@ def slow_gradients(model: PreTrainedModel, items: Sequence[TrainItem], config: L
             advantage = -sum(config.objective.coef * (s.item() - float(q)) for q in train_item.teacher_ML[:, t])
             weight = min(math.exp(s.item() - float(train_item.behaviour_L[t])), Capped().cap)
             loss = loss - weight * advantage * s / n_global
-    loss.backward()  # pyright: ignore[reportUnknownMemberType]
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return of_loss(model, loss)

@@ -3,7 +3,6 @@ bitsandbytes once, when they are imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.tools.export.command import main as export
 from stillhouse.weights.staged_weights import StagedWeights, tensor_of
 from tests.learner.checkpoints.saving import save_checkpoint
+from tests.learner.conftest import make_item
 
-Make = Callable[..., TrainItem]
 LORA = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"), quantize="nf4")
 CONFIG = LearnerConfig(lora=LORA, lr=1e-2, warmup_steps=0, device="cpu")
 IDS = torch.tensor([[1, 5, 9, 3, 7, 2, 8, 4, 6, 11, 12, 10]])
@@ -72,7 +71,7 @@ def over_rounded(config: LearnerConfig) -> Trainer:
     return Trainer(model, config, total_steps=9, vocab_tokens=15, adapters=adapters)
 
 
-def batch(make_item: Make, name: str = "a") -> list[TrainItem]:
+def batch(name: str = "a") -> list[TrainItem]:
     return [make_item(name, [0, 0, 1, 1, 1]), make_item(f"{name}2", [0, 1, 1])]
 
 
@@ -89,20 +88,20 @@ def test_without_a_step_it_is_transformers_own_model_in_4_bits() -> None:
     assert (ours(IDS).logits - plain).abs().max() > 1e-2, "4 bits are not the whole weights"
 
 
-def test_gradients_and_steps_are_those_over_the_rounded_weights_in_float32(make_item: Make) -> None:
+def test_gradients_and_steps_are_those_over_the_rounded_weights_in_float32() -> None:
     ours, plain = trainer_of(), over_rounded(CONFIG)
     for name in ("a", "b", "c"):
-        found, expected = (one.gradient(batch(make_item, name)) for one in (ours, plain))
+        found, expected = (one.gradient(batch(name)) for one in (ours, plain))
         assert len(found) == len(expected) == 2 * 2 * ours.model.config.num_hidden_layers
         for mine, other in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, other, atol=1e-6, rtol=2e-3)
-        losses = [one.step(batch(make_item, name)).loss for one in (ours, plain)]
+        losses = [one.step(batch(name)).loss for one in (ours, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_actors_are_sent_the_policy_that_is_trained(make_item: Make) -> None:
+def test_actors_are_sent_the_policy_that_is_trained() -> None:
     trainer = trainer_of()
-    trainer.step(batch(make_item))
+    trainer.step(batch())
     staged = StagedWeights()
     staged.fill(WeightVersion(0, 1), trainer.weights())
     actor = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float32)
@@ -117,10 +116,10 @@ def test_actors_are_sent_the_policy_that_is_trained(make_item: Make) -> None:
     assert all(name.endswith(("q_proj.weight", "down_proj.weight")) for name in changed) and changed
 
 
-def test_a_resumed_run_goes_on_to_the_bit_and_an_export_is_what_was_trained(make_item: Make, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_to_the_bit_and_an_export_is_what_was_trained(tmp_path: Path) -> None:
     tokenizer: PreTrainedTokenizerFast = load_tokenizer(STUDENT_DIR)  # pyright: ignore[reportAssignmentType]
     trainer = trainer_of()
-    trainer.step(batch(make_item))
+    trainer.step(batch())
     state = LearnerState(WeightVersion(0, 1), trainer.state_dict(), {}, None, capture_rng(), {})
     path = save_checkpoint(tmp_path / "runs", trainer.model, tokenizer, state, keep=1, adapters=trainer.adapters)
     assert export([str(path), "--to", str(tmp_path / "out")]) == 0
@@ -128,7 +127,7 @@ def test_a_resumed_run_goes_on_to_the_bit_and_an_export_is_what_was_trained(make
     assert all(torch.equal(value, expected[name]) for name, value in merged.named_parameters())
     resumed = trainer_of(checkpoint=path)
     resumed.load_state_dict(load_checkpoint(path).optimizer)
-    assert trainer.step(batch(make_item, "b")).loss == resumed.step(batch(make_item, "b")).loss
+    assert trainer.step(batch("b")).loss == resumed.step(batch("b")).loss
     expected = published(trainer)
     assert all(torch.equal(value, expected[name]) for name, value in published(resumed).items())
     whole = msgspec.structs.replace(CONFIG, lora=msgspec.structs.replace(LORA, quantize="none"))
@@ -136,8 +135,8 @@ def test_a_resumed_run_goes_on_to_the_bit_and_an_export_is_what_was_trained(make
         trainer_of(whole, checkpoint=path)
 
 
-def test_products_in_bfloat16_train_too(make_item: Make) -> None:
+def test_products_in_bfloat16_train_too() -> None:
     trainer = trainer_of(msgspec.structs.replace(CONFIG, dtype="bfloat16"))
     reference = trainer_of()
-    losses = [one.step(batch(make_item)).loss for one in (trainer, reference)]
+    losses = [one.step(batch()).loss for one in (trainer, reference)]
     assert losses[0] == pytest.approx(losses[1], rel=0.1, abs=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,12 @@ from stillhouse.learner.step.critic import CriticStateError, ValueCritic
 from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import NonFiniteError, Trainer
+from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
-from tests.learner.step.gradients import step_gradients
+from tests.learner.step.gradients import PLAIN, assert_close, step_gradients
 from tests.learner.step.plain_ppo import PlainPpo
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
-PLAIN: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant", "eps": 1e-4, "lr": 1e-2}
-PPO: dict[str, Any] = {"importance": "ppo", "coef": 0.3}
+PPO: dict[str, Any] = {"eps": 1e-4, "lr": 1e-2, "importance": "ppo", "coef": 0.3}
 
 
 def config_of(*, value: Mapping[str, Any] | None = None, **fields: Any) -> LearnerConfig:
@@ -42,7 +40,7 @@ def value_of(config: LearnerConfig) -> ValueConfig:
     return config.objective.advantage.value
 
 
-def batch(make_item: Make, model: PreTrainedModel) -> list[TrainItem]:
+def batch(model: PreTrainedModel) -> list[TrainItem]:
     """Unequal lengths, an environment's tokens in the middle of one, one that was not judged, one with nothing to
     train; log-probs of a slightly older student, so that clips bind for some tokens only."""
     items = [
@@ -68,9 +66,9 @@ def critic_of(trainer: Trainer) -> ValueCritic:
     return trainer.critic
 
 
-def trainer_of(student: Student, config: LearnerConfig, *, dtype: torch.dtype = torch.float64) -> Trainer:
+def trainer_of(config: LearnerConfig, *, dtype: torch.dtype = torch.float64) -> Trainer:
     """Its values are not all 0."""
-    trainer = Trainer(student(dtype=dtype), config, total_steps=10)
+    trainer = Trainer(tiny_student(dtype=dtype), config, total_steps=10)
     with torch.no_grad():
         weight_1H = critic_of(trainer).head.linear.weight
         weight_1H.copy_(torch.linspace(-0.3, 0.5, weight_1H.shape[1])[None])
@@ -99,12 +97,6 @@ def gradients(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[Tr
     return students | seen
 
 
-def assert_same(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(got[name], tensor, atol=1e-6, rtol=1e-5, msg=name)
-
-
 # ----------------------------------------------------------------------------------- what a step does
 
 
@@ -122,12 +114,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-def test_a_step_is_ppo_written_out_token_by_token(
-    tiny_student: Student, make_item: Make, fields: dict[str, Any]
-) -> None:
+def test_a_step_is_ppo_written_out_token_by_token(fields: dict[str, Any]) -> None:
     config = config_of(**fields, pack_tokens=16, logprob_chunk_tokens=5)
-    items = batch(make_item, tiny_student("eager"))
-    trainer = trainer_of(tiny_student, config)
+    items = batch(tiny_student("eager"))
+    trainer = trainer_of(config)
     head = critic_of(trainer).head.linear
     plain = PlainPpo(tiny_student("eager", torch.float64), head.weight[0], float(head.bias.detach()), config)
     before, got = parameters(trainer), gradients(trainer, items)
@@ -135,7 +125,7 @@ def test_a_step_is_ppo_written_out_token_by_token(
     expected: dict[str, Tensor | None] = {name: p.grad for name, p in plain.model.named_parameters()}
     assert plain.weight_H.grad is not None and plain.bias.grad is not None
     expected |= {"value linear.weight": plain.weight_H.grad[None], "value linear.bias": plain.bias.grad[None]}
-    assert_same(got, {name: gradient for name, gradient in expected.items() if gradient is not None})
+    assert_close(got, {name: gradient for name, gradient in expected.items() if gradient is not None})
     weights = dict(plain.model.named_parameters())
     weights |= {"value linear.weight": plain.weight_H[None], "value linear.bias": plain.bias[None]}  # pyright: ignore
     after = parameters(trainer)
@@ -145,35 +135,31 @@ def test_a_step_is_ppo_written_out_token_by_token(
     assert trainer.steps_done == 1, "several updates are one step: the version rises by one"
 
 
-def test_without_a_way_through_the_backbone_the_value_loss_leaves_the_student_alone(
-    tiny_student: Student, make_item: Make
-) -> None:
-    items = batch(make_item, tiny_student("eager"))
-    trainers = [trainer_of(tiny_student, config_of(value={"coef": c}, max_grad_norm=1e-3)) for c in (0.1, 100.0)]
+def test_without_a_way_through_the_backbone_the_value_loss_leaves_the_student_alone() -> None:
+    items = batch(tiny_student("eager"))
+    trainers = [trainer_of(config_of(value={"coef": c}, max_grad_norm=1e-3)) for c in (0.1, 100.0)]
     students = [step_gradients(trainer, items) for trainer in trainers]
     for name, gradient in students[0].items():
         assert torch.equal(gradient, students[1][name]), name
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 4096])
-def test_what_the_teacher_wrote_trains_no_value_and_shares_the_divisor(
-    tiny_student: Student, make_item: Make, pack_tokens: int
-) -> None:
-    items = batch(make_item, tiny_student("eager"))
+def test_what_the_teacher_wrote_trains_no_value_and_shares_the_divisor(pack_tokens: int) -> None:
+    items = batch(tiny_student("eager"))
     theirs = [make_item("t", [0, 0] + [1] * 7, reward=9.0), make_item("u", [0, 1, 1])]
     heads: list[dict[str, Tensor]] = []
     for offline in ([], theirs):
-        trainer = trainer_of(tiny_student, config_of(pack_tokens=pack_tokens))
+        trainer = trainer_of(config_of(pack_tokens=pack_tokens))
         heads.append({name: g for name, g in gradients(trainer, items, offline).items() if name.startswith("value")})
     alone, mixed = heads
     own = sum(item.n_trained for item in items)
-    assert_same(mixed, {name: gradient * own / (own + 9) for name, gradient in alone.items()})
+    assert_close(mixed, {name: gradient * own / (own + 9) for name, gradient in alone.items()})
 
 
-def test_figures_equal_a_loop_over_judged_tokens(tiny_student: Student, make_item: Make) -> None:
+def test_figures_equal_a_loop_over_judged_tokens() -> None:
     config = config_of(updates_per_batch=2, pack_tokens=9)
-    items = batch(make_item, tiny_student("eager"))
-    trainer = trainer_of(tiny_student, config)
+    items = batch(tiny_student("eager"))
+    trainer = trainer_of(config)
     head = critic_of(trainer).head.linear
     plain = PlainPpo(tiny_student("eager", torch.float64), head.weight[0], float(head.bias.detach()), config)
     with torch.no_grad():
@@ -196,7 +182,7 @@ def test_figures_equal_a_loop_over_judged_tokens(tiny_student: Student, make_ite
     assert figures["updates_logprob_shift"] != 0.0 != figures["value_grad_norm"]
 
 
-def test_adapters_learn_from_the_value_loss_where_they_may(tiny_student: Student, make_item: Make) -> None:
+def test_adapters_learn_from_the_value_loss_where_they_may() -> None:
     def trained(through: bool) -> dict[str, Tensor]:
         model = tiny_student()
         torch.manual_seed(0)
@@ -212,9 +198,6 @@ def test_adapters_learn_from_the_value_loss_where_they_may(tiny_student: Student
     assert any(not torch.allclose(alone[name], through[name], atol=1e-6) for name in alone)
 
 
-# ------------------------------------------------------------------------------------- rewards that are not there
-
-
 # ------------------------------------------------------------------------------------------- not finite
 
 
@@ -225,12 +208,10 @@ def any_reward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("any_reward")
-def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_step(
-    tiny_student: Student, make_item: Make
-) -> None:
+def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_step() -> None:
     items = [make_item(name, [0, 1, 1], reward=1.0, seed=n) for n, name in enumerate("abc")]
     items[1] = make_item("b", [0, 1, 1], reward=1e30, seed=1)
-    trainer = trainer_of(tiny_student, config_of(updates_per_batch=2), dtype=torch.float32)
+    trainer = trainer_of(config_of(updates_per_batch=2), dtype=torch.float32)
     before = parameters(trainer)
     with pytest.raises(NonFiniteError, match=r"step 1: the value loss of 2 tokens is not finite, .*\['b'\]"):
         trainer.step(items)
@@ -243,10 +224,10 @@ def test_a_reward_that_overflows_the_value_loss_leaves_its_rollout_out_of_the_st
 
 
 @pytest.mark.usefixtures("any_reward")
-def test_a_gradient_of_the_value_head_that_is_not_finite_is_not_applied(tiny_student: Student, make_item: Make) -> None:
+def test_a_gradient_of_the_value_head_that_is_not_finite_is_not_applied() -> None:
     """Its loss and the student's gradient are: its norm alone overflows."""
     items = [make_item(name, [0, 1, 1], reward=reward, seed=3) for name, reward in (("a", 1.0), ("b", 1.5e19))]
-    trainer = trainer_of(tiny_student, config_of(value={"coef": 1.0}), dtype=torch.float32)
+    trainer = trainer_of(config_of(value={"coef": 1.0}), dtype=torch.float32)
     before, head = parameters(trainer), critic_of(trainer).state_dict()
     with pytest.raises(NonFiniteError, match=r"the gradient of .* is not finite .*by the rollouts \['b'\]"):
         trainer.step(items)
@@ -255,24 +236,18 @@ def test_a_gradient_of_the_value_head_that_is_not_finite_is_not_applied(tiny_stu
     assert trainer.steps_done == 0 and finite_step(trainer, items).masked == ("b",)
 
 
-def test_a_value_that_is_no_number_is_said_before_it_is_in_every_advantage(
-    tiny_student: Student, make_item: Make
-) -> None:
-    trainer = trainer_of(tiny_student, config_of())
+def test_a_value_that_is_no_number_is_said_before_it_is_in_every_advantage() -> None:
+    trainer = trainer_of(config_of())
     with torch.no_grad():
         critic_of(trainer).head.linear.bias.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match=r"the value of 2 tokens is not finite, in the rollouts \['a'\]"):
         trainer.step([make_item("a", [0, 1, 1], reward=1.0)])
 
 
-def test_a_later_update_that_is_not_finite_ends_the_step_with_those_before_it(
-    tiny_student: Student, make_item: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_later_update_that_is_not_finite_ends_the_step_with_those_before_it(caplog: pytest.LogCaptureFixture) -> None:
     """A learning rate that blows the weights up at once: the second of three updates cannot be made."""
     items = [make_item(name, [0, 1, 1], reward=float(n)) for n, name in enumerate("ab")]
-    one, three = (
-        trainer_of(tiny_student, config_of(updates_per_batch=n, lr=1e30), dtype=torch.float32) for n in (1, 3)
-    )
+    one, three = (trainer_of(config_of(updates_per_batch=n, lr=1e30), dtype=torch.float32) for n in (1, 3))
     assert finite_step(one, items).figures is not None
     with caplog.at_level(logging.ERROR):
         outcome = finite_step(three, items)
@@ -280,7 +255,7 @@ def test_a_later_update_that_is_not_finite_ends_the_step_with_those_before_it(
     assert outcome.masked == () and outcome.figures is not None, "the first update has trained them"
     assert outcome.figures.updates is not None
     assert (outcome.figures.updates.made, outcome.figures.updates.lost, three.steps_done) == (1, 2, 1)
-    assert_same(parameters(three), parameters(one))
+    assert_close(parameters(three), parameters(one))
     assert all(p.grad is None for p in three.model.parameters()) and not critic_of(three).gradients()
     assert finite_step(three, items) == (None, ("a", "b")), "the next step begins with these weights, and says so"
 
@@ -288,7 +263,7 @@ def test_a_later_update_that_is_not_finite_ends_the_step_with_those_before_it(
 # -------------------------------------------------------------------------------------------------- state
 
 
-def test_the_head_is_the_learners_alone_and_draws_no_random_number(tiny_student: Student) -> None:
+def test_the_head_is_the_learners_alone_and_draws_no_random_number() -> None:
     model = tiny_student()
     state = torch.get_rng_state()
     trainer = Trainer(model, config_of(), total_steps=9)
@@ -299,12 +274,12 @@ def test_the_head_is_the_learners_alone_and_draws_no_random_number(tiny_student:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_restored_critic_goes_on_exactly(tiny_student: Student, make_item: Make, steps: int) -> None:
+def test_a_restored_critic_goes_on_exactly(steps: int) -> None:
     batches = [
         [make_item(f"{k}{i}", [0, 1, 1, 1], reward=float(i), seed=9 * k + i) for i in range(3)] for k in range(4)
     ]
     config = config_of(updates_per_batch=2, warmup_steps=3, schedule="cosine")
-    straight = trainer_of(tiny_student, config, dtype=torch.float32)
+    straight = trainer_of(config, dtype=torch.float32)
     for items in batches[:steps]:
         straight.step(items)
     adamw, critic = straight.state_dict(), straight.critic.state_dict()
@@ -319,10 +294,8 @@ def test_a_restored_critic_goes_on_exactly(tiny_student: Student, make_item: Mak
     assert all(torch.equal(tensor, expected[name]) for name, tensor in parameters(resumed).items())
 
 
-def test_a_checkpoint_without_a_head_is_refused_and_one_too_many_is_said(
-    tiny_student: Student, make_item: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = trainer_of(tiny_student, config_of())
+def test_a_checkpoint_without_a_head_is_refused_and_one_too_many_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_of(config_of())
     with pytest.raises(CriticStateError, match=r"has no value head, which learner.objective.advantage = 'gae' needs"):
         trainer.critic.load_state_dict({})
     trainer.step([make_item("a", [0, 1, 1], reward=1.0)])
@@ -377,11 +350,11 @@ def unclipped_gradients(trainer: Trainer, items: Sequence[TrainItem], patch: pyt
 
 
 def test_student_and_head_move_as_adamw_does_each_at_its_scheduled_rate_from_its_own_clipped_gradient(
-    tiny_student: Student, make_item: Make, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fields: dict[str, Any] = {"schedule": "cosine", "warmup_steps": 2, "min_lr_ratio": 0.1, "weight_decay": 0.1}
     config = config_of(**fields, lr=3e-3, eps=1e-2, max_grad_norm=0.02, value={"lr": 4e-2})
-    trainer, items = trainer_of(tiny_student, config), batch(make_item, tiny_student("eager"))
+    trainer, items = trainer_of(config), batch(tiny_student("eager"))
     is_value = {name: name.startswith("value") for name in parameters(trainer)}
     plain = [PlainAdamW({n: w for n, w in parameters(trainer).items() if is_value[n] == own}, config) for own in (0, 1)]
     rates = [0.5, 1.0, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 8)), 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4))]

@@ -4,27 +4,22 @@ through, and counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import TrainItem, train_items
+from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.objectives.options import TokenAdvantage
 from stillhouse.learner.step import forward, train_step
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import transfer
-from stillhouse.protocol.messages import TopKPiece
 from stillhouse.protocol.topk_codec import encode_top_k
+from tests.learner.conftest import make_item, remade, tiny_student
 from tests.learner.settings import learner_config
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
 VOCAB = 23
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
@@ -38,18 +33,15 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "distributions": {"divergence": "reverse_kl"},
     "distributions, context weighted": {"divergence": ("jsd", {"context_cap": 2.0})},
     "drawn tokens": {"divergence": "multi_sample"},
-    "values": {
-        "advantage": ("gae", {"value": {"clip": 0.2, "through_backbone": True}}),
-        "importance": "ppo",
-    },
+    "values": {"advantage": ("gae", {"value": {"clip": 0.2, "through_backbone": True}}), "importance": "ppo"},
 }
 
 
-def _items(make_item: Make) -> list[TrainItem]:
-    """Their input is 4, 9, 14, ... tokens long."""
+def _items() -> list[TrainItem]:
+    """Their input is 4, 6, 8 tokens long."""
     items: list[TrainItem] = []
-    for i in range(5):
-        made = make_item(f"r{i}", [0, 0, *([1] * (3 + 5 * i))], reward=float(i % 2), task_id=i // 2)
+    for i in range(3):
+        made = make_item(f"r{i}", [0, 0, *([1] * (3 + 2 * i))], reward=float(i % 2), task_id=i // 2)
         start, end = 2, made.item.end
         random = np.random.default_rng(i)
         logits_TV = random.normal(0.0, 2.0, (end - start, VOCAB))
@@ -58,9 +50,7 @@ def _items(make_item: Make) -> list[TrainItem]:
         payload = encode_top_k(
             ids_TK, np.take_along_axis(logprobs_TV, ids_TK, 1), vocab_size=VOCAB, mass=1.0, max_k=5, logprob_bits=16
         )
-        item = msgspec.structs.replace(made.item, top_k=(TopKPiece(0, start, end, len(payload)),))
-        frames = (made.tokens_L, made.behaviour_L, made.train_mask_L.astype(np.uint8), made.teacher_ML)
-        items += train_items([item], [*frames, np.frombuffer(payload, np.uint8)])
+        items.append(remade(made, [(0, start, end, payload)]))
     return items
 
 
@@ -91,19 +81,14 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ids=["one microbatch", *OBJECTIVES],
 )
 def test_a_step_reads_from_the_device_once_per_update_however_it_is_divided(
-    tiny_student: Student,
-    make_item: Make,
-    reads: list[Tensor],
-    fields: dict[str, Any],
-    pack_tokens: int,
-    chunk_tokens: int,
+    reads: list[Tensor], fields: dict[str, Any], pack_tokens: int, chunk_tokens: int
 ) -> None:
     given: dict[str, Any] = {"pack_tokens": pack_tokens, "logprob_chunk_tokens": chunk_tokens, **fields}
     config = learner_config(**given)
     model = tiny_student().to("meta")  # pyright: ignore[reportArgumentType]
     trainer = Trainer(model, config, total_steps=9, seed=1)
-    metrics = trainer.step(_items(make_item))
-    assert metrics.microbatches == (5 if pack_tokens == 1 else 1)
+    metrics = trainer.step(_items())
+    assert metrics.microbatches == (3 if pack_tokens == 1 else 1)
     assert len(reads) == config.updates_per_batch + isinstance(config.objective.advantage, TokenAdvantage)
     assert all(tensor.device.type == "meta" for tensor in reads)
 

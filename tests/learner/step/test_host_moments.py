@@ -5,7 +5,6 @@ counts what torch allocates, and so sees only what would be on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +22,8 @@ from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.weights.staged_weights import NoStreams
 from tests.allocated import allocated
+from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
-
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
 
 CASES: dict[str, dict[str, Any]] = {
     "all weights": {"weight_decay": 0.1},
@@ -71,7 +68,7 @@ def trainer_of(model: PreTrainedModel, settings: dict[str, Any], moments: str) -
     return Trainer(model, config, total_steps=9, adapters=adapters)
 
 
-def items_of(make_item: Make, seed: int) -> list[TrainItem]:
+def items_of(seed: int) -> list[TrainItem]:
     masks = [0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 1, 0, 0], [0] + [1] * 9
     return [make_item(f"r{i}", mask, seed=10 * seed + i, reward=float(i)) for i, mask in enumerate(masks)]
 
@@ -90,12 +87,10 @@ def assert_same(one: Trainer, other: Trainer) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_the_same_to_the_bit(
-    tiny_student: Student, make_item: Make, host: Host, case: str, dtype: torch.dtype
-) -> None:
+def test_steps_are_the_same_to_the_bit(host: Host, case: str, dtype: torch.dtype) -> None:
     one, other = (trainer_of(tiny_student(dtype=dtype), CASES[case], moments) for moments in ("device", "host"))
     for seed in range(4):
-        items = items_of(make_item, seed)
+        items = items_of(seed)
         if seed == 2:  # a step that is not made, or made without a rollout, changes the moments of neither wrongly
             items[1].teacher_ML[:] = np.inf
         mine, theirs = (finite_step(trainer, items) for trainer in (one, other))
@@ -105,7 +100,7 @@ def test_steps_are_the_same_to_the_bit(
 
 @pytest.mark.parametrize("moments", ["device", "host"])
 def test_the_device_holds_one_piece_of_the_moments_and_none_after_the_update(
-    tiny_student: Student, make_item: Make, host: Host, monkeypatch: pytest.MonkeyPatch, moments: str
+    host: Host, monkeypatch: pytest.MonkeyPatch, moments: str
 ) -> None:
     """The first update makes the moments, 8 bytes per parameter; without the option the device has them ever after."""
     monkeypatch.setattr(host_moments, "PIECE", 4096)
@@ -122,21 +117,21 @@ def test_the_device_holds_one_piece_of_the_moments_and_none_after_the_update(
         assert kept <= clocks and 8 * 4096 <= most <= 2 * 8 * 4096 + 2 * clocks
 
 
-def test_a_state_goes_from_host_to_device_and_back(tiny_student: Student, make_item: Make, host: Host) -> None:
+def test_a_state_goes_from_host_to_device_and_back(host: Host) -> None:
     one, other = (trainer_of(tiny_student(), {}, moments) for moments in ("device", "host"))
     for trainer, seed in ((one, 0), (other, 1)):
-        trainer.step(items_of(make_item, seed))
+        trainer.step(items_of(seed))
     of_one, of_other = one.state_dict(), other.state_dict()
     frozen = {name: tensor.clone() for name, tensor in of_other.tensors.items()}
     weights = [{name: p.detach().clone() for name, p in t.model.named_parameters()} for t in (one, other)]
     for trainer, state, values in ((one, of_other, weights[1]), (other, of_one, weights[0])):
         trainer.load_state_dict(state)
         trainer.model.load_state_dict(values, strict=False)
-        trainer.step(items_of(make_item, 2))
+        trainer.step(items_of(2))
     straight = [trainer_of(tiny_student(), {}, "device") for _ in range(2)]
     for trainer, seed in zip(straight, (1, 0), strict=True):
-        trainer.step(items_of(make_item, seed))
-        trainer.step(items_of(make_item, 2))
+        trainer.step(items_of(seed))
+        trainer.step(items_of(2))
     assert_same(one, straight[0])
     assert_same(other, straight[1])
     assert all(torch.equal(of_other.tensors[name], tensor) for name, tensor in frozen.items()), "a copy"
@@ -151,7 +146,7 @@ class _Event:
 
 
 def test_the_host_waits_for_the_device_before_it_reads_or_replaces_moments(
-    tiny_student: Student, make_item: Make, host: Host, monkeypatch: pytest.MonkeyPatch
+    host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies into host memory are only queued on a GPU, so a checkpoint must wait for the mark after them."""
     log: list[str] = []
@@ -162,7 +157,7 @@ def test_the_host_waits_for_the_device_before_it_reads_or_replaces_moments(
 
     monkeypatch.setattr(Host, "mark", mark)
     trainer = trainer_of(tiny_student(), {}, "host")
-    trainer.step(items_of(make_item, 0))
+    trainer.step(items_of(0))
     assert log == ["marked"]
     state = trainer.state_dict()
     assert log == ["marked", "waited"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint
@@ -25,11 +24,9 @@ from stillhouse.protocol.messages import WeightVersion
 from stillhouse.tools.export.command import main as export
 from stillhouse.weights.staged_weights import Merged, StagedWeights, tensor_of
 from tests.learner.checkpoints.saving import save_checkpoint
-from tests.learner.conftest import build_hybrid, build_student
+from tests.learner.conftest import build_hybrid, make_item, tiny_student
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
-STUDENTS = (build_student, build_hybrid, partial(build_hybrid, num_experts=4))
+STUDENTS = (tiny_student, build_hybrid, partial(build_hybrid, num_experts=4))
 LORA = LoraConfig(rank=4, alpha=8.0)
 CONFIG = LearnerConfig(lora=LORA, lr=1e-2, warmup_steps=0)
 
@@ -38,7 +35,7 @@ CONFIG = LearnerConfig(lora=LORA, lr=1e-2, warmup_steps=0)
 def base(request: pytest.FixtureRequest, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     """A student's folder. Its vocabulary has to have a row for each token of the tokenizer."""
     folder = tmp_path / "base"
-    save_hf(getattr(request, "param", build_student)(vocab=len(small_tokenizer)), small_tokenizer, folder)
+    save_hf(getattr(request, "param", tiny_student)(vocab=len(small_tokenizer)), small_tokenizer, folder)
     return folder
 
 
@@ -49,7 +46,7 @@ def make_trainer(base: Path, lora: LoraConfig = LORA) -> Trainer:
     return Trainer(model, CONFIG, total_steps=9, adapters=adapters)
 
 
-def batch(make_item: Make, name: str = "a") -> list[TrainItem]:
+def batch(name: str = "a") -> list[TrainItem]:
     return [make_item(name, [0, 0, 1, 1, 1]), make_item(f"{name}2", [0, 1, 1])]
 
 
@@ -57,12 +54,10 @@ def published(trainer: Trainer) -> dict[str, Tensor]:
     return {name: tensor_of(weight).clone() for name, weight in trainer.weights()}
 
 
-def test_published_weights_are_those_of_merge_and_unload_by_the_names_of_the_student(
-    base: Path, make_item: Make
-) -> None:
+def test_published_weights_are_those_of_merge_and_unload_by_the_names_of_the_student(base: Path) -> None:
     trainer = make_trainer(base)
     for name in ("a", "b"):
-        trainer.step(batch(make_item, name))
+        trainer.step(batch(name))
     staged = StagedWeights()
     staged.fill(WeightVersion(0, 2), trainer.weights())
     plain = AutoModelForCausalLM.from_pretrained(base)
@@ -75,10 +70,10 @@ def test_published_weights_are_those_of_merge_and_unload_by_the_names_of_the_stu
     assert len(changed) == 2 * 7, "every linear layer of both blocks learns, and nothing else does"
 
 
-def test_only_adapters_have_gradients_and_a_place_in_the_optimizer(base: Path, make_item: Make) -> None:
+def test_only_adapters_have_gradients_and_a_place_in_the_optimizer(base: Path) -> None:
     trainer = make_trainer(base, LoraConfig(rank=2, targets=("q_proj", "down_proj")))
     frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if "lora_" not in n}
-    trainer.step(batch(make_item))
+    trainer.step(batch())
     trained = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2 * 2 and all(".lora_A." in n or ".lora_B." in n for n in trained)
     assert {key.partition("/")[2] for key in trainer.state_dict().tensors} == trained
@@ -88,16 +83,16 @@ def test_only_adapters_have_gradients_and_a_place_in_the_optimizer(base: Path, m
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_frozen_base_in_bfloat16_changes_no_bit_of_what_is_trained(
-    tied: bool, make_item: Make, monkeypatch: pytest.MonkeyPatch
+    tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its products are in bfloat16 anyway. The embedding, and a head that is tied to it, stay as they are."""
 
     def trained() -> tuple[Trainer, list[float]]:
-        model = build_student(tied=tied)
+        model = tiny_student(tied=tied)
         torch.manual_seed(0)
         config = msgspec.structs.replace(CONFIG, dtype="bfloat16")
         trainer = Trainer(model, config, total_steps=9, adapters=Adapters(model, LORA, base="tiny"))
-        return trainer, [trainer.step(batch(make_item, name)).loss for name in ("a", "b", "c")]
+        return trainer, [trainer.step(batch(name)).loss for name in ("a", "b", "c")]
 
     def as_they_are(_: torch.nn.Module) -> int:
         return 0
@@ -141,10 +136,10 @@ def test_merged_weights_exist_one_at_a_time(base: Path) -> None:
 
 @pytest.mark.parametrize("base", STUDENTS, indirect=True)
 def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
-    base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    base: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     trainer = make_trainer(base)
-    trainer.step(batch(make_item))
+    trainer.step(batch())
     state = LearnerState(WeightVersion(0, 1), trainer.state_dict(), {}, None, capture_rng(), {})
     path = save_checkpoint(
         tmp_path / "checkpoints", trainer.model, small_tokenizer, state, keep=1, adapters=trainer.adapters
@@ -155,7 +150,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
     assert resumed.adapters is not None
     resumed.adapters.load(path)
     resumed.load_state_dict(load_checkpoint(path).optimizer)
-    one, other = (t.step(batch(make_item, "b")).as_dict() for t in (trainer, resumed))
+    one, other = (t.step(batch("b")).as_dict() for t in (trainer, resumed))
     assert {**one, "step_s": 0} == {**other, "step_s": 0}
     expected = published(trainer)
     assert all(torch.equal(value, expected[name]) for name, value in published(resumed).items())
@@ -164,10 +159,10 @@ def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
 @pytest.mark.parametrize("base", STUDENTS, indirect=True)
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 on transformers 5
 def test_export_gives_the_merged_student_and_adapters_that_peft_loads(
-    base: Path, make_item: Make, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    base: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     trainer = make_trainer(base)
-    trainer.step(batch(make_item))
+    trainer.step(batch())
     expected = published(trainer)
     state = LearnerState(WeightVersion(0, 1), trainer.state_dict(), {}, None, capture_rng(), {})
     path = save_checkpoint(
@@ -216,6 +211,6 @@ def test_one_changed_weight_is_another_student(base: Path) -> None:
         ("norm", "a Qwen3RMSNorm"),
     ],
 )
-def test_targets_that_cannot_have_an_adapter_are_named(tiny_student: Student, target: str, why: str) -> None:
+def test_targets_that_cannot_have_an_adapter_are_named(target: str, why: str) -> None:
     with pytest.raises(LoraError, match=why):
         Adapters(tiny_student(IMPLEMENTATION), LoraConfig(rank=2, targets=("q_proj", target)), base="x")

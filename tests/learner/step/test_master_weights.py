@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
@@ -15,14 +13,12 @@ from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.description import resolve_dtype
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.staged_weights import StagedWeights
-
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
+from tests.learner.conftest import make_item, tiny_student
 
 PLAIN: dict[str, Any] = {"dtype": "bfloat16", "max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
 
 
-def _items(make_item: Make) -> list[TrainItem]:
+def _items() -> list[TrainItem]:
     return [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1, 0, 0]), make_item("c", [0] + [1] * 9)]
 
 
@@ -36,16 +32,16 @@ def test_auto_means_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
     assert resolve_dtype("float32", "cuda") == "float32" and resolve_dtype("bfloat16", "cpu") == "bfloat16"
 
 
-def test_auto_on_a_cpu_changes_no_bit_of_a_float32_step(tiny_student: Student, make_item: Make) -> None:
+def test_auto_on_a_cpu_changes_no_bit_of_a_float32_step() -> None:
     trainers = [Trainer(tiny_student(), LearnerConfig(dtype=dtype), total_steps=9) for dtype in ("auto", "float32")]
     for trainer in trainers:
-        trainer.step(_items(make_item))
+        trainer.step(_items())
     one, other = map(_masters, trainers)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_updates_too_small_for_bfloat16_add_up_and_reach_the_actors(tiny_student: Student, make_item: Make) -> None:
-    config, items = LearnerConfig(**PLAIN, lr=3e-5), _items(make_item)
+def test_updates_too_small_for_bfloat16_add_up_and_reach_the_actors() -> None:
+    config, items = LearnerConfig(**PLAIN, lr=3e-5), _items()
     trainer, rounded = (Trainer(tiny_student(), config, total_steps=99) for _ in range(2))
     with torch.no_grad():
         for parameter in rounded.model.parameters():

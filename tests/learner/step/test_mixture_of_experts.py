@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -15,11 +14,9 @@ from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.step.lora import Adapters, LoraError
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import packed
-from tests.learner.conftest import VOCAB
-from tests.learner.step.gradients import slow_gradients, step_gradients
+from tests.learner.conftest import VOCAB, make_item
+from tests.learner.step.gradients import PLAIN, assert_close, slow_gradients, step_gradients
 
-Make = Callable[..., TrainItem]
-SGD_LIKE: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
 N_EXPERTS = 8
 SHAPE: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
@@ -36,7 +33,7 @@ def student(implementation: str = packed.IMPLEMENTATION, **more: Any) -> PreTrai
     return model.eval()
 
 
-def batch(make_item: Make) -> list[TrainItem]:
+def batch() -> list[TrainItem]:
     return [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1]), make_item("c", [0] * 5 + [1] * 9)]
 
 
@@ -53,16 +50,14 @@ def routed(model: PreTrainedModel, items: list[TrainItem]) -> list[set[int]]:
     return asked
 
 
-def test_gradient_equals_the_slow_reference_and_reaches_each_expert_that_was_asked(make_item: Make) -> None:
+def test_gradient_equals_the_slow_reference_and_reaches_each_expert_that_was_asked() -> None:
     """The objective alone: a loss that balances the router's load is not part of it, whatever the model's configuration
     says."""
-    config, items = LearnerConfig(**SGD_LIKE, pack_tokens=16, logprob_chunk_tokens=5), batch(make_item)
+    config, items = LearnerConfig(**PLAIN, pack_tokens=16, logprob_chunk_tokens=5), batch()
     trainer = Trainer(student(output_router_logits=True, router_aux_loss_coef=10.0), config, total_steps=10)
     got = step_gradients(trainer, items)
     expected = slow_gradients(student("eager"), items, config)
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    assert_close(got, expected, atol=1e-5, rtol=1e-4)
     for layer, used in enumerate(routed(student("eager"), items)):
         for part in ("gate_up_proj", "down_proj"):
             gradient_E = got[f"model.layers.{layer}.mlp.experts.{part}"].flatten(1).norm(dim=1)
@@ -75,12 +70,12 @@ def test_gradient_equals_the_slow_reference_and_reaches_each_expert_that_was_ask
     ("settings", "cosine"),
     [({"recompute": 1.0}, 0.99999), ({"pack_tokens": 1}, 0.99999), ({"dtype": "bfloat16"}, 0.99)],
 )
-def test_settings_that_save_memory_keep_the_gradient(settings: dict[str, Any], cosine: float, make_item: Make) -> None:
+def test_settings_that_save_memory_keep_the_gradient(settings: dict[str, Any], cosine: float) -> None:
     def flat(config: LearnerConfig) -> Tensor:
-        found = step_gradients(Trainer(student(), config, total_steps=10), batch(make_item))
+        found = step_gradients(Trainer(student(), config, total_steps=10), batch())
         return torch.cat([found[name].flatten() for name in sorted(found)])
 
-    plain, other = flat(LearnerConfig(**SGD_LIKE)), flat(LearnerConfig(**SGD_LIKE, **settings))
+    plain, other = flat(LearnerConfig(**PLAIN)), flat(LearnerConfig(**PLAIN, **settings))
     assert torch.nn.functional.cosine_similarity(plain, other, dim=0) > cosine
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.optimizer import learning_rate
 from stillhouse.learner.step.optimizers import make_optimizer
 from stillhouse.learner.step.train_step import Trainer
-
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
+from tests.learner.conftest import make_item, tiny_student
 
 
 def test_warm_up_then_cosine_down_to_the_floor() -> None:
@@ -36,7 +31,7 @@ def test_constant_schedule_and_no_warm_up() -> None:
     assert learning_rate(LearnerConfig(lr=3.0, warmup_steps=10), 9, 5) == 3.0
 
 
-def test_norms_and_biases_do_not_decay(tiny_student: Student) -> None:
+def test_norms_and_biases_do_not_decay() -> None:
     model = tiny_student()
     decayed, kept = make_optimizer(model, LearnerConfig(weight_decay=0.1)).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
@@ -46,7 +41,7 @@ def test_norms_and_biases_do_not_decay(tiny_student: Student) -> None:
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
 
 
-def test_restored_trainer_makes_bit_for_bit_the_same_steps(tiny_student: Student, make_item: Make) -> None:
+def test_restored_trainer_makes_bit_for_bit_the_same_steps() -> None:
     batches = [[make_item(f"{k}{i}", [0, 0] + [1] * 5, seed=10 * k + i) for i in range(3)] for k in range(6)]
     config = LearnerConfig(weight_decay=0.01, warmup_steps=2)
     straight = Trainer(tiny_student(), config, total_steps=6)
@@ -65,7 +60,7 @@ def test_restored_trainer_makes_bit_for_bit_the_same_steps(tiny_student: Student
         assert torch.equal(a, b), name
 
 
-def test_state_before_the_first_step_is_empty_and_loads(tiny_student: Student) -> None:
+def test_state_before_the_first_step_is_empty_and_loads() -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=6)
     state = trainer.state_dict()
     assert not state.tensors and len(state.never_stepped) == len(list(trainer.model.parameters()))
@@ -74,9 +69,7 @@ def test_state_before_the_first_step_is_empty_and_loads(tiny_student: Student) -
 
 
 @pytest.mark.parametrize("spoil", ["missing", "unknown", "shape"])
-def test_state_of_another_model_is_refused_and_nothing_changes(
-    tiny_student: Student, make_item: Make, spoil: str
-) -> None:
+def test_state_of_another_model_is_refused_and_nothing_changes(spoil: str) -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=6)
     trainer.step([make_item("a", [0, 1, 1])])
     state = trainer.state_dict()

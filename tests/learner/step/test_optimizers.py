@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,11 @@ from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightVersion
 from tests.learner.checkpoints.saving import save_checkpoint
-from tests.learner.conftest import build_student, word_tokenizer
+from tests.learner.conftest import make_item, tiny_student, word_tokenizer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
 from tests.torchao_packages import add_torchao, needs_torchao
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
 PAGE = Path(__file__).parents[3] / "docs" / "small-cards.md"
 VOCAB = 2048
 """The embedding, 2,048 * 16, is the only matrix here that is large enough for 8 bits."""
@@ -50,7 +48,7 @@ def found_torchao(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     yield
 
 
-def items_of(make_item: Make, seed: int) -> list[TrainItem]:
+def items_of(seed: int) -> list[TrainItem]:
     masks = [0, 0, 1, 1, 1], [0, 1, 1, 0, 0, 1, 0, 0], [0] + [1] * 9
     return [make_item(f"r{i}", mask, seed=10 * seed + i, vocab=VOCAB) for i, mask in enumerate(masks)]
 
@@ -86,9 +84,7 @@ def plain_optimizers(kind: Any, named: dict[str, Tensor]) -> list[Optimizer]:
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("kind", [*KINDS, pytest.param(("muon", {"momentum": 0.5}), id="muon, momentum 0.5")])
-def test_steps_are_those_of_the_classes_themselves_on_the_same_gradients(
-    make_item: Make, kind: Any, adapted: bool
-) -> None:
+def test_steps_are_those_of_the_classes_themselves_on_the_same_gradients(kind: Any, adapted: bool) -> None:
     """Clipped, over two microbatches and in two updates per batch; one batch is left out as not finite."""
     more: dict[str, Any] = {"optimizer": kind, "pack_tokens": 12, "max_grad_norm": 0.05, "updates_per_batch": 2}
     config = learner_config(**SETTINGS, **more, importance="decoupled", lora=LoraConfig(rank=2 if adapted else 0))
@@ -105,7 +101,7 @@ def test_steps_are_those_of_the_classes_themselves_on_the_same_gradients(
         keep
     )
     for seed in range(3):
-        items = items_of(make_item, seed)
+        items = items_of(seed)
         if seed == 1:
             for one in items:
                 one.teacher_ML[:] = float("inf")
@@ -125,7 +121,7 @@ def test_steps_are_those_of_the_classes_themselves_on_the_same_gradients(
 
 
 def trainer_of(config: LearnerConfig, model: PreTrainedModel | None = None, adapters: Path | None = None) -> Trainer:
-    model = build_student(vocab=VOCAB) if model is None else model
+    model = tiny_student(vocab=VOCAB) if model is None else model
     torch.manual_seed(1)
     added = Adapters(model, config.lora, base="tiny") if config.lora.rank else None
     if added is not None and adapters is not None:
@@ -136,13 +132,13 @@ def trainer_of(config: LearnerConfig, model: PreTrainedModel | None = None, adap
 @pytest.mark.parametrize("adapted", [False, True], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
-    make_item: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, adapted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, adapted: bool
 ) -> None:
     monkeypatch.setattr(states, "_AT_ONCE_BYTES", 4096)  # state is made in several goes
     config = learner_config(**SETTINGS, optimizer=kind, lora=LoraConfig(rank=2 if adapted else 0))
     straight = trainer_of(config)
     for seed in range(2):
-        straight.step(items_of(make_item, seed))
+        straight.step(items_of(seed))
     state = LearnerState(WeightVersion(0, 2), straight.state_dict(), {}, None, capture_rng(), {})
     saved = save_checkpoint(tmp_path, straight.model, word_tokenizer(), state, keep=1, adapters=straight.adapters)
     source = None if adapted else load_causal_lm(saved, device="cpu", dtype="float32", attention="packed", train=True)
@@ -150,7 +146,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
     resumed.load_state_dict(load_checkpoint(saved).optimizer)
     for seed in range(2, 5):
         for trainer in (straight, resumed):
-            trainer.step(items_of(make_item, seed))
+            trainer.step(items_of(seed))
     ones, others = weights_of(straight), weights_of(resumed)
     assert ones.keys() == others.keys() and all(torch.equal(ones[name], others[name]) for name in ones)
     mine, theirs = straight.state_dict().tensors, resumed.state_dict().tensors
@@ -161,9 +157,9 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
         assert codes.dtype == torch.uint8 and codes.numel() == VOCAB * 16 == 256 * scales.numel()
 
 
-def test_state_of_another_optimizer_is_refused_and_nothing_changes(make_item: Make) -> None:
+def test_state_of_another_optimizer_is_refused_and_nothing_changes() -> None:
     of_adamw, of_muon = (trainer_of(learner_config(optimizer=kind)) for kind in ("adamw", "muon"))
-    of_muon.step(items_of(make_item, 0))
+    of_muon.step(items_of(0))
     before = weights_of(of_adamw)
     with pytest.raises(ValueError, match=r"missing \['exp_avg/.*unknown \['momentum_buffer/.*or learner\.optimizer"):
         of_adamw.load_state_dict(of_muon.state_dict())
@@ -173,17 +169,17 @@ def test_state_of_another_optimizer_is_refused_and_nothing_changes(make_item: Ma
 
 @needs_torchao
 def test_ranks_that_would_cut_a_block_of_8_bits_are_refused() -> None:
-    make_optimizer(build_student(vocab=1024), learner_config(optimizer="adamw8bit", ranks=4))  # 256 * 16 each
+    make_optimizer(tiny_student(vocab=1024), learner_config(optimizer="adamw8bit", ranks=4))  # 256 * 16 each
     for vocab, rows in ((2064, 1032), (512, 256 // 2)):  # 64.5 blocks; 2,048 numbers
         ranks = vocab // rows
         with pytest.raises(ValueError, match=rf"embed_tokens.*would have {rows} rows on rank 0 of {ranks}.*\.ranks"):
-            make_optimizer(build_student(vocab=vocab), learner_config(optimizer="adamw8bit", ranks=ranks))
+            make_optimizer(tiny_student(vocab=vocab), learner_config(optimizer="adamw8bit", ranks=ranks))
 
 
 def test_8_bits_without_torchao_are_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError, match=r"needs torchao, which this environment lacks.*\[torchao\]"):
-        make_optimizer(build_student(), learner_config(optimizer="adamw8bit"))
+        make_optimizer(tiny_student(), learner_config(optimizer="adamw8bit"))
 
 
 @pytest.mark.parametrize(
@@ -201,9 +197,7 @@ def test_a_wrong_optimizer_is_refused_with_what_was_expected(given: dict[str, An
     assert message in str(caught.value)
 
 
-def test_the_pages_package_trains_a_step_and_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_item: Make
-) -> None:
+def test_the_pages_package_trains_a_step_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGE.read_text(encoding="utf-8")
     code = page.split("```python\n")[1].split("```")[0]
     entries = page.split("```TOML\n# pyproject.toml\n")[1].split("```")[0]
@@ -221,7 +215,7 @@ def test_the_pages_package_trains_a_step_and_is_counted(
     assert config.optimizer.matrix_bytes == 4.0
     trainer = trainer_of(config)
     before = weights_of(trainer)
-    gradients = step_gradients(trainer, items_of(make_item, 0))
+    gradients = step_gradients(trainer, items_of(0))
     for name, p in trainer.model.named_parameters():
         torch.testing.assert_close(p.detach(), before[name] - config.lr * gradients[name])
     assert {name.split("/")[0] for name in trainer.state_dict().tensors} == {"momentum_buffer"}

@@ -11,26 +11,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem, UnreadableScores
 from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.pack_ahead import PackAhead
 from stillhouse.learner.step.train_step import Trainer
+from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
-from tests.learner.step.test_top_k_step import VOCAB, with_sets
-
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
+from tests.learner.step.payload_batches import VOCAB, with_sets
 
 
-def _items(make_item: Make, *names: str) -> list[TrainItem]:
+def _items(*names: str) -> list[TrainItem]:
     return [with_sets(make_item(name, [0, 0, 1, 1, 1], vocab=VOCAB, reward=1.0), k=VOCAB, cut=3) for name in names]
 
 
-def _trainer(student: Student, **fields: Any) -> Trainer:
+def _trainer(**fields: Any) -> Trainer:
     config = learner_config(warmup_steps=0, schedule="constant", **fields)
-    return Trainer(student(), config, total_steps=10, vocab_tokens=VOCAB, seed=3)
+    return Trainer(tiny_student(), config, total_steps=10, vocab_tokens=VOCAB, seed=3)
 
 
 def _weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -50,12 +47,10 @@ class _CountedReads:
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "multi_sample", "k1"])
-def test_steps_of_batches_packed_ahead_are_the_same_to_the_bit(
-    make_item: Make, tiny_student: Student, divergence: str
-) -> None:
+def test_steps_of_batches_packed_ahead_are_the_same_to_the_bit(divergence: str) -> None:
     """`multi_sample` draws numbers that depend on the step."""
-    batches = [_items(make_item, "a", "b"), _items(make_item, "c", "d")]
-    plain, ahead = (_trainer(tiny_student, divergence=divergence) for _ in range(2))
+    batches = [_items("a", "b"), _items("c", "d")]
+    plain, ahead = (_trainer(divergence=divergence) for _ in range(2))
     ahead.pack_ahead(batches[0], 0)
     for step, items in enumerate(batches):
         if step + 1 < len(batches):
@@ -69,8 +64,8 @@ def test_steps_of_batches_packed_ahead_are_the_same_to_the_bit(
         assert torch.equal(one, other)
 
 
-def test_a_pack_of_other_tokens_is_not_trained(make_item: Make) -> None:
-    items = _items(make_item, "a", "b")
+def test_a_pack_of_other_tokens_is_not_trained() -> None:
+    items = _items("a", "b")
     ahead = PackAhead(lambda given, step: given, 1000)
     ahead.make(items, 4)
     fewer = replace(items[0], train_mask_L=np.zeros_like(items[0].train_mask_L))
@@ -85,12 +80,12 @@ def test_a_pack_of_other_tokens_is_not_trained(make_item: Make) -> None:
     assert ahead.take(items, 4) is not None and ahead.take(items, 5) is not None
 
 
-def test_what_cannot_be_read_is_found_by_the_step_and_left_out_of_it(make_item: Make, tiny_student: Student) -> None:
-    items = _items(make_item, "a", "b")
+def test_what_cannot_be_read_is_found_by_the_step_and_left_out_of_it() -> None:
+    items = _items("a", "b")
     payloads = items[0].payloads.copy()
     payloads[:] = 255
     items[0] = replace(items[0], payloads=payloads)
-    trainer = _trainer(tiny_student, divergence="reverse_kl")
+    trainer = _trainer(divergence="reverse_kl")
     trainer.pack_ahead(items, 0)
     with pytest.raises(UnreadableScores):
         trainer.step(items)

@@ -4,7 +4,6 @@ the vocabulary."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +13,19 @@ import torch
 from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import TrainItem
-from stillhouse.learner.prompts.config import TaskConfig
-from stillhouse.learner.step.train_step import Trainer
-from tests.learner.settings import learner_config
-from tests.learner.step.test_hidden_step import head_of
-from tests.learner.step.test_top_k_step import PLAIN, ROUTES, VOCAB, items_with_sets, teacher_logprobs
+from tests.learner.conftest import tiny_student
+from tests.learner.step.payload_batches import SETS, VOCAB, config_of, items_with, teacher_logprobs, trainer_of
 
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
-SETS = ("set_teacher_mass", "set_student_mass", "set_overlap")
+OF_SETS = ("set_teacher_mass", "set_student_mass", "set_overlap")
 
 
 def _figures(model: PreTrainedModel, items: list[TrainItem], **fields: Any) -> dict[str, float]:
-    config = learner_config(tasks=TaskConfig(routes=ROUTES), **{**PLAIN, "pack_tokens": 12, **fields})
-    trainer = Trainer(model, config, total_steps=10, vocab_tokens=VOCAB, head_of=head_of)
-    return trainer.step(items).as_dict()
+    return trainer_of(model, config_of(**{"pack_tokens": 12, **fields})).step(items).as_dict()
 
 
 @torch.no_grad()
 def _slow(model: PreTrainedModel, items: list[TrainItem], k: int) -> dict[str, float]:
-    terms: dict[str, list[float]] = {name: [] for name in (*SETS, "excess_share", "deficit_share")}
+    terms: dict[str, list[float]] = {name: [] for name in (*OF_SETS, "excess_share", "deficit_share")}
     for train_item in items:
         ids = train_item.tokens_L.tolist()
         logits_LV = model(input_ids=torch.tensor([ids])).logits[0]
@@ -53,20 +45,19 @@ def _slow(model: PreTrainedModel, items: list[TrainItem], k: int) -> dict[str, f
     return {name: sum(values) / len(values) for name, values in terms.items()}
 
 
-@pytest.mark.parametrize("k", [1, 6, 18, VOCAB])
 @pytest.mark.parametrize(
-    "fields",
+    ("k", "fields"),
     [
-        {"divergence": "reverse_kl"},
-        {"divergence": "multi_sample"},
-        {"divergence": ("k1", {"baseline": "expected_cost"})},
-        {"divergence": ("k1", {"baseline": "expected_cost"}), "importance": "sequence"},
-        {"divergence": "reverse_kl", "updates_per_batch": 2},
+        *((k, {"divergence": "reverse_kl"}) for k in (1, 18, VOCAB)),
+        (6, {"divergence": "multi_sample"}),
+        (6, {"divergence": ("k1", {"baseline": "expected_cost"})}),
+        (6, {"divergence": ("k1", {"baseline": "expected_cost"}), "importance": "sequence"}),
+        (6, {"divergence": "reverse_kl", "updates_per_batch": 2}),
     ],
-    ids=["reverse KL", "drawn", "baseline", "baseline, weights of rollouts", "two updates"],
+    ids=str,
 )
-def test_figures_of_sets_equal_the_loop(tiny_student: Student, make_item: Make, k: int, fields: dict[str, Any]) -> None:
-    items = items_with_sets(make_item, k=k)
+def test_figures_of_sets_equal_the_loop(k: int, fields: dict[str, Any]) -> None:
+    items = items_with(SETS, k=k)
     got = _figures(tiny_student(dtype=torch.float64), items, **fields, logprob_chunk_tokens=5)
     expected = _slow(tiny_student("eager", torch.float64), items, k)
     assert 0.0 < expected["excess_share"] < 1.0 and 0.0 < expected["deficit_share"] < 1.0
@@ -74,9 +65,9 @@ def test_figures_of_sets_equal_the_loop(tiny_student: Student, make_item: Make, 
         assert got[name] == pytest.approx(value, abs=2e-4), name  # payloads of 16 bits
 
 
-def test_a_token_is_in_excess_or_deficit_beyond_a_factor_of_two(tiny_student: Student, make_item: Make) -> None:
+def test_a_token_is_in_excess_or_deficit_beyond_a_factor_of_two() -> None:
     """Teachers at chosen distances from the student, on both sides of log 2. Tokens without a score do not count."""
-    model, items = tiny_student("eager", torch.float64), items_with_sets(make_item)
+    model, items = tiny_student("eager", torch.float64), items_with(SETS)
     gaps, n_scores, made = (0.6, 0.8, -0.6, -0.8, 0.0, 2.0, -0.68), 0, list[TrainItem]()
     counts = {"excess_share": 0, "deficit_share": 0}
     for train_item in items:

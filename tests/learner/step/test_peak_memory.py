@@ -20,7 +20,7 @@ from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import packed
 from stillhouse.models.transfer import share_of
 from tests.allocated import allocated
-from tests.learner.conftest import build_item
+from tests.learner.conftest import make_item
 
 SHAPES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen3": (
@@ -78,10 +78,7 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     """MiB of the second step of one rank: weights, moments, and what the step allocates."""
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
     arranged = {"ranks": ranks.world_size, "replicas": ranks.mesh.replicas, "context_parallel": ranks.mesh.context}
-    config = build(
-        RunConfig,
-        {"models": models, "learner": PACK | settings | arranged},
-    )
+    config = build(RunConfig, {"models": models, "learner": PACK | settings | arranged})
     model = built(kind)
     told, parameters = model.config.to_dict(), sum(p.numel() for p in model.parameters())
     lora = config.learner.lora
@@ -90,7 +87,7 @@ def expected_and_measured(kind: str, settings: dict[str, Any], ranks: Ranks) -> 
     n = min(256, config.learner.pack_tokens)
     per_pack = config.learner.pack_tokens // n
     packs = 1 if config.learner.tasks.max_new_tokens == 4 else 2 * ranks.world_size
-    items = [build_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(packs * per_pack)]
+    items = [make_item(f"r{i}", [0] * 4 + [1] * (n - 4), vocab=64, seed=i) for i in range(packs * per_pack)]
     trainer.step(items)  # makes AdamW's moments
     weights = sum(share_of(parameter).nbytes for parameter in model.parameters())
     moments = sum(tensor.nbytes for tensor in trainer.state_dict().tensors.values())

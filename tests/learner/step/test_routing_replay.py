@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,19 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from stillhouse.learner.batch import TrainItem, UnreadableScores, train_items
+from stillhouse.learner.batch import TrainItem, UnreadableScores
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models import packed
 from stillhouse.models.routing import RoutingError, expert_shape
-from stillhouse.protocol.messages import EXPERT_IDS, Branch, ExpertShape, TopKPiece
+from stillhouse.protocol.messages import EXPERT_IDS, Branch, ExpertShape
 from stillhouse.protocol.payloads.expert_ids import encode_experts
-from tests.learner.conftest import build_hybrid, build_student
-from tests.learner.step.gradients import slow_gradients, step_gradients
-from tests.learner.step.test_mixture_of_experts import SGD_LIKE, student
+from tests.learner.conftest import build_hybrid, make_item, remade, tiny_student
+from tests.learner.step.gradients import PLAIN, assert_close, slow_gradients, step_gradients
+from tests.learner.step.test_mixture_of_experts import student
 
-Make = Callable[..., TrainItem]
 Rows = dict[int, npt.NDArray[np.uint16]]
 SHAPE = ExpertShape((0, 1), 8, 2)
 
@@ -46,12 +44,8 @@ def with_rows(one: TrainItem, rows: Rows, *cuts: int, branches: tuple[Branch, ..
         encode_experts({t - start: rows[t] for t in rows if start <= t < end}, end - start, SHAPE)
         for start, end in itertools.pairwise(edges)
     ]
-    pieces = tuple(
-        TopKPiece(EXPERT_IDS, *ends, len(p)) for ends, p in zip(itertools.pairwise(edges), told, strict=True)
-    )
-    item = msgspec.structs.replace(one.item, top_k=pieces, branches=branches)
-    arrays = (one.tokens_L, one.behaviour_L, one.train_mask_L.astype(np.uint8), one.teacher_ML)
-    return train_items([item], [*arrays, np.frombuffer(b"".join(told), np.uint8)])[0]
+    payloads = [(EXPERT_IDS, *ends, body) for ends, body in zip(itertools.pairwise(edges), told, strict=True)]
+    return remade(one, payloads, branches=branches)
 
 
 def replayed_by_hand(rows_of: Mapping[tuple[int, ...], Rows], norm_topk_prob: bool) -> PreTrainedModel:
@@ -90,7 +84,7 @@ def give_by_hand(
     return model
 
 
-def batch(make_item: Make) -> tuple[list[TrainItem], dict[tuple[int, ...], Rows]]:
+def batch() -> tuple[list[TrainItem], dict[tuple[int, ...], Rows]]:
     """With rows for all tokens, for some, in several pieces, and for none."""
     plain = [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1]), make_item("c", [0] * 5 + [1] * 9)]
     plain.append(make_item("d", [0, 1, 1]))
@@ -105,29 +99,23 @@ def batch(make_item: Make) -> tuple[list[TrainItem], dict[tuple[int, ...], Rows]
 
 def config(**more: Any) -> LearnerConfig:
     common: dict[str, Any] = {"pack_tokens": 16, "logprob_chunk_tokens": 5, "routing_replay": True}
-    return LearnerConfig(**(common | SGD_LIKE | more))
-
-
-def same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert got.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    return LearnerConfig(**(common | PLAIN | more))
 
 
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 @pytest.mark.parametrize("more", [{}, {"pack_tokens": 1}, {"recompute": 1.0}], ids=str)
-def test_the_gradient_is_that_of_a_replay_by_hand(more: dict[str, Any], norm_topk_prob: bool, make_item: Make) -> None:
-    items, rows_of = batch(make_item)
+def test_the_gradient_is_that_of_a_replay_by_hand(more: dict[str, Any], norm_topk_prob: bool) -> None:
+    items, rows_of = batch()
     got = step_gradients(Trainer(student(norm_topk_prob=norm_topk_prob), config(**more), total_steps=9), items)
     wanted = slow_gradients(replayed_by_hand(rows_of, norm_topk_prob), items, config())
-    same(got, wanted)
+    assert_close(got, wanted, atol=1e-5, rtol=1e-4)
     assert wanted["model.layers.0.mlp.gate.weight"].norm() > 0
     off = Trainer(student(norm_topk_prob=norm_topk_prob), config(routing_replay=False), total_steps=9)
     free = step_gradients(off, items)
     assert max(float((free[name] - wanted[name]).abs().max()) for name in wanted) > 1e-3
 
 
-def test_padded_sequences_and_adapters_are_replayed_too(make_item: Make) -> None:
+def test_padded_sequences_and_adapters_are_replayed_too() -> None:
     """A hybrid runs its sequences padded; its adapters alone are trained."""
 
     def hybrid() -> PreTrainedModel:
@@ -147,14 +135,14 @@ def test_padded_sequences_and_adapters_are_replayed_too(make_item: Make) -> None
                 torch.nn.init.normal_(parameter, std=0.3)
         return model
 
-    items, rows_of = batch(make_item)
+    items, rows_of = batch()
     for prepare in (plain, adapted):
         got = step_gradients(Trainer(prepare(hybrid()), config(), total_steps=9), items)
         by_hand = give_by_hand(prepare(hybrid()), rows_of, norm_topk_prob=True)
-        same(got, slow_gradients(by_hand, items, config()))
+        assert_close(got, slow_gradients(by_hand, items, config()), atol=1e-5, rtol=1e-4)
 
 
-def test_each_branch_reads_the_experts_of_its_own_path(make_item: Make) -> None:
+def test_each_branch_reads_the_experts_of_its_own_path() -> None:
     whole, rows = make_item("a", [0, 1, 1, 1, 0, 0, 1, 1]), rows_for(8, 5)
     got = step_gradients(
         Trainer(student(norm_topk_prob=False), config(), total_steps=9),
@@ -162,26 +150,25 @@ def test_each_branch_reads_the_experts_of_its_own_path(make_item: Make) -> None:
     )
     paths = ([0, 1, 2, 3], [0, 1, 2, 5, 6, 7])  # the token at 4 is of no branch with a token to train
     alone = [
-        train_items(
-            [msgspec.structs.replace(whole.item, end=len(path))],
-            [
-                whole.tokens_L[path],
-                whole.behaviour_L[path],
-                whole.train_mask_L[path].astype(np.uint8) * (np.array(path) >= first),
-                whole.teacher_ML[:, path],
-            ],
-        )[0]
+        remade(
+            whole,
+            end=len(path),
+            tokens_L=whole.tokens_L[path],
+            behaviour_L=whole.behaviour_L[path],
+            mask_L=whole.train_mask_L[path] & (np.array(path) >= first),
+            teacher_ML=whole.teacher_ML[:, path],
+        )
         for path, first in zip(paths, (0, 5), strict=True)
     ]
     rows_of = {
         tuple(one.tokens_L.tolist()): {place: rows[token] for place, token in enumerate(path) if token in rows}
         for one, path in zip(alone, paths, strict=True)
     }
-    same(got, slow_gradients(replayed_by_hand(rows_of, False), alone, config()))
+    assert_close(got, slow_gradients(replayed_by_hand(rows_of, False), alone, config()), atol=1e-5, rtol=1e-4)
 
 
-def test_the_figures_say_how_many_routers_disagree_and_how_many_tokens_have_no_experts(make_item: Make) -> None:
-    items, rows_of = batch(make_item)
+def test_the_figures_say_how_many_routers_disagree_and_how_many_tokens_have_no_experts() -> None:
+    items, rows_of = batch()
     metrics = Trainer(student(norm_topk_prob=False), config(), total_steps=9).step(items)
     model, differ, given = replayed_by_hand(rows_of, False), 0, 0
     for layer in range(2):
@@ -210,9 +197,9 @@ def test_the_figures_say_how_many_routers_disagree_and_how_many_tokens_have_no_e
     assert off.routers_differ is off.routers_free_trained is off.routers_free_context is None
 
 
-def test_off_by_default_and_then_bit_for_bit_as_without(make_item: Make) -> None:
+def test_off_by_default_and_then_bit_for_bit_as_without() -> None:
     assert not LearnerConfig().routing_replay
-    items, _ = batch(make_item)
+    items, _ = batch()
     plain = [make_item("a", [0, 0, 1, 1, 1]), make_item("b", [0, 1, 1, 0, 0, 1]), make_item("c", [0] * 5 + [1] * 9)]
     off = config(routing_replay=False, recompute=1.0)
     got, wanted = (step_gradients(Trainer(student(), off, total_steps=9), each) for each in (items, [*plain, items[3]]))
@@ -228,11 +215,9 @@ def test_off_by_default_and_then_bit_for_bit_as_without(make_item: Make) -> None
     ],
     ids=["cut", "of fewer tokens", "of another model"],
 )
-def test_experts_that_cannot_be_read_name_their_rollout(told: bytes, says: str, make_item: Make) -> None:
+def test_experts_that_cannot_be_read_name_their_rollout(told: bytes, says: str) -> None:
     one = make_item("a", [0, 0, 1, 1, 1])
-    item = msgspec.structs.replace(one.item, top_k=(TopKPiece(EXPERT_IDS, 0, 5, len(told)),))
-    arrays = (one.tokens_L, one.behaviour_L, one.train_mask_L.astype(np.uint8), one.teacher_ML)
-    bad = train_items([item], [*arrays, np.frombuffer(told, np.uint8)])
+    bad = [remade(one, [(EXPERT_IDS, 0, 5, told)])]
     with pytest.raises(UnreadableScores, match=says) as caught:
         Trainer(student(), config(), total_steps=9).step(bad)
     assert caught.value.rollout_ids == ("a",)
@@ -241,7 +226,7 @@ def test_experts_that_cannot_be_read_name_their_rollout(told: bytes, says: str, 
 def test_models_whose_routers_cannot_be_given_a_choice_are_refused_by_name() -> None:
     assert expert_shape(student()) == SHAPE
     with pytest.raises(RoutingError, match=r"qwen3.*expected a mixture"):
-        Trainer(build_student(), config(), total_steps=9)
+        Trainer(tiny_student(), config(), total_steps=9)
     grouped = student()
     grouped.config.topk_method = "group_limited_greedy"
     with pytest.raises(RoutingError, match="topk_method"):

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from stillhouse.learner.batch import BatchError, EmptyBatchError, TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.make_trainer import FrozenTrainer
 from stillhouse.learner.step.train_step import NonFiniteError, Trainer
+from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
-from tests.learner.step.gradients import slow_gradients, step_gradients
-
-Make = Callable[..., TrainItem]
-Student = Callable[..., PreTrainedModel]
-SGD_LIKE: dict[str, Any] = {"max_grad_norm": 0.0, "warmup_steps": 0, "schedule": "constant"}
+from tests.learner.step.gradients import PLAIN, assert_close, slow_gradients, step_gradients
 
 
-def _items(make_item: Make) -> list[TrainItem]:
+def _items() -> list[TrainItem]:
     return [
         make_item("a", [0, 0, 1, 1, 1]),
         make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style")),
@@ -33,18 +28,16 @@ def _items(make_item: Make) -> list[TrainItem]:
     ]
 
 
-def test_gradient_equals_the_slow_reference(tiny_student: Student, make_item: Make) -> None:
-    config = LearnerConfig(**SGD_LIKE, pack_tokens=16, logprob_chunk_tokens=5)
-    items = _items(make_item)
+def test_gradient_equals_the_slow_reference() -> None:
+    config = LearnerConfig(**PLAIN, pack_tokens=16, logprob_chunk_tokens=5)
+    items = _items()
     trainer = Trainer(tiny_student(dtype=torch.float64), config, total_steps=10)
     got = step_gradients(trainer, items)
     expected = slow_gradients(tiny_student("eager", torch.float64), items, config)
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+    assert_close(got, expected)
 
 
-def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: Student, make_item: Make) -> None:
+def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes() -> None:
     """Ten steps on the same tokens, which the teacher finds likely and the student does not."""
     trainer = Trainer(
         tiny_student(), learner_config(warmup_steps=0, lr=1e-2, importance=("truncated", {"cap": 50.0})), total_steps=10
@@ -57,9 +50,9 @@ def test_steps_raise_the_logprob_of_tokens_that_the_teacher_likes(tiny_student: 
     assert metrics[-1].logprob > metrics[0].logprob + 0.5
 
 
-def test_metrics_equal_a_loop_over_tokens(tiny_student: Student, make_item: Make) -> None:
-    items = _items(make_item)
-    config = learner_config(**SGD_LIKE, importance=("truncated", {"cap": 1.2}), pack_tokens=16)
+def test_metrics_equal_a_loop_over_tokens() -> None:
+    items = _items()
+    config = learner_config(**PLAIN, importance=("truncated", {"cap": 1.2}), pack_tokens=16)
     metrics = Trainer(tiny_student(), config, total_steps=10).step(items)
     plain = tiny_student("eager")
     s, mu, kl, entropy = [], [], [], []
@@ -89,7 +82,7 @@ def test_metrics_equal_a_loop_over_tokens(tiny_student: Student, make_item: Make
     assert {name: metrics.as_dict()[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-def test_gradient_is_clipped_to_the_norm_and_reported_before(tiny_student: Student, make_item: Make) -> None:
+def test_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
     norms: list[float] = []
     trainer = Trainer(tiny_student(), LearnerConfig(max_grad_norm=1e-3), total_steps=10)
 
@@ -99,16 +92,14 @@ def test_gradient_is_clipped_to_the_norm_and_reported_before(tiny_student: Stude
         )
 
     trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    metrics = trainer.step(_items(make_item))
+    metrics = trainer.step(_items())
     assert norms == [pytest.approx(1e-3, rel=1e-3)] and metrics.grad_norm > 0.01
 
 
-def test_bfloat16_products_keep_float32_parameters_and_stay_near_float32(
-    tiny_student: Student, make_item: Make
-) -> None:
-    items = _items(make_item)
-    full = Trainer(tiny_student(), LearnerConfig(**SGD_LIKE), total_steps=10).step(items)
-    trainer = Trainer(tiny_student(), LearnerConfig(**SGD_LIKE, dtype="bfloat16"), total_steps=10)
+def test_bfloat16_products_keep_float32_parameters_and_stay_near_float32() -> None:
+    items = _items()
+    full = Trainer(tiny_student(), LearnerConfig(**PLAIN), total_steps=10).step(items)
+    trainer = Trainer(tiny_student(), LearnerConfig(**PLAIN, dtype="bfloat16"), total_steps=10)
     half = trainer.step(items)
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert half.logprob == pytest.approx(full.logprob, rel=0.02) and half.logprob != full.logprob
@@ -130,9 +121,7 @@ def _assert_untouched(trainer: Trainer, before: list[Tensor], steps_done: int) -
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_student_logprob_that_is_not_finite_names_its_rollout_and_changes_nothing(
-    tiny_student: Student, make_item: Make
-) -> None:
+def test_student_logprob_that_is_not_finite_names_its_rollout_and_changes_nothing() -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(pack_tokens=8), total_steps=10)
     items = [make_item("good", [0, 1, 1]), make_item("bad", [0, 1, 1]), make_item("fine", [0, 1])]
     for train_item in items:
@@ -156,7 +145,7 @@ def test_student_logprob_that_is_not_finite_names_its_rollout_and_changes_nothin
     assert trainer.steps_done == 0 and all(p.grad is None for p in trainer.model.parameters())
 
 
-def test_gradient_that_overflows_names_its_rollout_and_changes_nothing(tiny_student: Student, make_item: Make) -> None:
+def test_gradient_that_overflows_names_its_rollout_and_changes_nothing() -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
     items = [make_item("good", [0, 1, 1]), make_item("bad", [0, 1, 1])]
     trainer.step(items)
@@ -170,7 +159,7 @@ def test_gradient_that_overflows_names_its_rollout_and_changes_nothing(tiny_stud
     assert trainer.step(items).grad_norm > 0 and trainer.steps_done == 2
 
 
-def test_batch_without_a_trainable_token_makes_no_step(tiny_student: Student, make_item: Make) -> None:
+def test_batch_without_a_trainable_token_makes_no_step() -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
     before = _snapshot(trainer)
     with pytest.raises(EmptyBatchError):
@@ -178,7 +167,7 @@ def test_batch_without_a_trainable_token_makes_no_step(tiny_student: Student, ma
     _assert_untouched(trainer, before, 0)
 
 
-def test_token_id_outside_the_vocabulary_is_refused(tiny_student: Student, make_item: Make) -> None:
+def test_token_id_outside_the_vocabulary_is_refused() -> None:
     trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=10)
     items = [make_item("a", [0, 1]), make_item("b", [0, 1, 1])]
     items[1].tokens_L[2] = 23
@@ -187,7 +176,7 @@ def test_token_id_outside_the_vocabulary_is_refused(tiny_student: Student, make_
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_parameters_that_cannot_be_trained_are_refused(tiny_student: Student, half: bool) -> None:
+def test_parameters_that_cannot_be_trained_are_refused(half: bool) -> None:
     model = tiny_student(dtype=torch.bfloat16 if half else torch.float32)
     if not half:
         model.requires_grad_(False)
@@ -195,10 +184,8 @@ def test_parameters_that_cannot_be_trained_are_refused(tiny_student: Student, ha
         Trainer(model, LearnerConfig(), total_steps=10)
 
 
-def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did(
-    tiny_student: Student, make_item: Make
-) -> None:
-    items = _items(make_item)
+def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did() -> None:
+    items = _items()
     trainer = FrozenTrainer(tiny_student(), LearnerConfig(frozen=True), total_steps=10)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     metrics = trainer.step(items)

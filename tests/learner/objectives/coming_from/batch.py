@@ -26,7 +26,7 @@ from stillhouse.learner.step.forward import BatchPart
 from stillhouse.learner.step.step_loss import make_step_loss
 from stillhouse.models.logprobs import LmHead
 from stillhouse.protocol.payloads.top_k import TopRows
-from tests.learner.conftest import build_item
+from tests.learner.conftest import make_item
 
 Given: TypeAlias = dict[str, Any]
 """Another trainer's settings, by its own names."""
@@ -68,7 +68,7 @@ class Batch:
     def items(self) -> list[TrainItem]:
         random = np.random.default_rng(4)
         items = [
-            build_item(f"r{i}", mask, seed=i, vocab=V, task_id=group, reward=reward)
+            make_item(f"r{i}", mask, seed=i, vocab=V, task_id=group, reward=reward)
             for i, (mask, reward, group) in enumerate(zip(MASKS, REWARDS, GROUPS, strict=True))
         ]
         for i, (item, start_n) in enumerate(zip(items, self._split(_chosen(self.start_NV, items)), strict=True)):
@@ -137,12 +137,7 @@ def our_gradient(config: RunConfig, batch: Batch) -> Tensor:
     """d loss / d logits [N, V], from the code of a step: advantages of the batch, packing, chunks and all."""
     learner = config.learner
     step_loss = make_step_loss(
-        learner.objective,
-        max_new_tokens=batch.max_new_tokens,
-        chunk_tokens=3,
-        vocab_tokens=V,
-        rows=V,
-        seed=0,
+        learner.objective, max_new_tokens=batch.max_new_tokens, chunk_tokens=3, vocab_tokens=V, rows=V, seed=0
     )
     items = batch.items
     if learner.objective.needs_top_k_for("default"):
