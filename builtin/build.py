@@ -67,14 +67,6 @@ def draw_problem_sets() -> ProblemSets:
     )
 
 
-def write_problem_files(sets: ProblemSets) -> None:
-    DATA_DIR.mkdir(exist_ok=True)
-    write_problems(TRAIN_JSONL, sets.train)
-    write_problems(EVAL_JSONL, sets.eval)
-    write_problems(CALCULATOR_TRAIN_JSONL, sets.calculator_train)
-    write_problems(CALCULATOR_EVAL_JSONL, sets.calculator_eval)
-
-
 def build_model(
     label: str, recipe: Recipe, sets: ProblemSets, tokenizer: PreTrainedTokenizerFast, progress: Progress
 ) -> PreTrainedModel:
@@ -131,7 +123,11 @@ def main(arguments: Sequence[str]) -> None:
     elif args.hybrid:
         wanted = [("student", replace(STUDENT, hybrid=True), args.hybrid)]
     else:
-        write_problem_files(sets)
+        DATA_DIR.mkdir(exist_ok=True)
+    write_problems(TRAIN_JSONL, sets.train)
+    write_problems(EVAL_JSONL, sets.eval)
+    write_problems(CALCULATOR_TRAIN_JSONL, sets.calculator_train)
+    write_problems(CALCULATOR_EVAL_JSONL, sets.calculator_eval)
     measured: dict[str, Accuracy] = {}
     columns = (
         TextColumn("{task.description}"),

@@ -148,7 +148,9 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(recipe, step))
     model.train()
     for step in range(recipe.steps):
-        ids_BT, labels_BT = _collate([next(examples) for _ in range(recipe.batch_examples)], pad_id)
+        batch = [next(examples) for _ in range(recipe.batch_examples)]
+        ids_BT = _padded([one.token_ids for one in batch], pad_id)
+        labels_BT = _padded([one.labels for one in batch], IGNORED)
         # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
         logits = model(input_ids=ids_BT).logits[:, :-1]
         targets = labels_BT[:, 1:]
@@ -173,12 +175,6 @@ def lr_factor(recipe: Recipe, step: int) -> float:
     return warm * (recipe.final_lr_fraction + (1 - recipe.final_lr_fraction) * cosine)
 
 
-def _collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids_BT and labels_BT, padded on the right."""
-    longest = max(len(e.token_ids) for e in examples)
-    ids_BT = torch.full((len(examples), longest), pad_id)
-    labels_BT = torch.full((len(examples), longest), IGNORED)
-    for row, example in enumerate(examples):
-        ids_BT[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
-        labels_BT[row, : len(example.labels)] = torch.tensor(example.labels)
-    return ids_BT, labels_BT
+def _padded(rows: list[list[int]], value: int) -> torch.Tensor:
+    """[B, T], padded on the right."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)

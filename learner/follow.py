@@ -36,7 +36,11 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: ProcessGroup) -> int:
     first = next(announced)
     if first.call == "end":
         return ExitCode.OK
-    follow(_trainer(ctx, msgspec.json.decode(first.payload, type=RanksBegin), ranks), ranks, announced)
+    begin = msgspec.json.decode(first.payload, type=RanksBegin)
+    checkpoint = None if begin.checkpoint is None else Path(begin.checkpoint)
+    n_vocab = begin.vocab_tokens
+    trainer, _ = first_trainer(ctx.config, checkpoint, vocab_tokens=n_vocab, ranks=ranks, verified=True)  # by rank 0
+    follow(trainer, ranks, announced)
     return ExitCode.OK
 
 
@@ -68,11 +72,3 @@ def follow(trainer: Trainer, ranks: ProcessGroup, announced: Iterator[Announced]
                 log.info("rank %d ends with step %d", ranks.rank, trainer.steps_done)
             case "begin":
                 raise RuntimeError("rank 0 announced a second beginning")
-
-
-def _trainer(ctx: RoleContext[LearnerRunConfig], beginning: RanksBegin, ranks: ProcessGroup) -> Trainer:
-    config = ctx.config
-    checkpoint = None if beginning.checkpoint is None else Path(beginning.checkpoint)
-    vocab_tokens = beginning.vocab_tokens
-    trainer, _ = first_trainer(config, checkpoint, vocab_tokens=vocab_tokens, ranks=ranks, verified=True)  # by rank 0
-    return trainer

@@ -52,7 +52,6 @@ from stillhouse.protocol.messages import (
     Snapshot,
     TeacherWeights,
     VersionPublished,
-    WeightPlan,
     WeightsRef,
     WeightVersion,
 )
@@ -76,8 +75,9 @@ FLUSH_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LearnerStart:
-    """State that the run starts from: the student as configured, or a checkpoint."""
+    """State that the run starts from: the student as configured, or a checkpoint; and what is made of it."""
 
+    ctx: RoleContext[LearnerRunConfig]
     tokenizer: PreTrainedTokenizerBase
     trainer: Trainer
     members: GroupMembers
@@ -95,6 +95,129 @@ class LearnerStart:
     @property
     def fingerprint(self) -> str:
         return token_map_fingerprint(self.tokenizer)
+
+    def stage(
+        self, ema: StudentEma | None, progress: LearnerProgress, version: WeightVersion, snapshot: Snapshot | None
+    ) -> Write:
+        return stage_checkpoint(
+            self.ctx.run_dir / CHECKPOINTS,
+            version,
+            self.trainer,
+            self.tokenizer,
+            keep=self.ctx.config.learner.keep_checkpoints,
+            stream=self.stream,
+            mixer=self.mixer,
+            ema=ema,
+            ledger=snapshot.ledger if snapshot is not None else None,
+            metrics=progress.last,
+        )
+
+    def saved(self, progress: LearnerProgress, account: AccountWriter, version: WeightVersion) -> None:
+        account.write()
+        if self.trainer.adapters is not None and version.step == self.ctx.config.steps:
+            self._export(progress)
+
+    def evaluation(self, version: WeightVersion, name: str) -> EvaluationRun:
+        learner = self.ctx.config.learner
+        return EvaluationRun(
+            learner.eval_tasks(name),
+            self.eval_prompts[name],
+            self.tokenizer,
+            version=version,
+            seed=self.ctx.config.seed,
+            plan=EvalPlan.of(learner, name),
+        )
+
+    def _export(self, progress: LearnerProgress) -> None:
+        """Write what the run leaves."""
+        from stillhouse.learner.export import export, from_checkpoint  # load peft
+
+        trainer, out = self.trainer, self.ctx.run_dir / EXPORT
+        assert trainer.adapters is not None and progress.checkpoint is not None
+        if trainer.ranks.world_size > 1:  # no process has the student in full
+            exported = from_checkpoint(progress.checkpoint, out, self.ctx.config.models.student)
+        else:
+            exported = export(trainer.adapters, self.tokenizer, out)
+        log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
+
+    def make_publisher(self, client: Client, turn: Turn | None) -> Publisher:
+        config, publish = self.ctx.config, self.ctx.config.weights
+        if config.buffer.max_staleness == 0:
+            publish = msgspec.structs.replace(publish, every_version=True)
+        members, model, canary = self.members, self.trainer.model, None
+        if members.kind != "engines" and members.check_by != "off":
+            n_vocab = vocab_tokens(self.tokenizer.get_vocab())
+            canary = LearnerCanary(
+                model,
+                vocab_tokens=n_vocab,
+                bfloat16=self.trainer.bfloat16,
+                sent=sent_dtype(publish.dtype, members.dtype),
+                logprobs=self.trainer.logprobs,
+            )
+        return Publisher(
+            publish,
+            snapshot_dir=self.ctx.run_dir / SNAPSHOTS,
+            post_plan=lambda plan: client.send(PostWeightPlan(plan=plan)),
+            published=lambda version, _: client.send(VersionPublished(version=version)),
+            expected_actors=config.actors,
+            device=model.device,
+            members=members,
+            canary=canary,
+            control_keys=run_server_keys(self.ctx.run_dir, "learner", ("actor",)),
+            staging=self.trainer.ranks.staging,
+            turn=turn,
+        )
+
+    def group_rewards(self) -> GroupRewards | None:
+        path = self.ctx.config.learner.tasks.group_reward
+        if not path:
+            return None
+
+        def decode(token_ids: list[int]) -> str:
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+        return GroupRewards(path, self.stream.row, decode, self.ctx.config.buffer.reward_limit)
+
+    def student_ema(self, client: Client, failed: Callable[[str], None]) -> StudentEma | None:
+        config = self.ctx.config.learner.ema
+        if not config.decay:
+            return None
+
+        def send(ref: WeightsRef) -> None:
+            client.send(TeacherWeights(pool=config.pool, weights=ref))
+
+        ema = StudentEma(
+            config, self.trainer.weights(), folder=self.ctx.run_dir / TEACHER_SNAPSHOTS, send=send, failed=failed
+        )
+        if self.version is not None:
+            ema.load_state_dict(self.average)
+        return ema
+
+    def make_recorder(
+        self, metrics: MetricsWriter, resume: WeightVersion | None, parent: WeightVersion
+    ) -> BatchRecorder | None:
+        """Raises RecordError for the file of another run."""
+        config, learner = self.ctx.config, self.ctx.config.learner
+        if not learner.record:
+            return None
+        plain = cast(dict[str, Any], msgspec.to_builtins(config))
+        header = RecordHeader(
+            format=FORMAT,
+            run=self.ctx.run_dir.name,
+            vocab_fingerprint=self.fingerprint,
+            writer="teacher" if _teacher_writes(config) else "student",
+            config_digest=config_digest(plain),
+            config=plain,
+        )
+        return BatchRecorder(
+            Path(learner.record).expanduser(),
+            header,
+            metrics.unwritten,
+            resume=resume,
+            parent=parent,
+            max_bytes=learner.record_max_bytes,
+            as_read=self.stream.as_read if isinstance(self.stream, WrittenStream) else None,
+        )
 
 
 def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
@@ -118,7 +241,7 @@ def main(ctx: RoleContext[LearnerRunConfig], ranks: Ranks | None = None) -> int:
         version = first_version(start.version, welcome.version, noted, resume=ctx.resume)
         stop = stack.enter_context(StopRequest())
         try:
-            parts = _make_parts(ctx, start, client, version, stack, stop, turn)
+            parts = _make_parts(start, client, version, stack, stop, turn)
         except RecordError as error:
             log.error("learner.record: %s", error)
             return ExitCode.USELESS
@@ -163,34 +286,18 @@ def _start(ctx: RoleContext[LearnerRunConfig], ranks: Ranks) -> LearnerStart:
     stream_kind = WrittenStream if _teacher_writes(config) and learner.tasks.has_privileged else TaskStream
     experts = None if _teacher_writes(config) else trainer.experts  # those of another model
     readers = {pool: load_tokenizer(model) for pool, model in models_of_other_tokenizers(config).items()}
-    if state is None:
-        stream = stream_kind(
-            learner.tasks,
-            tokenizer,
-            prompts,
-            seed=config.seed,
-            top_ids=config.top_ids,
-            experts=experts,
-            readers=readers,
-        )
-        version, average = None, dict[str, Tensor]()
-    else:
-        stream = stream_kind.from_state(
-            learner.tasks,
-            tokenizer,
-            prompts,
-            seed=config.seed,
-            state=state.tasks,
-            top_ids=config.top_ids,
-            experts=experts,
-            readers=readers,
-        )
+    make_stream = stream_kind if state is None else partial(stream_kind.from_state, state=state.tasks)
+    stream = make_stream(
+        learner.tasks, tokenizer, prompts, seed=config.seed, top_ids=config.top_ids, experts=experts, readers=readers
+    )
+    version, average = None, dict[str, Tensor]()
+    if state is not None:
         restore_rng(state.rng)
         if mixer is not None:
             mixer.load_state(state.offline)
         version, average = state.version, state.ema
     eval_prompts = render_eval_sets(learner, prompts.evaluation, tokenizer, config.environments, readers)
-    return LearnerStart(tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
+    return LearnerStart(ctx, tokenizer, trainer, members, stream, eval_prompts, version, average, mixer)
 
 
 def first_version(
@@ -206,7 +313,6 @@ def first_version(
 
 
 def _make_parts(
-    ctx: RoleContext[LearnerRunConfig],
     start: LearnerStart,
     client: Client,
     version: WeightVersion,
@@ -215,22 +321,22 @@ def _make_parts(
     turn: Turn | None,
 ) -> LearnerParts:
     """The parts of the loop, which `stack` closes. Raises RecordError for a recording of another run."""
-    config, learner = ctx.config, ctx.config.learner
+    ctx, config, learner = start.ctx, start.ctx.config, start.ctx.config.learner
     parent = start.version or WeightVersion(0, 0)
     resume = version if version.epoch else None
     metrics, progress = open_reports(config, ctx.run_dir, step=version.step, resume=resume, parent=parent)
     stack.callback(metrics.close)
-    recorder = _make_recorder(ctx, start, metrics, resume, parent)
+    recorder = start.make_recorder(metrics, resume, parent)
     if recorder is not None:
         stack.callback(recorder.close)
-    publisher = stack.enter_context(_make_publisher(ctx, start, client, turn))
+    publisher = stack.enter_context(start.make_publisher(client, turn))
     file = AccountFile(ctx.run_dir, metrics.unwritten, resume=resume)
     account = AccountWriter(file, progress, publisher, ctx.run_dir / TENSORBOARD_FOLDER)
-    ema = _student_ema(ctx, start, client, account.average_failed)
+    ema = start.student_ema(client, account.average_failed)
     checkpoints = CheckpointWriter(
-        partial(_stage, ctx, start, ema, progress),
+        partial(start.stage, ema, progress),
         progress,
-        saved=partial(_saved, ctx, start, progress, account),
+        saved=partial(start.saved, progress, account),
         failed=account.write,
         keep_waiting=start.trainer.ranks.world_size == 1,
     )
@@ -240,7 +346,7 @@ def _make_parts(
         stream=start.stream,
         publisher=publisher,
         metrics=metrics,
-        make_evaluation=partial(_evaluation, ctx, start),
+        make_evaluation=start.evaluation,
         checkpoints=stack.enter_context(checkpoints),
         config=learner,
         version=version,
@@ -251,173 +357,12 @@ def _make_parts(
         ema=ema,
         mixer=start.mixer,
         recorder=recorder,
-        group_rewards=_group_rewards(ctx, start),
+        group_rewards=start.group_rewards(),
         fetch_ahead=config.buffer.max_staleness > 0,
         max_equal_batches=config.buffer.dynamic_sampling,
         forward=forward_flops(Path(config.models.student)),
         decode=lambda ids, special: str(start.tokenizer.decode(ids, skip_special_tokens=not special)),
         turns=LearnerTurns(turn, start.trainer, publisher) if turn is not None else None,
-    )
-
-
-def _stage(
-    ctx: RoleContext[LearnerRunConfig],
-    start: LearnerStart,
-    ema: StudentEma | None,
-    progress: LearnerProgress,
-    version: WeightVersion,
-    snapshot: Snapshot | None,
-) -> Write:
-    return stage_checkpoint(
-        ctx.run_dir / CHECKPOINTS,
-        version,
-        start.trainer,
-        start.tokenizer,
-        keep=ctx.config.learner.keep_checkpoints,
-        stream=start.stream,
-        mixer=start.mixer,
-        ema=ema,
-        ledger=snapshot.ledger if snapshot is not None else None,
-        metrics=progress.last,
-    )
-
-
-def _saved(
-    ctx: RoleContext[LearnerRunConfig],
-    start: LearnerStart,
-    progress: LearnerProgress,
-    account: AccountWriter,
-    version: WeightVersion,
-) -> None:
-    account.write()
-    if start.trainer.adapters is not None and version.step == ctx.config.steps:
-        _export(ctx, start, progress)
-
-
-def _evaluation(
-    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, version: WeightVersion, name: str
-) -> EvaluationRun:
-    learner = ctx.config.learner
-    return EvaluationRun(
-        learner.eval_tasks(name),
-        start.eval_prompts[name],
-        start.tokenizer,
-        version=version,
-        seed=ctx.config.seed,
-        plan=EvalPlan.of(learner, name),
-    )
-
-
-def _export(
-    ctx: RoleContext[LearnerRunConfig],
-    start: LearnerStart,
-    progress: LearnerProgress,
-) -> None:
-    """Write what the run leaves."""
-    from stillhouse.learner.export import export, from_checkpoint  # load peft
-
-    trainer, out = start.trainer, ctx.run_dir / EXPORT
-    assert trainer.adapters is not None and progress.checkpoint is not None
-    if trainer.ranks.world_size > 1:  # no process has the student in full
-        exported = from_checkpoint(progress.checkpoint, out, ctx.config.models.student)
-    else:
-        exported = export(trainer.adapters, start.tokenizer, out)
-    log.info("merged weights %s, adapters in peft's format %s", exported.merged, exported.adapter)
-
-
-def _make_publisher(
-    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: Client, turn: Turn | None
-) -> Publisher:
-    config, publish = ctx.config, ctx.config.weights
-
-    def post_plan(plan: WeightPlan) -> None:
-        client.send(PostWeightPlan(plan=plan))
-
-    def published(version: WeightVersion, _broadcast_s: float) -> None:
-        client.send(VersionPublished(version=version))
-
-    if config.buffer.max_staleness == 0:
-        publish = msgspec.structs.replace(publish, every_version=True)
-    members, model, canary = start.members, start.trainer.model, None
-    if members.kind != "engines" and members.check_by != "off":
-        n_vocab = vocab_tokens(start.tokenizer.get_vocab())
-        canary = LearnerCanary(
-            model,
-            vocab_tokens=n_vocab,
-            bfloat16=start.trainer.bfloat16,
-            sent=sent_dtype(publish.dtype, members.dtype),
-            logprobs=start.trainer.logprobs,
-        )
-    return Publisher(
-        publish,
-        snapshot_dir=ctx.run_dir / SNAPSHOTS,
-        post_plan=post_plan,
-        published=published,
-        expected_actors=config.actors,
-        device=model.device,
-        members=members,
-        canary=canary,
-        control_keys=run_server_keys(ctx.run_dir, "learner", ("actor",)),
-        staging=start.trainer.ranks.staging,
-        turn=turn,
-    )
-
-
-def _group_rewards(ctx: RoleContext[LearnerRunConfig], start: LearnerStart) -> GroupRewards | None:
-    path = ctx.config.learner.tasks.group_reward
-    if not path:
-        return None
-
-    def decode(token_ids: list[int]) -> str:
-        return str(start.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    return GroupRewards(path, start.stream.row, decode, ctx.config.buffer.reward_limit)
-
-
-def _student_ema(
-    ctx: RoleContext[LearnerRunConfig], start: LearnerStart, client: Client, failed: Callable[[str], None]
-) -> StudentEma | None:
-    config = ctx.config.learner.ema
-    if not config.decay:
-        return None
-
-    def send(ref: WeightsRef) -> None:
-        client.send(TeacherWeights(pool=config.pool, weights=ref))
-
-    ema = StudentEma(config, start.trainer.weights(), folder=ctx.run_dir / TEACHER_SNAPSHOTS, send=send, failed=failed)
-    if start.version is not None:
-        ema.load_state_dict(start.average)
-    return ema
-
-
-def _make_recorder(
-    ctx: RoleContext[LearnerRunConfig],
-    start: LearnerStart,
-    metrics: MetricsWriter,
-    resume: WeightVersion | None,
-    parent: WeightVersion,
-) -> BatchRecorder | None:
-    """Raises RecordError for the file of another run."""
-    config, learner = ctx.config, ctx.config.learner
-    if not learner.record:
-        return None
-    plain = cast(dict[str, Any], msgspec.to_builtins(config))
-    header = RecordHeader(
-        format=FORMAT,
-        run=ctx.run_dir.name,
-        vocab_fingerprint=start.fingerprint,
-        writer="teacher" if _teacher_writes(config) else "student",
-        config_digest=config_digest(plain),
-        config=plain,
-    )
-    return BatchRecorder(
-        Path(learner.record).expanduser(),
-        header,
-        metrics.unwritten,
-        resume=resume,
-        parent=parent,
-        max_bytes=learner.record_max_bytes,
-        as_read=start.stream.as_read if isinstance(start.stream, WrittenStream) else None,
     )
 
 

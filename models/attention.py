@@ -139,10 +139,6 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
 def computed_in(tensor: Tensor) -> torch.dtype:
     """The dtype of products with this tensor: autocast's where it is on (it does not change float64)."""
     kind = tensor.device.type
-    if tensor.dtype == torch.float64 or not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return tensor.dtype
-    return torch.get_autocast_dtype(kind)
-
-
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)  # pyright: ignore[reportPrivateImportUsage]
+    known = torch.amp.is_autocast_available(kind)  # pyright: ignore[reportPrivateImportUsage]
+    on = tensor.dtype != torch.float64 and known and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else tensor.dtype

@@ -82,7 +82,7 @@ def load_causal_lm(
     """
     name = resolve_path(path)
     config = load_config(name)
-    torch_dtype = _torch_dtype(dtype)
+    torch_dtype: torch.dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     implementation = IMPLEMENTATIONS[attention]
     if implementation not in ALL_ATTENTION_FUNCTIONS:
         raise ModelError(
@@ -302,17 +302,6 @@ def _check_embeddings(name: str, model: PreTrainedModel) -> None:
             f"{name!r}: its tokenizer has id {largest} ({token!r}), its embedding only {rows} rows; the tokenizer "
             "belongs to another model, or resize_token_embeddings was forgotten"
         )
-
-
-def _torch_dtype(dtype: Dtype | torch.dtype) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    return {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-        "float64": torch.float64,
-    }[dtype]
 
 
 def _flat_names(mapping: Any) -> set[str]:

@@ -43,17 +43,14 @@ def expert_shape(model: PreTrainedModel) -> ExpertShape:
             f"model_type {model.config.model_type!r} has topk_method = group_limited_greedy: gate weights of experts "
             "in groups that it left out would be 0; expected learner.routing_replay = false"
         )
-    routed = tuple(i for i, layer in enumerate(layers(model)) if _has_experts(layer, experts))
+    shapes = ([p.shape for p in layer.parameters() if p.ndim == 3] for layer in layers(model))
+    routed = tuple(i for i, of_layer in enumerate(shapes) if any(shape[0] == experts for shape in of_layer))
     if not (routed and 0 < chosen <= experts):
         raise RoutingError(
             f"model_type {model.config.model_type!r} has {experts} experts, of which a token uses {chosen}, in "
             f"{len(routed)} layers; expected a mixture of experts, or learner.routing_replay = false"
         )
     return ExpertShape(routed, experts, chosen)
-
-
-def _has_experts(layer: torch.nn.Module, experts: int) -> bool:
-    return any(p.ndim == 3 and p.shape[0] == experts for p in layer.parameters())
 
 
 class _Pass(Protocol):

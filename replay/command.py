@@ -32,15 +32,7 @@ from stillhouse.learner.run_config import pools_with_heads
 from stillhouse.protocol.settings import members_of
 from stillhouse.recording.format import RecordError, RecordHeader
 from stillhouse.recording.reader import Recording
-from stillhouse.replay.plan import (
-    ORDERS,
-    Order,
-    ReplayPlan,
-    check_asked,
-    check_config,
-    check_file,
-    read_plan,
-)
+from stillhouse.replay.plan import ORDERS, Order, ReplayPlan, check_asked, check_config, check_file, read_plan
 
 USAGE: Final = """\
 usage: stillhouse replay FILE [--objective NAME] [--epochs N] [--order recorded|shuffled] [--run-dir DIR]
@@ -86,18 +78,10 @@ def main(arguments: Sequence[str]) -> int:
             config, plan = prepare(asked, recording) if folder is None else prepare_resumed(asked, recording, folder)
             for note in notes(recording):
                 print(f"stillhouse: {note}", file=sys.stderr)
-            from stillhouse.replay import (
-                run as replaying,  # imports torch: errors above are reported without that delay
-            )
+            from stillhouse.replay import run as replaying  # imports torch: errors above are told without that delay
 
-            return replaying.train(
-                recording,
-                config,
-                plan,
-                run_dir=folder or asked.line.run_dir,
-                name=asked.line.name,
-                resume=folder is not None,
-            )
+            resume, run_dir = folder is not None, folder or asked.line.run_dir
+            return replaying.train(recording, config, plan, run_dir=run_dir, name=asked.line.name, resume=resume)
     except (LaunchError, RecordError) as error:
         return refuse(error)
     except KeyboardInterrupt:
@@ -137,12 +121,8 @@ def parse(arguments: Sequence[str]) -> ReplayArguments:
         mistakes.append(f"--order: got {order!r}, expected one of {', '.join(ORDERS)}")
     if mistakes:
         raise ConfigError(*mistakes)
-    return ReplayArguments(
-        file=Path(cast(str, file)).expanduser(),
-        epochs=epochs,
-        order=cast(Order | None, order),
-        line=line,
-    )
+    path = Path(cast(str, file)).expanduser()
+    return ReplayArguments(file=path, epochs=epochs, order=cast(Order | None, order), line=line)
 
 
 def prepare(asked: ReplayArguments, recording: Recording) -> tuple[RunConfig, ReplayPlan]:
@@ -205,7 +185,7 @@ def notes(recording: Recording) -> list[str]:
         texts.append(f"{recording.missing} steps are missing: the disk was full or learner.record_max_bytes reached")
     if recording.first_step:
         texts.append(f"it begins at step {recording.first_step}; --student can name the checkpoint of that step")
-    if _average(recording.header).get("decay"):
+    if get(recording.header.config, "learner.ema.decay"):
         texts.append("its teachers were the student's moving average; evaluations compare with their first model")
     return [f"{recording.path}: {text}" for text in texts]
 
@@ -272,7 +252,3 @@ def _base(header: RecordHeader) -> Plain:
         "pools": pools,
     }
     return merge(off_policy, here)
-
-
-def _average(header: RecordHeader) -> dict[str, Any]:
-    return cast(dict[str, dict[str, Any]], header.config).get("learner", {}).get("ema", {})

@@ -6,7 +6,6 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self
@@ -98,7 +97,8 @@ def train(
     recording.expect_top_k(config.learner.objective.needs_top_k_for)
     try:
         found = checkpoint_to_resume(run_dir) if resume and run_dir is not None else None
-        trainer, state = first_trainer(config, found.path if found else None, vocab_tokens=_vocab(tokenizer))
+        n_vocab = vocab_tokens(tokenizer.get_vocab())
+        trainer, state = first_trainer(config, found.path if found else None, vocab_tokens=n_vocab)
     except CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     done = trainer.steps_done
@@ -118,15 +118,16 @@ def train(
             said.stepped(step, progress, epoch)
             _raise_if_asked(stop)
 
-        def saved(_: WeightVersion) -> None:
-            account.write()
+        def stage(version: WeightVersion, _: Snapshot | None) -> Write:
+            root, keep = folder.path / CHECKPOINTS, config.learner.keep_checkpoints
+            return stage_checkpoint(root, version, trainer, tokenizer, keep=keep, metrics=progress.last)
 
-        stage = partial(_stage, config, tokenizer, trainer, folder, progress)
+        writer = CheckpointWriter(stage, progress, saved=lambda _: account.write())
         replay = Replay(
             TrainingParts(
                 trainer=trainer,
                 metrics=metrics,
-                checkpoints=stack.enter_context(CheckpointWriter(stage, progress, saved=saved)),
+                checkpoints=stack.enter_context(writer),
                 config=config.learner,
                 version=WeightVersion(0, done),
                 steps=config.steps,
@@ -156,19 +157,6 @@ def _run(replay: Replay, account: _Account, stop: StopRequests) -> int:
         raise
     account.end(code, reason)
     return code
-
-
-def _stage(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    trainer: Trainer,
-    folder: RunFolder,
-    progress: LearnerProgress,
-    version: WeightVersion,
-    _snapshot: Snapshot | None,
-) -> Write:
-    root, keep = folder.path / CHECKPOINTS, config.learner.keep_checkpoints
-    return stage_checkpoint(root, version, trainer, tokenizer, keep=keep, metrics=progress.last)
 
 
 def _evaluations(
@@ -246,10 +234,6 @@ def _begin(recording: Recording, config: RunConfig, folder: RunFolder, plan: Rep
         f"{config.models.student}, divergence {objective.divergence.name}{own}, importance "
         f"{objective.importance.name}, lr {learner.lr:g}, {config.steps} steps; all of it in {folder.path}"
     )
-
-
-def _vocab(tokenizer: PreTrainedTokenizerBase) -> int:
-    return vocab_tokens(tokenizer.get_vocab())
 
 
 def _say(text: str) -> None:

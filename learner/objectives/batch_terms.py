@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,9 +31,12 @@ from stillhouse.learner.objectives.losses import Objective
 from stillhouse.learner.objectives.turns import batch_rewards, batch_turns
 from stillhouse.learner.turns import sampled_mask
 
+LEAST_SCALE: Final = 1e-3
+
 
 def cost_scales(items: Sequence[TrainItem], divergences: Divergences) -> Tensor:
-    """[R] float64: the scale of each rollout's domain; 1 for a domain without a scored token."""
+    """[R] float64: the root mean square of the cost in each rollout's domain, at least LEAST_SCALE; 1 for a domain
+    without a scored token. Of the whole batch, never of a microbatch."""
     domains = {tag: d for d, tag in enumerate(dict.fromkeys(train_item.item.tag for train_item in items))}
     squares_D = torch.zeros(len(domains), dtype=torch.float64)
     tokens_D = torch.zeros(len(domains), dtype=torch.int64)
@@ -43,10 +47,11 @@ def cost_scales(items: Sequence[TrainItem], divergences: Divergences) -> Tensor:
         behaviour_N = torch.from_numpy(train_item.behaviour_L[trained_L]).double()
         teacher_MN = torch.from_numpy(train_item.teacher_ML[:, trained_L]).double()
         cost_N = divergences.costs(behaviour_N, behaviour_N, teacher_MN, train_item.item.teachers).sum(dim=0)
-        domain_N = torch.full((len(cost_N),), domains[train_item.item.tag])
-        squares, tokens = domain_sums(cost_N, domain_N, len(domains))
-        squares_D, tokens_D = squares_D + squares, tokens_D + tokens
-    scale_D = domain_scales(squares_D, tokens_D)
+        domain = domains[train_item.item.tag]
+        squares_D += torch.zeros_like(squares_D).index_add_(0, torch.full((len(cost_N),), domain), cost_N.square())
+        tokens_D[domain] += len(cost_N)
+    rms_D = (squares_D / tokens_D.clamp(min=1)).sqrt().clamp(min=LEAST_SCALE)
+    scale_D = torch.where(tokens_D > 0, rms_D, 1.0)
     return scale_D[[domains[train_item.item.tag] for train_item in items]]
 
 
@@ -75,19 +80,6 @@ def teacher_scales(items: Sequence[TrainItem], share_N: Tensor) -> dict[str, flo
         for name in train_item.item.teachers if weight else ():
             totals[name] = totals.get(name, 0.0) + weight
     return {name: sum(totals.values()) / len(totals) / total for name, total in totals.items()}
-
-
-def domain_sums(cost_N: Tensor, domain_N: Tensor, n_domains: int) -> tuple[Tensor, Tensor]:
-    """(sum of squared costs [D], tokens [D]), float64. Both can be added up over microbatches."""
-    squares_D = cost_N.new_zeros(n_domains, dtype=torch.float64).index_add_(0, domain_N, cost_N.double().square())
-    return squares_D, torch.bincount(domain_N, minlength=n_domains)
-
-
-def domain_scales(squares_D: Tensor, tokens_D: Tensor, *, floor: float = 1e-3) -> Tensor:
-    """[D] root mean square of the cost per domain, at least `floor`; 1 where a domain has no token. It must
-    be computed from the whole batch, never from a microbatch."""
-    rms_D = (squares_D / tokens_D.clamp(min=1)).sqrt().clamp(min=floor)
-    return torch.where(tokens_D > 0, rms_D, 1.0)
 
 
 @dataclass(frozen=True)

@@ -369,7 +369,8 @@ def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
     """Raises ValueError for an objective that needs log-probs which a recording of given text does not have: nobody
     knows with which probability its tokens were sampled."""
     unweighted = objective.importance.name == "none" == objective.rejection.name
-    if writer != "data" or (unweighted and _reads_no_sample(objective)):
+    no_sample = all(one.name == "seq_kd" or compares_distributions(one) for one in objective.divergences)
+    if writer != "data" or (unweighted and no_sample):
         return
     raise ValueError(
         f"{file} is text that was there already, so the probability with which it was sampled is not known: got "
@@ -377,10 +378,6 @@ def check_given(writer: str, file: str, objective: ObjectiveConfig) -> None:
         "or a divergence between distributions (forward_kl, ...) on a file written with teacher.top_k, and "
         "importance = none"
     )
-
-
-def _reads_no_sample(objective: ObjectiveConfig) -> bool:
-    return all(one.name == "seq_kd" or compares_distributions(one) for one in objective.divergences)
 
 
 class OfflineConfig(Settings, frozen=True, kw_only=True):

@@ -235,11 +235,12 @@ def _record(
         raise RowError(f"{where()}: {_no_prompt(list(given()))}")
     if prompt is not None and not prompt.strip():
         raise RowError(f"{where()}: 'prompt' is blank; expected text for the student to continue or answer")
+    names = (fields.tag, fields.env, fields.domain, fields.data_source)
     return PromptRecord(
         row=row,
         prompt=prompt,
         messages=turns,
-        tag=fields.tag or fields.env or _first_text(fields.domain, fields.data_source),
+        tag=next((name for name in names if isinstance(name, str) and name), ""),
         ground_truth=_as_text(_ground_truth(fields)),
         hint=fields.hint,
         env=fields.env or "",
@@ -278,10 +279,6 @@ def _with_answer(
             "the assistant, or 'text' (a document)"
         )
     return None, turns, None
-
-
-def _first_text(*values: Any) -> str:
-    return next((value for value in values if isinstance(value, str) and value), "")
 
 
 def _ground_truth(fields: _Fields) -> Any:

@@ -38,7 +38,7 @@ from stillhouse.learner.reports.settings import Setting
 from stillhouse.learner.reports.trackers.feed import Trackers
 from stillhouse.learner.reports.wait_clock import WaitReport
 from stillhouse.protocol.atomic_file import not_a_link
-from stillhouse.protocol.messages import LedgerCounts, Snapshot, WeightVersion
+from stillhouse.protocol.messages import Snapshot, WeightVersion
 from stillhouse.recording.append_file import AppendFile, Unwritten
 from stillhouse.recording.format import Branches
 
@@ -126,7 +126,8 @@ class MetricsWriter:
         scalars = {
             **{f"train/{name}": value for name, value in train.items()},
             **_staleness_scalars(staleness),
-            **_wait_scalars(waits),
+            **{"time/step_s": waits.wall_s, "time/busy_s": waits.busy_s},
+            **{f"wait/{cause}_s": wait_s for cause, wait_s in waits.wait_s.items()},
             **(self._buffer_scalars(snapshot) if snapshot is not None else {}),
             **{f"tasks/dropped_{reason}_total": n for reason, n in tasks_dropped.items()},
             **{f"weights/{name}": value for name, value in weights.items()},
@@ -184,10 +185,13 @@ class MetricsWriter:
 
     def _buffer_scalars(self, snapshot: Snapshot) -> dict[str, float]:
         self._rates.update(snapshot)
+        tokens = snapshot.ledger.tokens
         return {
             **{f"rate/{role}_tokens_per_s": rate for role, rate in self._rates.tokens_per_s.items()},
             **{f"queue/{name}": depth for name, depth in snapshot.queues.items()},
-            **_ledger_scalars(snapshot.ledger.tokens),
+            **{"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained},
+            **{f"masked/{reason}_total": n for reason, n in tokens.masked.items()},
+            **{f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()},
             **{f"failed_rollouts/{each.reason}_total": each.n for each in snapshot.failures},
         }
 
@@ -297,19 +301,6 @@ def _staleness_scalars(tokens_by_distance: Mapping[int, int]) -> dict[str, float
         return {}
     mean, largest = staleness_of(tokens_by_distance)
     return {"staleness/mean": mean, "staleness/max": largest}
-
-
-def _wait_scalars(waits: WaitReport) -> dict[str, float]:
-    scalars: dict[str, float] = {"time/step_s": waits.wall_s, "time/busy_s": waits.busy_s}
-    scalars.update({f"wait/{cause}_s": wait_s for cause, wait_s in waits.wait_s.items()})
-    return scalars
-
-
-def _ledger_scalars(tokens: LedgerCounts) -> dict[str, float]:
-    scalars: dict[str, float] = {"tokens/accepted_total": tokens.accepted, "tokens/trained_total": tokens.trained}
-    scalars.update({f"masked/{reason}_total": n for reason, n in tokens.masked.items()})
-    scalars.update({f"dropped/{reason}_total": n for reason, n in tokens.dropped.items()})
-    return scalars
 
 
 def _samples_table(samples: tuple[EvalSample, ...]) -> str:

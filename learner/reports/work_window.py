@@ -151,7 +151,10 @@ class WorkWindow:
         if len(self._samples) < 2:
             return None
         first, last, samples = self._samples[0], self._samples[-1], list(self._samples)[1:]
-        added = {name: _less(totals, first.totals.get(name)) for name, totals in last.totals.items()}
+        added = {
+            worker: {name: n - first.totals.get(worker, {}).get(name, 0.0) for name, n in totals.items()}
+            for worker, totals in last.totals.items()
+        }
         backlog = [sum(sample.queues.values()) for sample in samples]
         under_way = sum(sample.gauges.get("rollouts_in_hand", 0.0) for sample in samples)
         awaiting = sum(sample.gauges.get("waiting_for_weights", 0.0) for sample in samples)
@@ -204,10 +207,6 @@ class WorkWindow:
         for total in ADDED:
             self._totals[name][total] += stats.get(total, 0.0) - before.get(total, 0.0)
         self._before[name] = stats
-
-
-def _less(now: Mapping[str, float], before: Mapping[str, float] | None) -> dict[str, float]:
-    return {name: value - (before[name] if before is not None else 0.0) for name, value in now.items()}
 
 
 def _sum(added: list[dict[str, float]], name: str) -> float:

@@ -36,7 +36,12 @@ def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[
     all of them if only their sum is not finite."""
     masked: set[str] = set()
     while True:
-        left = [_as_context(train_item) if train_item.item.rollout_id in masked else train_item for train_item in items]
+        left = [
+            dataclasses.replace(one, train_mask_L=np.zeros_like(one.train_mask_L))
+            if one.item.rollout_id in masked
+            else one
+            for one in items
+        ]
         if masked and not any(train_item.n_trained for train_item in left):
             trainer.skip()
             return StepOutcome(None, _in_order(items, masked))
@@ -47,10 +52,6 @@ def finite_step(trainer: Trainer, items: Sequence[TrainItem], offline: Sequence[
             log.error("left out of step %d: %s", trainer.steps_done + 1, error)
             culprits = set(error.rollout_ids) - masked
             masked |= culprits or {train_item.item.rollout_id for train_item in (*items, *offline)}
-
-
-def _as_context(train_item: TrainItem) -> TrainItem:
-    return dataclasses.replace(train_item, train_mask_L=np.zeros_like(train_item.train_mask_L))
 
 
 def _in_order(items: Sequence[TrainItem], masked: Collection[str]) -> tuple[str, ...]:

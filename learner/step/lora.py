@@ -112,7 +112,7 @@ class Adapters:
             if ".lora_" in name:
                 continue
             layer_name, in_adapted, leaf = name.rpartition(f"{_BASE_LAYER}.")
-            if is_quantised(parameter):
+            if hasattr(parameter, "quant_state"):  # kept in 4 bits
                 layer = self._layers[layer_name] if in_adapted else None
                 outline = torch.empty(parameter.quant_state.shape, dtype=torch.float32, device="meta")
                 own = name.replace(f"{_BASE_LAYER}.", ".")
@@ -201,10 +201,6 @@ def fingerprint(model: PreTrainedModel) -> str:
         value = hashlib.sha256(of_bytes).hexdigest()[:16]
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {value}\n".encode())
     return digest.hexdigest()
-
-
-def is_quantised(parameter: Tensor) -> bool:
-    return hasattr(parameter, "quant_state")
 
 
 @torch.no_grad()

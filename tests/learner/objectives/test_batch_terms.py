@@ -12,124 +12,15 @@ import pytest
 import torch
 
 from stillhouse.learner.batch import TrainItem
-from stillhouse.learner.objectives.advantages import whitened
 from stillhouse.learner.objectives.batch_terms import cost_scales, prefix_weights
 from stillhouse.learner.objectives.divergences import Divergence, Divergences
-from stillhouse.learner.objectives.losses import (
-    AggregationFn,
-    AggregationOptions,
-    TokenInputs,
-    constant,
-    make_objective,
-    sequence_mean,
-    token_loss,
-    token_mean,
-    total_cost,
-)
 from stillhouse.learner.objectives.sampled import k1, k3
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.protocol.messages import Branch
 from tests.learner.conftest import make_item, remade, tiny_student
-from tests.learner.settings import learner_config, objective_config
+from tests.learner.settings import learner_config
 from tests.learner.step.gradients import assert_close, of_loss, step_gradients
-
-OPTIONS = AggregationOptions(max_new_tokens=9)
-
-
-def test_token_without_a_teacher_has_the_reward_alone_and_in_pure_mode_nothing() -> None:
-    cost_MN, routed_MN = torch.full((2, 2), math.nan), torch.zeros((2, 2)).bool()
-    assert total_cost(cost_MN, routed_MN, torch.ones(2)).tolist() == [0.0, 0.0]
-    no_teachers = torch.zeros((0, 2))
-    assert total_cost(no_teachers, no_teachers.bool(), torch.zeros(0)).tolist() == [0.0, 0.0]
-
-
-def test_coefficient_keeps_its_meaning_whatever_the_spread_of_the_rewards() -> None:
-    """Whitening behind the subtraction would divide the divergence by the spread of the rewards, too."""
-    random = np.random.default_rng(0)
-    cost_N = torch.tensor(random.normal(0.5, 1.0, 200))
-    raw_N = torch.tensor(random.normal(size=200))
-    routed_MN, coef_M = torch.ones((1, 200)).bool(), torch.tensor([0.3], dtype=torch.float64)
-
-    def share_of_the_divergence(scale: float) -> float:
-        """d(advantage) / d(cost): what one more nat of cost takes away."""
-        cost_MN = cost_N[None].clone().requires_grad_()
-        reward_N = whitened(raw_N * scale)
-        (reward_N - total_cost(cost_MN, routed_MN, coef_M))[0].backward()
-        assert cost_MN.grad is not None
-        return float(cost_MN.grad[0, 0])
-
-    assert share_of_the_divergence(1.0) == share_of_the_divergence(1000.0) == -0.3
-    one_more_N = cost_N.clone()
-    one_more_N[0] += 1.0
-    behind = [
-        float((whitened(raw_N * scale - 0.3 * one_more_N) - whitened(raw_N * scale - 0.3 * cost_N))[0])
-        for scale in (1.0, 1000.0)
-    ]
-    assert -0.4 < behind[0] < -0.2 and -0.001 < behind[1] < 0.0
-
-
-def test_the_constant_divisor_knows_rollouts_and_their_limit_only() -> None:
-    for tokens_R in (torch.tensor([2, 0, 6]), torch.tensor([9, 0, 1])):
-        shares = constant(tokens_R, OPTIONS)
-        assert (shares.share_R.tolist(), shares.divisor) == ([1.0, 1.0, 1.0], 2 * 9)
-
-
-@pytest.mark.parametrize("aggregation", [token_mean, sequence_mean, constant])
-@pytest.mark.parametrize("kl_student", ["current", "behaviour"])
-def test_mixed_loss_and_gradient_equal_a_loop_over_rollouts_and_tokens(
-    aggregation: AggregationFn, kl_student: Any
-) -> None:
-    """Two teachers, rewards, k3, PPO's clip, all aggregations: one sum after the other in Python floats."""
-    config = objective_config(
-        divergence=("k3", {"kl_student": kl_student}), importance=("ppo", {"low": 0.8, "high": 1.28})
-    )
-    random = np.random.default_rng(3)
-    lengths = [4, 1, 7]
-    sequence_N = torch.tensor([r for r, n in enumerate(lengths) for _ in range(n)])
-    n = len(sequence_N)
-    student_N, behaviour_N = (torch.tensor(-random.exponential(size=n)) for _ in range(2))
-    behaviour_N = student_N + 0.3 * (behaviour_N - student_N)
-    teacher_MN, routed_MN = torch.tensor(-random.exponential(size=(2, n))), torch.tensor(random.random((2, n)) < 0.6)
-    reward_R, coefs = random.normal(size=3), [0.4, 1.5]
-    tokens_R = torch.tensor(lengths)
-    shares = aggregation(tokens_R, OPTIONS)
-    student_N.requires_grad_()
-    inputs = TokenInputs(
-        behaviour_N,
-        teacher_MN,
-        routed_MN,
-        teachers=("math", "style"),
-        coef_M=torch.tensor(coefs, dtype=torch.float64),
-        reward_advantage_N=torch.tensor(reward_R)[sequence_N],
-        share_N=shares.share_R[sequence_N],
-        sequence_N=sequence_N,
-        n_sequences=3,
-    )
-    terms = token_loss(student_N, inputs, make_objective(config, max_new_tokens=9), shares.divisor)
-    terms.loss.backward()
-    losses, gradient = [], []
-    for t in range(n):
-        s, mu = float(student_N.detach()[t]), float(behaviour_N[t])
-        advantage = float(reward_R[sequence_N[t]])
-        for m in range(2):
-            if routed_MN[m, t]:
-                compared = s if kl_student == "current" else mu
-                advantage -= coefs[m] * (1 - math.exp(float(teacher_MN[m, t]) - compared))
-        r = math.exp(s - mu)
-        weight = 0.0 if (advantage > 0 and r > 1.28) or (advantage < 0 and r < 0.8) else r
-        expected: dict[AggregationFn, float] = {
-            token_mean: 1 / n,
-            sequence_mean: 1 / lengths[int(sequence_N[t])] / len(lengths),
-            constant: 1 / (len(lengths) * OPTIONS.max_new_tokens),
-        }
-        share = expected[aggregation]
-        losses.append(-weight * advantage * s * share)
-        gradient.append(-weight * advantage * share)
-    assert terms.loss.item() == pytest.approx(sum(losses), rel=1e-6)
-    assert student_N.grad is not None
-    np.testing.assert_allclose(student_N.grad.numpy(), gradient, rtol=1e-6)
-    assert 0.0 in gradient
 
 
 def batch() -> list[TrainItem]:

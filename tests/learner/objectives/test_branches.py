@@ -1,5 +1,5 @@
 """On a rollout that branches, what depends on other tokens of it follows the path that the token was read on: against
-recursions over parents, on random trees, in float64. (`context_cap`: tests/learner/step/test_top_k_step.py.)"""
+recursions over parents, on random trees, in float64. (`context_cap`: tests/learner/step/test_teacher_payloads.py.)"""
 
 from __future__ import annotations
 

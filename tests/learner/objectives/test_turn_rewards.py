@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from stillhouse.learner.objectives.advantages import gae
 from stillhouse.learner.objectives.batch_terms import BatchTerms, batch_terms
 from stillhouse.learner.objectives.losses import make_objective
 from stillhouse.protocol.messages import TurnReward
+from tests.learner.conftest import remade
 from tests.learner.objectives.test_turns import rollout, slow_turns
 from tests.learner.settings import objective_config
 
@@ -38,12 +38,8 @@ def batch(*, final: bool = True) -> list[TrainItem]:
     for name, fields in shapes.items():
         plain = rollout(name, reward=WHOLE.get(name), final=final, **fields)
         parts = tuple(TurnReward(end, reward) for end, reward in PARTS.get(name, {}).items())
-        items.append(TrainItem(msgspec.structs.replace(plain.item, turn_rewards=parts), *_frames(plain)))
+        items.append(remade(plain, turn_rewards=parts))
     return items
-
-
-def _frames(train_item: TrainItem) -> Sequence[Any]:
-    return train_item.tokens_L, train_item.behaviour_L, train_item.train_mask_L, train_item.teacher_ML
 
 
 PARTS: Rewards = {"a": {3: 0.5, 8: -1.0}, "b": {4: 1.0, 9: 0.25}, "c": {2: 2.0, 8: 0.5}, "d": {2: 0.75}, "g": {2: 1.0}}
@@ -121,7 +117,7 @@ def test_gae_pays_a_turn_s_reward_at_its_last_trained_token() -> None:
 
 def test_what_advantages_of_rollouts_see_is_the_sum() -> None:
     items = batch()
-    plain = [TrainItem(msgspec.structs.replace(i.item, turn_rewards=()), *_frames(i)) for i in items]
+    plain = [remade(one, turn_rewards=()) for one in items]
     for advantage in ("grpo", "reinforce_pp"):
         one, other = terms(items, advantage), terms(plain, advantage)
         assert torch.equal(one.reward_advantage_N, other.reward_advantage_N)

@@ -28,7 +28,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "divergence": ("k1", {"baseline": "expected_cost"}),
         "importance": "sequence",
     },
-    "several updates": {"updates_per_batch": 3, "importance": "decoupled"},
+    "several updates": {"updates_per_batch": 2, "importance": "decoupled"},
     "ratios of whole rollouts": {"importance": "gspo", "advantage": "grpo"},
     "distributions": {"divergence": "reverse_kl"},
     "distributions, context weighted": {"divergence": ("jsd", {"context_cap": 2.0})},

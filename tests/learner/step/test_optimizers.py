@@ -4,8 +4,10 @@ go on from a checkpoint to the bit."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +228,54 @@ def test_every_built_in_name_is_a_function_and_on_the_page() -> None:
     for name in OPTIMIZERS.built_in:
         assert callable(OPTIMIZER.load(OPTIMIZER.make(name)).function) and f"`{name}`" in page
     assert f"`{OPTIMIZERS.entry_points}`" in page
+
+
+def test_warm_up_then_cosine_down_to_the_floor() -> None:
+    config = LearnerConfig(lr=2.0, warmup_steps=4, min_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 24) for step in range(30)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert all(a > b for a, b in itertools.pairwise(rates[3:24]))
+    assert rates[13] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[23:] == [pytest.approx(0.2)] * 7
+
+
+def test_constant_schedule_and_no_warm_up() -> None:
+    config = LearnerConfig(lr=3.0, warmup_steps=0, schedule="constant")
+    assert {learning_rate(config, step, 5) for step in range(9)} == {3.0}
+    assert learning_rate(LearnerConfig(lr=3.0, warmup_steps=10), 9, 5) == 3.0
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    model = tiny_student()
+    decayed, kept = make_optimizer(model, LearnerConfig(weight_decay=0.1)).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
+    assert all("norm" in names[id(p)] for p in kept["params"])
+    assert not any("norm" in names[id(p)] for p in decayed["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(names)
+
+
+def test_state_before_the_first_step_is_empty_and_loads() -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=6)
+    state = trainer.state_dict()
+    assert not state.tensors and len(state.never_stepped) == len(list(trainer.model.parameters()))
+    trainer.load_state_dict(state)
+    assert trainer.steps_done == 0
+
+
+@pytest.mark.parametrize("spoil", ["missing", "unknown", "shape"])
+def test_state_of_another_model_is_refused_and_nothing_changes(spoil: str) -> None:
+    trainer = Trainer(tiny_student(), LearnerConfig(), total_steps=6)
+    trainer.step([make_item("a", [0, 1, 1])])
+    state = trainer.state_dict()
+    tensors: dict[str, Any] = dict(state.tensors)
+    name = "exp_avg/model.norm.weight"
+    if spoil == "unknown":
+        tensors["exp_avg/other"] = tensors[name]
+    elif spoil == "shape":
+        tensors[name] = tensors[name][:-1]
+    else:
+        del tensors[name]
+    with pytest.raises(ValueError, match="belongs to another architecture"):
+        trainer.load_state_dict(replace(state, tensors=tensors, steps_done=9))
+    assert trainer.steps_done == 1

@@ -1,11 +1,12 @@
-"""Divergences between distributions in the loss of a step (`make_step_loss` on a head and hidden states): against
-float64 loops over the vocabulary, by central differences, by autograd, and in memory."""
+"""The loss of a step (`make_step_loss` on a head and hidden states): divergences between distributions where numbers
+are at their limits, in memory, and for numbers that cannot be; the entropy bonus against autograd through all
+logits."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,131 +16,59 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stillhouse.learner.batch import Microbatch
-from stillhouse.learner.objectives.config import ObjectiveConfig
 from stillhouse.learner.objectives.distributions import log_tail
-from stillhouse.learner.objectives.losses import TokenInputs
-from stillhouse.learner.objectives.registry import DISTRIBUTION_DIVERGENCES, DIVERGENCE
-from stillhouse.learner.step.step_loss import make_step_loss
+from stillhouse.learner.step.step_loss import MicrobatchTerms, make_step_loss
 from stillhouse.models.logprobs import LmHead
 from stillhouse.protocol.payloads.top_k import TopRows
+from tests.learner.objectives.test_losses import token_inputs
+from tests.learner.settings import objective_config
 
-T, H, V, K = 5, 4, 9, 3
-OPTIONS: dict[str, dict[str, Any]] = {"mixed": {"weight": 0.3}, "jsd": {"beta": 0.2}}
-NAMES = [name for name in DISTRIBUTION_DIVERGENCES.built_in if name != "multi_sample"]  # test_multi_sample
+T, H, V, DIVISOR = 5, 4, 9, 7
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-class Got(NamedTuple):
-    loss: Tensor
-    divergence_T: Tensor
-
-
-def _divergence(
-    head: LmHead,
-    hidden_TH: Tensor,
-    top: TopRows,
-    weight_T: Tensor,
-    name: str,
-    *,
-    chunk_tokens: int = 1024,
-    vocab_tokens: int | None = None,
-    **options: Any,
-) -> Got:
-    """sum_t weight_t * D_t as a step computes it, for one teacher that scores every token and no reward."""
-    n, rows = len(hidden_TH), len(head.weight_VH)
-    step_loss = make_step_loss(
-        ObjectiveConfig(divergence=DIVERGENCE.make(name, **options)),
-        max_new_tokens=1,
-        chunk_tokens=chunk_tokens,
-        vocab_tokens=rows if vocab_tokens is None else vocab_tokens,
-        rows=rows,
-        seed=0,
-    )
-    zero_N = hidden_TH.new_zeros(n)
-    inputs = TokenInputs(
-        behaviour_N=zero_N,
-        teacher_MN=zero_N[None],
-        routed_MN=torch.full((1, n), len(top.counts_R) > 0),
-        teachers=("default",),
-        coef_M=hidden_TH.new_ones(1),
-        reward_advantage_N=zero_N,
-        share_N=weight_T,
-        sequence_N=torch.zeros(n, dtype=torch.int64),
-        n_sequences=1,
-    )
-    nothing = np.zeros(0, np.int64)
-    microbatch = Microbatch(
-        ids_T=nothing,
-        lengths=(),
-        predictor_N=nothing,
-        target_N=nothing,
-        behaviour_N=np.zeros(0, np.float32),
-        teacher_MN=np.zeros((1, n), np.float32),
-        routed_MN=np.full((1, n), len(top.counts_R) > 0),
-        item_N=nothing,
-        token_N=nothing,
-        before_N=nothing,
-        top=(top,),
-    )
-    terms = step_loss(head, hidden_TH, torch.zeros(n, dtype=torch.int64), inputs, microbatch, 1)
-    return Got(terms.loss, terms.terms.divergence_MN.sum(dim=0))
-
-
-def _top_k(logprobs_TV: Tensor, counts: list[int] | None = None) -> TopRows:
-    """The K likeliest of each row, or as many as `counts` says; V of them leave no tail. The ids behind them are
-    invalid on purpose."""
-    counts = [K] * len(logprobs_TV) if counts is None else counts
-    top_TK, ids_TK = logprobs_TV.detach().topk(max(counts, default=1), dim=1)
-    tails = [
-        float(log_tail(top_TK[t : t + 1, :k])[0]) if k < logprobs_TV.shape[1] else -math.inf
-        for t, k in enumerate(counts)
-    ]
-    for t, k in enumerate(counts):
-        ids_TK[t, k:], top_TK[t, k:] = -77, math.nan
-    return TopRows(ids_TK.numpy(), top_TK.numpy(), np.array(tails), np.array(counts, np.int64))
-
-
+SHARE_T = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.25], dtype=torch.float64)
 HEADS = {
     "plain": LmHead(_random(V, H, seed=2)),
     "bias, scale, softcap": LmHead(_random(V, H, seed=2), _random(V, seed=3), 0.7, 2.0),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_equals_the_plain_one_by_autograd(name: str) -> None:
-    """The plain way: all logits, log_softmax, the textbook formula on tokens and tail; gradient by autograd."""
-    hidden_TH, weight_VH = _random(T, H).requires_grad_(), _random(V, H, seed=2).requires_grad_()
-    weight_T, teacher = _random(T, seed=4), _top_k(_random(T, V, seed=5).log_softmax(1))
-    _divergence(LmHead(weight_VH), hidden_TH, teacher, weight_T, name, **OPTIONS.get(name, {})).loss.backward()
-    ids_TK, top_TK, tail_T = (torch.from_numpy(x) for x in (teacher.ids_RK, teacher.logprobs_RK, teacher.tail_R))
-    p_TV = (hidden_TH @ weight_VH.T).log_softmax(1)
-    outside_TV = torch.ones((T, V)).bool().scatter(1, ids_TK, False)
-    tail_T1 = p_TV.masked_fill(~outside_TV, -math.inf).logsumexp(1, keepdim=True)
-    p_TB = torch.cat([p_TV.gather(1, ids_TK), tail_T1], 1)
-    q_TB = torch.cat([top_TK, tail_T[:, None]], 1)
-    m_TB = torch.log(0.2 * q_TB.exp() + 0.8 * p_TB.exp())
-    forward, reverse = (q_TB.exp() * (q_TB - p_TB)).sum(1), (p_TB.exp() * (p_TB - q_TB)).sum(1)
-    bounded = 0.2 * (q_TB.exp() * (q_TB - m_TB)).sum(1) + 0.8 * (p_TB.exp() * (p_TB - m_TB)).sum(1)
-    value_T = {"forward_kl": forward, "reverse_kl": reverse, "jsd": bounded, "mixed": 0.3 * forward + 0.7 * reverse}
-    expected = torch.autograd.grad((weight_T * value_T[name]).sum(), [hidden_TH, weight_VH])
-    torch.testing.assert_close([hidden_TH.grad, weight_VH.grad], list(expected))
-
-
-def test_rows_past_the_vocabulary_are_no_tokens() -> None:
-    """Trap 5: the student's embedding is padded, and what stands in the padding is large."""
-    tokens_VH = _random(V, H, seed=2)
-    hidden_TH = _random(T, H).requires_grad_()
-    weight_VH = torch.cat([tokens_VH, 50 * torch.ones(3, H)]).requires_grad_()
-    teacher = _top_k((hidden_TH @ tokens_VH.T).log_softmax(1))
-    got = _divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(T), "reverse_kl", vocab_tokens=V)
-    got.loss.backward()
-    assert float(got.divergence_T.abs().max()) < 1e-12  # the same tokens, the same states: they agree
-    assert weight_VH.grad is not None and not weight_VH.grad[V:].any()
-    padded = _divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(T), "reverse_kl", vocab_tokens=V + 3)
-    assert float(padded.divergence_T.abs().max()) > 0.1  # what happens when the padding is taken for tokens
+def _terms(
+    head: LmHead,
+    hidden_TH: Tensor,
+    top: TopRows,
+    *,
+    chunk_tokens: int = 1024,
+    targets_N: Tensor | None = None,
+    scores: tuple[Tensor, Tensor] | None = None,
+    share_N: Tensor | None = None,
+    divisor: int = 1,
+    **objective: Any,
+) -> MicrobatchTerms:
+    """Of one rollout without a reward, whose teacher scores every token. `scores`: of the behaviour, and the
+    teacher's."""
+    n, rows = len(hidden_TH), len(head.weight_VH)
+    step_loss = make_step_loss(
+        objective_config(**objective), max_new_tokens=1, chunk_tokens=chunk_tokens, vocab_tokens=rows, rows=rows, seed=0
+    )
+    nothing, none, routed_1N = np.zeros(0, np.int64), np.zeros((1, n), np.float32), np.ones((1, n), np.bool_)
+    behaviour_N, teacher_1N = scores or (hidden_TH.new_zeros(n), hidden_TH.new_zeros((1, n)))
+    inputs = token_inputs(
+        behaviour_N,
+        teacher_1N,
+        torch.from_numpy(routed_1N),
+        share_N=hidden_TH.new_ones(n) if share_N is None else share_N,
+        teachers=("default",),
+    )
+    microbatch = Microbatch(
+        nothing, (), nothing, nothing, none[0, :0], none, routed_1N, nothing, nothing, nothing, (top,)
+    )
+    targets_N = torch.zeros(n, dtype=torch.int64) if targets_N is None else targets_N
+    return step_loss(head, hidden_TH, targets_N, inputs, microbatch, divisor)
 
 
 def test_tail_of_a_sure_student_keeps_its_gradient() -> None:
@@ -151,10 +80,10 @@ def test_tail_of_a_sure_student_keeps_its_gradient() -> None:
     teacher = TopRows(np.array([[0]]), half[None], half, np.array([1]))
     for name in ("forward_kl", "mixed", "jsd"):
         weight_VH.grad = None
-        got = _divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(1), name)
+        got = _terms(LmHead(weight_VH), hidden_TH, teacher, divergence=name)
         got.loss.backward()
         if name == "forward_kl":  # log p of the tail is log 3 - 20, which 1 - sum cannot say
-            assert got.divergence_T.item() == pytest.approx(math.log(0.5) + 0.5 * (20 - math.log(3)), rel=1e-5)
+            assert got.terms.divergence_MN.item() == pytest.approx(math.log(0.5) + 0.5 * (20 - math.log(3)), rel=1e-5)
         assert weight_VH.grad is not None
         if name == "jsd":  # bounded: its gradient falls with p_tail, but is there
             assert float(weight_VH.grad[1]) < 0
@@ -173,9 +102,10 @@ def test_memory_follows_the_chunk_and_not_the_tokens() -> None:
 
     hidden_TH, weight_VH = torch.randn((512, 8), requires_grad=True), torch.randn((1000, 8), requires_grad=True)
     logprobs_TV = torch.randn((512, 1000)).log_softmax(1)
-    teacher = _top_k(logprobs_TV, [4] * 512)
+    top_TK, ids_TK = logprobs_TV.topk(4, dim=1)
+    teacher = TopRows(ids_TK.numpy(), top_TK.numpy(), log_tail(top_TK).numpy(), np.full(512, 4))
     with Sizes():
-        _divergence(LmHead(weight_VH), hidden_TH, teacher, torch.ones(512), "jsd", chunk_tokens=16).loss.backward()
+        _terms(LmHead(weight_VH), hidden_TH, teacher, divergence="jsd", chunk_tokens=16).loss.backward()
     assert max(sizes) == 16 * 1000
 
 
@@ -204,6 +134,64 @@ GOOD = TopRows(
     ],
 )
 def test_numbers_of_a_teacher_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
-    head = HEADS["plain"]
     with pytest.raises(ValueError, match=message):
-        _divergence(head, _random(2, H), replace(GOOD, **fields), torch.ones(2), "reverse_kl")
+        _terms(HEADS["plain"], _random(2, H), replace(GOOD, **fields), divergence="reverse_kl")
+
+
+def _step(hidden_TH: Tensor, head: LmHead, *, chunk_tokens: int, **fields: Any) -> MicrobatchTerms:
+    """Its teacher sent every token's log-prob where sets are needed."""
+    teacher_TV = _random(T, V, seed=5).log_softmax(1)
+    top_TV, ids_TV = teacher_TV.sort(dim=1, descending=True)
+    top = TopRows(ids_TV.numpy(), top_TV.numpy(), np.full(T, -np.inf), np.full(T, V))
+    targets_T = torch.tensor([3, 1, 4, 1, 5])
+    scores = _random(T, seed=6) - 3.0, teacher_TV.gather(1, targets_T[:, None]).T
+    given: dict[str, Any] = {"targets_N": targets_T, "scores": scores, "share_N": SHARE_T, "divisor": DIVISOR}
+    return _terms(head, hidden_TH, top, chunk_tokens=chunk_tokens, **given, **fields)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("chunk_tokens", [2, 100])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"importance": "sequence"},
+        {"divergence": "reverse_kl"},
+        {"divergence": ("k1", {"baseline": "expected_cost"})},
+    ],
+    ids=["k1", "weights of rollouts", "reverse KL", "baseline"],
+)
+def test_the_bonus_adds_the_gradient_of_minus_coef_times_entropy(
+    head: LmHead, chunk_tokens: int, fields: dict[str, Any]
+) -> None:
+    def leaves() -> list[Tensor]:
+        given = (_random(T, H, seed=0), head.weight_VH, head.bias_V)
+        return [x.detach().clone().requires_grad_() for x in given if x is not None]
+
+    def gradients(coef: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+        hidden_TH, weight_VH, *bias = free = leaves()
+        student = LmHead(weight_VH, bias[0] if bias else None, head.scale, head.softcap)
+        loss = _step(hidden_TH, student, chunk_tokens=chunk_tokens, entropy_coef=coef, **fields).loss
+        return loss.detach(), torch.autograd.grad(loss, free)
+
+    (loss, plain), (loss_bonus, bonus) = gradients(0.0), gradients(0.3)
+    free = leaves()
+    z_TV = free[0] @ free[1].T + (free[2] if len(free) == 3 else 0.0)
+    z_TV = z_TV * head.scale
+    if head.softcap is not None:
+        z_TV = head.softcap * torch.tanh(z_TV / head.softcap)
+    p_TV = z_TV.softmax(1)
+    expected = -0.3 * (SHARE_T * -(p_TV * p_TV.log()).sum(1)).sum() / DIVISOR
+    torch.testing.assert_close(loss_bonus - loss, expected.detach())
+    for got, without, by_autograd in zip(bonus, plain, torch.autograd.grad(expected, free), strict=True):
+        torch.testing.assert_close(got - without, by_autograd)
+        assert float(by_autograd.abs().max()) > 1e-3
+
+
+def test_a_student_that_is_almost_certain_has_a_finite_bonus() -> None:
+    hidden_TH = torch.zeros(T, H, dtype=torch.float64).index_fill(1, torch.tensor([0]), 1.0).requires_grad_()
+    weight_VH = torch.zeros(V, H, dtype=torch.float64)
+    weight_VH[0, 0] = 800.0  # exp of the others is 0
+    got = _step(hidden_TH, LmHead(weight_VH), chunk_tokens=2, entropy_coef=1.0)
+    got.loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    assert hidden_TH.grad is not None and bool(hidden_TH.grad.isfinite().all()) and not got.entropy_N.any()

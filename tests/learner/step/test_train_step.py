@@ -13,6 +13,9 @@ from stillhouse.learner.batch import BatchError, EmptyBatchError, TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.step.make_trainer import FrozenTrainer
 from stillhouse.learner.step.train_step import NonFiniteError, Trainer
+from stillhouse.models.description import resolve_dtype
+from stillhouse.protocol.messages import WeightVersion
+from stillhouse.weights.staged_weights import StagedWeights
 from tests.learner.conftest import make_item, tiny_student
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import PLAIN, assert_close, slow_gradients, step_gradients
@@ -201,3 +204,39 @@ def test_a_frozen_trainer_changes_nothing_and_reports_what_the_engine_did() -> N
     assert metrics.ess == metrics.ratio_mean == 1.0
     with pytest.raises(EmptyBatchError):
         trainer.step([make_item("c", [0, 0])])
+
+
+# ----------------------------------------------------------------------------- masters of bfloat16 products
+
+
+def _masters(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_auto_means_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
+    assert LearnerConfig().dtype == "auto"
+    assert [resolve_dtype("auto", device) for device in ("cuda", "cuda:3", "cpu")] == ["bfloat16"] * 2 + ["float32"]
+    assert resolve_dtype("float32", "cuda") == "float32" and resolve_dtype("bfloat16", "cpu") == "bfloat16"
+
+
+def test_updates_too_small_for_bfloat16_add_up_and_reach_the_actors() -> None:
+    config, items = LearnerConfig(**PLAIN, dtype="bfloat16", lr=3e-5), _items()
+    trainer, rounded = (Trainer(tiny_student(), config, total_steps=99) for _ in range(2))
+    with torch.no_grad():
+        for parameter in rounded.model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    start = {name: tensor.bfloat16() for name, tensor in _masters(trainer).items()}
+    for _ in range(30):
+        trainer.step(items)
+        rounded.step(items)
+        with torch.no_grad():  # as if there were no masters
+            for parameter in rounded.model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    staged = StagedWeights(dtype="bfloat16")
+    staged.fill(WeightVersion(0, 30), trainer.weights())
+    moved = sum(int((tensor != start[name]).sum()) for name, tensor in staged.named)
+    lost = sum(int((tensor.bfloat16() != start[name]).sum()) for name, tensor in _masters(rounded).items())
+    assert moved > 3 * lost  # of 3,000 numbers; those near 0 move in bfloat16 too
+    masters = _masters(trainer)
+    for name, tensor in staged.named:
+        assert torch.equal(tensor, masters[name].bfloat16()) and not torch.equal(tensor.float(), masters[name])

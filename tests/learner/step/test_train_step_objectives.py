@@ -118,7 +118,7 @@ def test_it_is_the_published_objective(name: str) -> None:
     got = step_gradients(Trainer(tiny_student(dtype=torch.float64), config, total_steps=10), items)
     expected = _published(tiny_student("eager", torch.float64), items, name, config.tasks.max_new_tokens)
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 1e-4
-    assert_close(got, expected, atol=1e-8)
+    assert_close(got, expected, atol=1e-6 if name == "gspo" else 1e-8)
 
 
 def _log_ratios(model: PreTrainedModel, train_item: TrainItem) -> list[float]:
