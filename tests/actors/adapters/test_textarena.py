@@ -123,7 +123,11 @@ def test_a_game_is_won_when_the_opponent_makes_no_valid_move(talk: Talk) -> None
     assert (talked.reward, talked.info["textarena_invalid_moves"]) == (1.0, 0.0)
 
 
-@pytest.mark.parametrize("id", OFFLINE)
+@pytest.mark.parametrize(
+    "id",
+    # Two of them take seconds to make a board.
+    [pytest.param(id, marks=[pytest.mark.slow] * (id in ("RushHour-v0", "Sokoban-v0"))) for id in OFFLINE],
+)
 def test_games_that_need_no_download_begin_and_answer(talk: Talk, id: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # some of its files have them when they are compiled

@@ -37,7 +37,6 @@ ASSERTS = {
 @pytest.mark.parametrize(
     ("response", "row", "reward"),
     [
-        (ADD, {"case_type": "pytest", "test_cases": json.dumps([ASSERTS])}, 1.0),
         (ADD, {"case_type": "assert", "test_cases": [{"assert_code": "assert add(1, 2) == 3"}, ASSERTS]}, 1.0),
         ("```\ndef add(a, b):\n    return 3\n```", {"case_type": "pytest", "test_cases": json.dumps([ASSERTS])}, 0.0),
         (DOUBLE, {"case_type": "input", "test_cases": '[{"stdin": "1\\n2", "expected_stdout": "2\\n4\\n"}]'}, 1.0),
@@ -77,12 +76,8 @@ def test_statements_that_are_no_python_are_seen_before_a_run() -> None:
         (DOUBLE, {"inputs": ["x"], "outputs": ["2"]}, 0.0, "code_error"),
         ("```\nprint('a  ')\nprint()\n```", {"inputs": [""], "outputs": ["a"]}, 1.0, None),
         ("```\nprint(' a')\n```", {"inputs": [""], "outputs": ["a"]}, 0.0, "code_wrong"),
-        (ADD, ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], 1.0, None),
         (ADD, ["assert add(1, 2) == 4"], 0.0, "code_wrong"),
         (ADD, ["assert add(1, 2) =="], None, "reward_unscored_tests_compare_objects"),
-        ("```\nimport sys\nsys.exit(0)\n```", ["assert False"], 0.0, "code_wrong"),
-        ("```\nimport os\nos._exit(0)\n```", ["assert False"], 0.0, "code_wrong"),
-        ("```\nwhile True: pass\n```", ["pass"], 0.0, "code_time"),
         ("```\nx = [0] * 10**10\n```", ["pass"], 0.0, "code_error"),
         (f"```\n#{'x' * 2**18}\n```", ["pass"], 0.0, "code_long"),
         (ADD, ["#" * (2**18 - 1)] * 3, None, "reward_unscored_tests_unreadable"),
@@ -105,9 +100,10 @@ def test_programs_are_judged_by_their_rows_cases(
 
 
 def test_the_time_limit_is_for_all_cases_together() -> None:
-    slow = "```\nimport time\nbegun = time.process_time()\nwhile time.process_time() < begun + 0.4: pass\n```"
-    assert judged(slow, {"inputs": [""], "outputs": [""]}).reward == 1.0
-    assert judged(slow, {"inputs": [""] * 9, "outputs": [""] * 9}).info == {"code_time": 1.0}
+    slow = "```\nimport time\nbegun = time.process_time()\nwhile time.process_time() < begun + 0.15: pass\n```"
+    assert judged(slow, {"inputs": [""], "outputs": [""]}, time_limit_s=0.5).reward == 1.0
+    assert judged(slow, {"inputs": [""] * 9, "outputs": [""] * 9}, time_limit_s=0.5).info == {"code_time": 1.0}
+    assert judged("```\nwhile True: pass\n```", ["pass"], time_limit_s=0.5).info == {"code_time": 1.0}
 
 
 PROGRAMS = (
@@ -118,7 +114,7 @@ PROGRAMS = (
 )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     program=st.sampled_from(PROGRAMS),
     text=st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), max_size=20),
@@ -180,34 +176,47 @@ CHEATS = {
     "    return int(found[0]) if found else None",
 }
 HONEST = {
-    "a plain function": (ADD, SUMS),
-    "its own names in the tests": (ADD, ["import math", "assert math.isclose(add(0.1, 0.2), 0.3)", "total = add(1, 1)", "assert total == 2"]),
-    "a module that only the program imports": ("```\nimport math\ndef half(x): return x / 2\n```", ["assert math.isclose(half(1), 0.5)"]),
-    "nested data": ("```\ndef f(x): return {'a': (1, [x]), 2: {3}, b'z': None}\n```", ["assert f(7) == {'a': (1, [7]), 2: {3}, b'z': None}"]),
-    "tuples are no lists": ("```\ndef f(): return (1, 2)\n```", ["assert f() == (1, 2) and f() != [1, 2]"]),
-    "an iterator": ("```\ndef f(n):\n    yield from range(n)\n```", ["assert list(f(3)) == [0, 1, 2]"]),
-    "what it raises": ("```\ndef f(): raise ValueError('no')\n```", ["try:\n    f()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
-    "a class": ("```\nclass Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
-                "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)\n```",
+    "a plain function, and names of the tests": ("def add(a, b): return a + b", ["import math", "assert math.isclose(add(0.1, 0.2), 0.3)", "total = add(1, 1)", "assert total == 2"]),
+    "nested data": ("def nested(x): return {'a': (1, [x]), 2: {3}, b'z': None}", ["assert nested(7) == {'a': (1, [7]), 2: {3}, b'z': None}"]),
+    "tuples are no lists": ("def pair(): return (1, 2)", ["assert pair() == (1, 2) and pair() != [1, 2]"]),
+    "an iterator": ("def count(n):\n    yield from range(n)", ["assert list(count(3)) == [0, 1, 2]"]),
+    "what it raises": ("def fails(): raise ValueError('no')", ["try:\n    fails()\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'no'"]),
+    "a class": ("class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)\n"
+                "    def pop(self): return self.items.pop()\n    def __len__(self): return len(self.items)",
                 ["s = Stack()", "s.push(3)", "s.push([4])", "assert len(s) == 2 and s.pop() == [4] and s.items == [3]"]),
-    "a function that it is given": ("```\ndef f(g, xs): return [g(x) for x in xs]\n```", ["assert f(lambda x: x + 1, [1, 2]) == [2, 3]"]),
-    "a function that it returns": ("```\ndef adder(n): return lambda x: x + n\n```", ["assert adder(2)(3) == 5"]),
-    "an argument that it changes": ("```\ndef order(xs): xs.sort()\n```", ["a = [3, 1, 2]", "order(a)", "assert a == [1, 2, 3]"]),
-    "a name of Python's own": ("```\ndef sum(a, b): return a + b\n```", ["assert sum(1, 2) == 3"]),
-    "long numbers": ("```\ndef f(n): return 10 ** n\n```", ["assert f(9000) == 10 ** 9000"]),
-    "an object of the tests": ("```\ndef f(node): return node.value\n```", ["class Node:\n    value = 5", "assert f(Node()) == 5"]),
+    "a function that it is given": ("def apply(g, xs): return [g(x) for x in xs]", ["assert apply(lambda x: x + 1, [1, 2]) == [2, 3]"]),
+    "a function that it returns": ("def adder(n): return lambda x: x + n", ["assert adder(2)(3) == 5"]),
+    "an argument that it changes": ("def order(xs): xs.sort()", ["a = [3, 1, 2]", "order(a)", "assert a == [1, 2, 3]"]),
+    "long numbers": ("def long(n): return 10 ** n", ["assert long(9000) == 10 ** 9000"]),
+    "an object of the tests": ("def read(node): return node.value", ["class Node:\n    value = 5", "assert read(Node()) == 5"]),
 }  # fmt: skip
+ALONE = (
+    (
+        "import math\ndef half(x): return x / 2",
+        ["assert math.isclose(half(1), 0.5)"],
+    ),  # a module that the tests do not import
+    ("def sum(a, b): return a + b", ["assert sum(1, 2) == 3"]),  # a name of Python's own
+)
 
 
-@pytest.mark.parametrize("name", CHEATS)
+FURTHER = ("a kind of int", "a kind of str", "ends in a call", "says that it passed", "its own assert", "its own exit")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in FURTHER)) for name in CHEATS])
 def test_a_program_that_solves_nothing_is_not_paid(name: str) -> None:
     assert judged(f"```python\n{CHEATS[name]}\n```", SUMS).reward == 0.0
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_what_a_program_returns_is_judged_as_data(name: str) -> None:
-    program, tests = HONEST[name]
-    assert judged(program, tests) == Verdict(1.0)
+def test_what_a_program_returns_is_judged_as_data() -> None:
+    def passes(program: str, tests: list[str]) -> bool:
+        return judged(f"```\n{program}\n```", tests) == Verdict(1.0)
+
+    together = (
+        "\n".join(program for program, _ in HONEST.values()),
+        [one for _, tests in HONEST.values() for one in tests],
+    )
+    wrong = [] if passes(*together) else [name for name in HONEST if not passes(*HONEST[name])]
+    assert not wrong and all(passes(*one) for one in ALONE), wrong
 
 
 def test_a_program_that_is_given_a_function_of_the_tests_reaches_nothing_else_there() -> None:
@@ -219,9 +228,9 @@ def test_a_program_that_is_given_a_function_of_the_tests_reaches_nothing_else_th
 
 
 def test_names_of_python_are_pythons_where_the_tests_ask_for_another() -> None:
-    program = "def f(x): return 0\ndef sorted(x): return [1]\ndef len(x): return 2\ndef all(x): return True"
-    tests = ["assert sorted(f(3)) == [1]", "assert len(f(3)) == 2", "assert all(f(x) == 1 for x in (1, 2))"]
-    assert [judged(f"```\n{program}\n```", [test]).reward for test in tests] == [0.0, 0.0, 0.0]
+    program = "def f(x): return 0\ndef sorted(x): return [1]\ndef all(x): return True"
+    tests = ["assert sorted(f(3)) == [1]", "assert all(f(x) == 1 for x in (1, 2))"]
+    assert [judged(f"```\n{program}\n```", [test]).reward for test in tests] == [0.0, 0.0]
 
 
 def test_two_objects_of_the_programs_own_are_not_compared() -> None:

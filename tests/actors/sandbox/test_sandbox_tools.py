@@ -49,12 +49,13 @@ def test_the_student_reads_what_its_programs_print(talk: Talk, isolation: str) -
     assert (end.reward, dict(end.info)) == (1.0, {"sandbox_calls": 2.0})
 
 
-def test_what_cannot_be_run_is_an_error_that_is_read_and_counted(talk: Talk) -> None:
+def test_what_cannot_be_run_is_an_error_that_is_read_and_counted(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillhouse.actors.sandbox.sandbox.MAX_TEXT", 1000)
     turns = [
         call("shell", command="ls"),
         call("python", command="ls"),
         call("python", code=["ls"]),
-        call("python", code="x" * (2**20 + 1)),
+        call("python", code="x" * 1001),
         '{"name": "python", "arguments": {"code": ',
         "#1",
     ]
@@ -62,16 +63,16 @@ def test_what_cannot_be_run_is_an_error_that_is_read_and_counted(talk: Talk) -> 
     assert "there is no tool 'shell'; there are: python" in talked.heard[0]
     assert "python needs the argument 'code', a text" in talked.heard[1]
     assert "python needs the argument 'code', a text" in talked.heard[2]
-    assert "source: 1048577 characters" in talked.heard[3]
+    assert "source: 1001 characters" in talked.heard[3]
     assert "could not be read" in talked.heard[4]
     assert dict(ended(talked.end).info) == {"sandbox_calls": 4.0, "sandbox_errors": 5.0}
 
 
 def test_a_program_that_is_stopped_is_told_and_counted(talk: Talk) -> None:
     turns = [call("python", code="print('begun')\nwhile True: pass"), call("python", code="[0] * 10**10"), "#1"]
-    options = {**OPEN, "time_limit_s": 0.5, "memory_mb": 100}
+    options = {**OPEN, "time_limit_s": 0.3, "memory_mb": 100}
     talked = talk("sandbox", turns, options, row={"prompt": "?"}, truth="1")
-    assert "begun\n[stopped: it computed for more than 0.5 s]" in talked.heard[0]
+    assert "begun\n[stopped: it computed for more than 0.3 s]" in talked.heard[0]
     assert "MemoryError\n[exit code 1]" in talked.heard[1]
     assert ended(talked.end).info["sandbox_stopped_time"] == 1.0
 

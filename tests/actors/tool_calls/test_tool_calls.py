@@ -195,7 +195,7 @@ def _calls(draw: st.DrawFn) -> tuple[ToolDialect, list[ToolCall]]:
     return dialect, draw(st.lists(one, min_size=1, max_size=1 if dialect == "plain" else 3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(_calls())
 def test_rendered_calls_are_read_back(made: tuple[ToolDialect, list[ToolCall]]) -> None:
     dialect, calls = made
@@ -217,7 +217,7 @@ SCHEMAS: dict[str, st.SearchStrategy[Any]] = {
 """Tags of parameters in a text are the one thing that this notation cannot write without doubt."""
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), types=st.dictionaries(XML_NAMES, st.sampled_from(sorted(SCHEMAS)), max_size=4))
 def test_calls_of_qwen_xml_are_read_back_by_their_schema(data: st.DataObject, types: dict[str, str]) -> None:
     call = ToolCall("f", {name: data.draw(SCHEMAS[kind]) for name, kind in types.items()})
@@ -238,7 +238,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=25), dialect=st.sampled_from(DIALECTS))
 def test_nothing_raises_and_nothing_is_lost(pieces: list[str], dialect: ToolDialect) -> None:
     """Each word, told apart by a number, is in the content, which keeps the text's order, or in a call."""

@@ -93,9 +93,9 @@ def test_counts_name_what_happened() -> None:
 
 
 def test_random_conversations_agree_with_the_second_account() -> None:
-    run_conversations(range(700))
+    run_conversations(range(350))
 
 
 @pytest.mark.slow
 def test_many_random_conversations_agree_with_the_second_account() -> None:
-    run_conversations(range(700, 30_000))
+    run_conversations(range(350, 30_000))

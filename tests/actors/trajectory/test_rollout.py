@@ -88,7 +88,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(events=EVENTS, n_prompt=st.integers(1, 30), segment_tokens=st.integers(1, 12))
 def test_segments_laid_end_to_end_are_the_rollout(events: list[Event], n_prompt: int, segment_tokens: int) -> None:
     line = Line(n_prompt, segment_tokens=segment_tokens)

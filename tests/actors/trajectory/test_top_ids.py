@@ -88,7 +88,7 @@ def assert_each_token_has_its_own_set(cuts: list[CutSegment]) -> int:
     return n_found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     turns=st.lists(st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 5)), min_size=1),
     segment_tokens=st.integers(1, 9),

@@ -17,7 +17,7 @@ torch.set_num_threads(1)
 )
 def test_any_architecture_with_the_attention_interface_runs_through_its_modules(kind: str) -> None:
     """Learned, rotary and partly rotary positions; sliding windows, capped scores, sinks and experts."""
-    requests = make_requests(8, new_tokens=16)
+    requests = make_requests(5, new_tokens=9)
     outputs = run(make_engine(kind, fused=False), requests)
     assert_true(make_model(kind), requests, outputs)
 
@@ -31,7 +31,7 @@ def _decoder(kind: str) -> Decoder:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_the_fused_decoder_agrees_with_the_modules(kind: str) -> None:
     assert isinstance(_decoder(kind), FusedDecoder)
-    requests = make_requests(8, new_tokens=16)
+    requests = make_requests(5, new_tokens=9)
     fused, plain = (run(make_engine(kind, fused=choice), requests) for choice in (True, False))
     for request in requests:
         a, b = fused[request.request_id], plain[request.request_id]
@@ -44,7 +44,7 @@ def test_an_architecture_without_a_fused_decoder_gets_its_modules() -> None:
 
 
 def test_half_precision_stays_near_the_truth() -> None:
-    requests = make_requests(6)
+    requests = make_requests(4, new_tokens=8)
     for fused in (True, False):
         outputs = run(make_engine(dtype="bfloat16", fused=fused), requests)
         model = make_model("qwen3").to(torch.bfloat16)  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,7 @@ both_decoders = pytest.mark.parametrize("fused", [True, False])
 def test_greedy_tokens_are_those_of_generate(fused: bool) -> None:
     model = make_model("qwen3")
     stops = (3, 11, 20)
-    requests = make_requests(10, new_tokens=25, stops=stops, temperature=0.0)
+    requests = make_requests(6, new_tokens=16, stops=stops, temperature=0.0)
     outputs = run(make_engine(fused=fused), requests)
     reasons: set[str | None] = set()
     for request in requests:
@@ -55,14 +55,19 @@ def test_greedy_tokens_are_those_of_generate(fused: bool) -> None:
     assert_true(model, requests, outputs)
 
 
-@both_decoders
 @pytest.mark.parametrize(
-    "sampling",
-    [{}, {"temperature": 0.7}, {"top_k": 8}, {"top_p": 0.7}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}],
+    ("sampling", "fused"),
+    [
+        ({}, True),
+        ({"temperature": 0.7}, True),
+        ({"top_k": 8}, True),
+        ({"top_p": 0.7}, True),
+        ({"temperature": 0.7, "top_k": 20, "top_p": 0.9}, False),
+    ],
 )
-def test_logprobs_are_those_of_a_full_recompute(fused: bool, sampling: dict[str, Any]) -> None:
-    """Prompts of 1 to 14 tokens and 11 requests through 3 slots: rows end, are refilled and move."""
-    requests = make_requests(11, **sampling)
+def test_logprobs_are_those_of_a_full_recompute(sampling: dict[str, Any], fused: bool) -> None:
+    """Prompts of 1 to 14 tokens and 7 requests through 3 slots: rows end, are refilled and move."""
+    requests = make_requests(7, new_tokens=8, **sampling)
     outputs = run(make_engine(fused=fused), requests)
     assert_true(make_model("qwen3"), requests, outputs)
 
@@ -76,12 +81,11 @@ def test_rows_with_different_settings_share_a_batch() -> None:
     assert_true(make_model("qwen3"), requests, run(make_engine(max_concurrent=5), requests))
 
 
-@both_decoders
-def test_the_same_seed_gives_the_same_tokens_in_any_company(fused: bool) -> None:
-    requests = make_requests(9, new_tokens=20)
-    alone = [run(make_engine(fused=fused), [request])[request.request_id].ids for request in requests]
-    for slots in (2, 9):
-        together = run(make_engine(fused=fused, max_concurrent=slots), reversed(requests))
+def test_the_same_seed_gives_the_same_tokens_in_any_company() -> None:
+    requests, single = make_requests(6, new_tokens=12), make_engine()
+    alone = [run(single, [request])[request.request_id].ids for request in requests]
+    for slots in (2, 6):
+        together = run(make_engine(max_concurrent=slots), reversed(requests))
         assert [together[request.request_id].ids for request in requests] == alone
 
 
@@ -102,19 +106,19 @@ def test_a_rollout_cut_in_two_goes_on_with_the_same_random_numbers() -> None:
 
 
 def test_a_rollout_longer_than_the_first_cells_of_its_slot_keeps_its_past() -> None:
-    requests = make_requests(4, new_tokens=130, stops=())
-    outputs = run(make_engine(max_concurrent=2), requests)
+    requests = make_requests(3, new_tokens=130, stops=())
+    outputs = run(make_engine(max_concurrent=3), requests)
     assert min(len(output.ids) for output in outputs.values()) >= 130
     assert_true(make_model("qwen3"), requests, outputs)
 
 
 @both_decoders
 def test_long_and_short_rows_attend_in_blocks_of_their_own(fused: bool) -> None:
-    requests = make_requests(40, new_tokens=5, stops=())
+    requests = make_requests(24, new_tokens=5, stops=())
     requests = [
-        replace(request, max_new_tokens=140) if index % 6 == 0 else request for index, request in enumerate(requests)
+        replace(request, max_new_tokens=100) if index % 6 == 0 else request for index, request in enumerate(requests)
     ]
-    outputs = run(make_engine(fused=fused, max_concurrent=20), requests)
+    outputs = run(make_engine(fused=fused, max_concurrent=24), requests)
     assert_true(make_model("qwen3"), requests, outputs)
 
 
@@ -153,7 +157,7 @@ def test_a_group_pays_for_its_prompt_once(fused: bool) -> None:
     assert engine.stats.extra["shared_prefill_tokens_total"] == 70
 
 
-@pytest.mark.parametrize("budget", [1, 12, 30])
+@pytest.mark.parametrize("budget", [1, 12])
 def test_prompts_wait_for_the_prefill_budget(budget: int) -> None:
     requests = make_requests(9)
     outputs = run(make_engine(max_concurrent=9, prefill_tokens_per_step=budget), requests)

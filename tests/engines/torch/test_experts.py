@@ -85,7 +85,7 @@ def test_each_token_has_the_choices_of_a_plain_forward(kind: str) -> None:
 
 
 def test_a_cache_of_transformers_own_is_recorded_too() -> None:
-    engine, model, requests = make_engine("qwen3.5-moe"), make_model("qwen3.5-moe"), asking(5)
+    engine, model, requests = make_engine("qwen3.5-moe"), make_model("qwen3.5-moe"), asking(4, new_tokens=6)
     for one in run(engine, requests).values():
         assert one.sets == true_sets(model, [*one.request.prompt_ids.tolist(), *one.ids])
 

@@ -38,15 +38,14 @@ def write(one: TorchEngine, name: str) -> list[int]:
                 return ids
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_an_engine_writes_on_with_the_newest_weights(twice: bool) -> None:
+def test_an_engine_writes_on_with_the_newest_weights() -> None:
     plain, shared = engine(), engine()
     assert write(plain, "a") == write(shared, "a")
     new = [(name, p.detach() * 1.5) for name, p in student().named_parameters()]
     for one in (plain, shared):
         one.stage_weights(WeightVersion(0, 1), new)
-    for _ in range(1 + twice):
-        shared.give_back()
+    shared.give_back()
+    shared.give_back()  # changes nothing
     parameters = [*shared._stage._parameters.values()]  # pyright: ignore[reportPrivateUsage]
     assert sum(p.untyped_storage().nbytes() for p in parameters) == 0 == shared.stats.extra["kv_cache_bytes"]
     assert shared.version == WeightVersion(0, 1), "one set of weights is kept, the newest"

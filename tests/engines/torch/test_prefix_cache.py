@@ -132,7 +132,7 @@ class Story:
         return request
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data(), max_tokens=st.sampled_from([0, 7, 40, 10_000]))
 def test_whatever_is_kept_scores_are_those_of_the_whole_prefix(
     teachers: Teachers, data: st.DataObject, max_tokens: int

@@ -94,7 +94,7 @@ def test_small_and_wide_weights_are_not_packed() -> None:
 def test_an_engine_with_packed_weights_follows_a_swap(kind: str) -> None:
     """Log-probs are those of the plain forward of the weights that are in force, old and new."""
     engine: TorchEngine = make_engine(kind, fused=True, update_mode="retract")
-    requests = make_requests(6, new_tokens=12)
+    requests = make_requests(4, new_tokens=6)
     assert_true(make_model(kind, 0), requests, run(engine, requests))
     new = make_model(kind, 1)
     engine.stage_weights(WeightVersion(0, 1), [(name, p.detach()) for name, p in new.named_parameters()])

@@ -51,7 +51,7 @@ def test_tokens_come_as_often_as_their_reported_probabilities_say(settings: dict
     torch.testing.assert_close(logprobs, expected.log()[ids])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -105,7 +105,7 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_share(likely: int) -> None
     logits = torch.zeros(1, n_ids)
     logits[0, likely] = np.log(1e8)
     share = 1 / (1e8 + n_ids - 1)
-    for first in (501, 30_002, 50_003, 70_004, 99_005):
+    for first in (501, 50_003, 99_005):
         wanted = torch.arange(first, first + n)
         uniforms = share * (wanted.double() + 0.5) + (wanted > likely) * share * (1e8 - 1)
         ids, _ = NextToken(logits.expand(n, -1), rows(n)).sample(uniforms)
