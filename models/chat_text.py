@@ -25,6 +25,7 @@ from stillhouse.models.files import TokenizerError, first_line
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Stand around a control token that is text. Unicode keeps these characters free for such uses."""
 _MARKED: Final = re.compile(f"{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}|[{OPEN}{CLOSE}]")
+_WORD: Final = re.compile(r"\w+")
 _TAIL: Final = 8
 """Ids whose text shows where another text is put behind them."""
 _PLAIN_TURNS: Final = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
@@ -66,6 +67,13 @@ def conversation_text(
     text = _applied(tokenizer, turns, listed, marked(template_kwargs or {}, of_others), opened)
     if any(isinstance(turn.get("content"), list) and str(turn["content"]) in text for turn in turns):
         raise TokenizerError("the chat template takes no content that is a list of parts; expected one text")
+    for turn in turns:
+        word = _longest_word(turn.get("content"))
+        if turn.get("role") != "assistant" and word not in text:
+            raise TokenizerError(
+                f"the chat template leaves out a turn with the role {turn.get('role')!r} (nowhere in what it shows is "
+                f"{word!r:.60}); expected roles that it shows, and no system prompt where it shows none"
+            )
     return text
 
 
@@ -205,6 +213,15 @@ def _control_tokens(tokenizer: ChatTokenizer, template: str) -> tuple[re.Pattern
         except TokenizerError:  # it takes no such turns
             of_turns = [one for one in control if one in special and one in literals]
     return _pattern(control), _pattern(of_turns)
+
+
+def _longest_word(content: Any) -> str:
+    """That of a turn, as templates show it that strip a text or write it in JSON."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return max(
+        (word[0] for text in texts if isinstance(text, str) for word in _WORD.finditer(text)), key=len, default=""
+    )
 
 
 def _pattern(tokens: Sequence[str]) -> re.Pattern[str]:

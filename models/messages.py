@@ -9,6 +9,8 @@ from typing import Any, Final, cast
 
 SAYS_MORE: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """What an assistant may have said where there is no content."""
+_ROLES_OF_OTHERS: Final = {"human": "user", "gpt": "assistant", "ai": "assistant", "bot": "assistant"}
+_ROLES: Final = ("user", "assistant", "system", "tool", "developer")
 
 
 def message_fault(message: Mapping[str, Any]) -> str:
@@ -19,6 +21,9 @@ def message_fault(message: Mapping[str, Any]) -> str:
         needs += "; 'from' and 'value' are other names for them: write role = user, assistant or system, and content"
     if not isinstance(role, str):
         return needs
+    meant = _ROLES_OF_OTHERS.get(role.strip().lower(), role.strip().lower())
+    if role != meant and meant in _ROLES:
+        return f"the role {role!r} is one that chat templates write as it is or leave out; write {meant!r}"
     if calls and not (isinstance(calls, list) and all(map(_is_call, cast("list[object]", calls)))):
         return f"'tool_calls' of a {role} message: expected a list of functions' names and arguments, got {calls!r:.80}"
     match content:

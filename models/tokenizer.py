@@ -6,6 +6,7 @@ transformers, and so torch; workers that start without torch use `models.tokeniz
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,17 +14,20 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stillhouse.models.chat_template import expect_read
 from stillhouse.models.chat_text import ChatTokenizer, conversation_text, prompt_ids, text_ids
-from stillhouse.models.files import TokenizerError, first_line, model_source, stop_ids
+from stillhouse.models.files import TokenizerError, first_line, model_file, model_source, stop_ids
+from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.handshake import vocab_fingerprint
 
 ChatTemplateMode: TypeAlias = Literal["auto", "off"]
 """auto: a `prompt` becomes one user turn where the tokenizer has a chat template; off: it is tokenised unchanged."""
 
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+_PROBE: Final = "Hello world,  it's eBay in 2023: x = 1.\n\n\tna\u00efve \u6771\u4eac"
+_log = logging.getLogger(__name__)
 
 
 class Promptlike(Protocol):
@@ -48,6 +52,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise TokenizerError(f"tokenizer of {name!r} does not load: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TokenizerError(f"{name!r} gave a {type(tokenizer).__name__}, expected a Hugging Face tokenizer")
+    if not _reads_as_its_file(path, tokenizer):
+        _log.warning(
+            "%s: transformers loads this tokenizer as %s, which gives text other ids than its tokenizer.json; it is "
+            "taken as the file has it",
+            *(name, type(tokenizer).__name__),
+        )
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=local_only)
+    tokenizer.clean_up_tokenization_spaces = False  # takes spaces out of what the student wrote
+    tokenizer.split_special_tokens = False  # makes plain text of the chat template's tokens
     return tokenizer
 
 
@@ -140,6 +153,25 @@ def render_text(
     return conversation_text(as_chat_tokenizer(tokenizer), turns, tools, template_kwargs, opened=opened)
 
 
+def _reads_as_its_file(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text has the ids of tokenizer.json, by which models were trained, and by which `FileTokenizer` goes.
+    transformers' classes for one family put rules and tokens of their own in place of the file's."""
+    if type(tokenizer) is PreTrainedTokenizerFast or not hasattr(tokenizer, "backend_tokenizer"):
+        return True
+    found = model_file(path, "tokenizer.json")
+    if found is None:
+        return True
+    file = FileTokenizer(found.parent)
+    behind = f"x{next(iter(file.get_added_vocab()), '')}hello"
+    try:
+        return file.get_vocab() == tokenizer.get_vocab() and all(
+            file.encode(text, add_special_tokens=False) == tokenizer.encode(text, add_special_tokens=False)
+            for text in (_PROBE, " a", behind)
+        )
+    except Exception:  # tokenizers raises Exception itself
+        return False
+
+
 def _generation_eos(path: str | Path) -> object:
     name, local_only = model_source(path)
     try:
@@ -147,7 +179,9 @@ def _generation_eos(path: str | Path) -> object:
     except OSError:
         pass  # no generation_config.json: fall back to the model's config
     try:
-        return getattr(AutoConfig.from_pretrained(name, local_files_only=local_only), "eos_token_id", None)
+        config = AutoConfig.from_pretrained(name, local_files_only=local_only)
+        of_text = config.get_text_config() if getattr(config, "eos_token_id", None) is None else config
+        return getattr(of_text, "eos_token_id", None)
     except (OSError, ValueError):
         return None  # a folder with only a tokenizer, which may name the token
 

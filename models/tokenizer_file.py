@@ -40,8 +40,11 @@ class FileTokenizer:
             raise TokenizerError(f"{file} does not load: {error}") from error
         self.backend_tokenizer.no_truncation()
         self.backend_tokenizer.no_padding()
-        config = {**_json(path, "special_tokens_map.json"), **_json(path, "tokenizer_config.json")}
-        self.special_tokens_map = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+        config = _json(path, "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # else transformers reads neither of these two
+            config |= _json(path, "special_tokens_map.json")
+            config["added_tokens_decoder"] = _older_added_tokens(_json(path, "added_tokens.json"), config)
+        self.special_tokens_map = {name: _content(token) for name, token in _named_tokens(config).items()}
         self.all_special_tokens: Final[list[str]] = list(
             dict.fromkeys([*self.special_tokens_map.values(), *_extra_tokens(config)])
         )
@@ -68,7 +71,9 @@ class FileTokenizer:
             if "eos_token" in self.special_tokens_map
             else None
         )
-        return stop_ids(self._path, _json(self._path, file).get("eos_token_id"), eos)
+        config = _json(self._path, file)
+        own = config.get("eos_token_id")
+        return stop_ids(self._path, config.get("text_config", {}).get("eos_token_id") if own is None else own, eos)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -97,7 +102,7 @@ class FileTokenizer:
     def _add_missing(self, config: dict[str, Any]) -> None:
         """Add tokens that are only in tokenizer_config.json, in the order in which transformers adds them."""
         known = {token.content for token in self.backend_tokenizer.get_added_tokens_decoder().values()}
-        listed = config.get("added_tokens_decoder", {})
+        listed = config["added_tokens_decoder"]
         tokens = [
             AddedToken(**{key: value for key, value in listed[i].items() if key != "__type"})
             for i in sorted(listed, key=int)
@@ -131,6 +136,23 @@ def _json(path: str | Path, filename: str) -> dict[str, Any]:
 
 def _content(token: str | dict[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens with a name, which templates may read, such as image_token."""
+    named = {name: config[name] for name in _NAMED if config.get(name) is not None}
+    named |= {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str)}
+    extra = config.get(_EXTRA[0])
+    return named | extra if isinstance(extra, dict) else named
+
+
+def _older_added_tokens(added: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
+    """Those of added_tokens.json, as tokenizer_config.json has them today."""
+    special = {_content(token) for token in _named_tokens(config).values()} | set(_extra_tokens(config))
+    return {
+        str(i): {"content": text, "special": text in special, "normalized": text not in special}
+        for text, i in added.items()
+    }
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:

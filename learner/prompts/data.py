@@ -392,7 +392,7 @@ def _line_starts(file: Path) -> npt.NDArray[np.int64]:
             starts_N[0] = 3  # a byte-order mark is not part of the first object
         lengths_N = np.diff(starts_N, append=size)
         keep_N = np.ones(len(starts_N), dtype=bool)
-        for i in np.flatnonzero(lengths_N < 3):  # "\n", "\r\n": too short for an object, blank or an invalid row
+        for i in np.flatnonzero(lengths_N < 14):  # shorter than {"prompt":"a"}: blank or an invalid row
             stream.seek(int(starts_N[i]))
             keep_N[i] = bool(stream.read(int(lengths_N[i])).strip())
     return starts_N[keep_N]

@@ -266,7 +266,13 @@ def _with_answer(
     if isinstance(answer, str) and answer and prompt is not None:
         return prompt, None, answer
     turns = [{"role": "user", "content": prompt}] if prompt is not None else list(messages or ())
+    answered_last = turns[-1] if turns and turns[-1].get("role") == "assistant" else None
     match answer:
+        case str() if answer and answered_last is not None:
+            if answered_last.get("content") != answer:
+                raise RowError(
+                    f"{where()}: 'messages' end with an answer other than the row's 'response'; leave one out"
+                )
         case str() if answer:
             turns.append({"role": "assistant", "content": answer})
         case [*answered] if all(isinstance(turn, dict) for turn in answered):
@@ -320,7 +326,7 @@ def _without_nulls(value: Any) -> Any:
             return value
 
 
-def _as_json(columns: Mapping[str, Any]) -> bytes:
+def _as_json(columns: Any) -> bytes:
     """Dates and decimals become text, bytes base64, NaN null; what JSON has no form for becomes its `str`."""
     return msgspec.json.encode(columns, enc_hook=str)
 
@@ -354,7 +360,8 @@ def _turns(messages: list[dict[str, Any]], where: Callable[[], str], answers: bo
 def _as_text(ground_truth: Any) -> str | None:
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth
-    return msgspec.json.encode(ground_truth).decode()
+    text = _as_json(ground_truth)
+    return msgspec.json.decode(text, type=str | None) if text[:1] in b'"n' else text.decode()
 
 
 def _no_prompt(found: Sequence[str]) -> str:

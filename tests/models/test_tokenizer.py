@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from stillhouse.models.tokenizer import (
     TokenizerError,
@@ -18,6 +18,7 @@ from stillhouse.models.tokenizer import (
     stop_token_ids,
     token_map_fingerprint,
 )
+from stillhouse.models.tokenizer_file import FileTokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'forbidden' %}{{ raise_exception('no such role here') }}{% endif %}"
@@ -100,6 +101,10 @@ def test_stop_tokens_are_those_of_the_generation_config_and_the_tokenizer(
     assert stop_token_ids(tmp_path, tokenizer) == (im_end,)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": 7}))
     assert stop_token_ids(tmp_path, tokenizer) == (7, im_end)
+    of_text = {"model_type": "qwen3_5_text", "eos_token_id": 9}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": of_text}))
+    assert GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path)).eos_token_id == 9
+    assert stop_token_ids(tmp_path, tokenizer) == FileTokenizer(tmp_path).stop_token_ids == (9, im_end)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [im_end, 3]}))
     assert stop_token_ids(tmp_path, tokenizer) == (3, im_end)
 

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from stillhouse.actors.envs.base import TextTokenizer
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
 from stillhouse.models.tokenizer import TokenizerError, load_tokenizer, stop_token_ids, token_map_fingerprint
 from stillhouse.models.tokenizer_file import FileTokenizer
+from tests.models.test_chat_text import tokenizer_of
 from tests.models.test_tokenizer import make_tokenizer
 from tests.patience import PATIENCE_S
 
@@ -176,3 +178,64 @@ def test_it_needs_no_torch() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "model"),
+    [
+        ("legacy", {"tokenizer_class": "LlamaTokenizer"}, "llama"),  # other ids behind special tokens
+        ("metaspace never", {"tokenizer_class": "LlamaTokenizerFast"}, "llama"),  # and for all text
+        ("bytes", {"add_prefix_space": True}, "qwen2"),
+        ("bytes", {}, "qwen3"),  # a token of the class's own
+    ],
+)
+def test_text_has_the_ids_of_the_file_whatever_class_its_folder_names(
+    kind: str, config: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    made = tokenizer_of(kind)
+    made.save_pretrained(tmp_path)
+    change(tmp_path, config, without=("tokenizer_class", "backend"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+    core = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.get_vocab() == core.get_vocab(with_added_tokens=True)
+    for text in ("hello world", " it's 2023", "x<|im_end|>hello"):
+        assert loaded.encode(text, add_special_tokens=False) == core.encode(text, add_special_tokens=False).ids
+
+
+NAMED = "{{ image_token }}{{ pad_token }}" + LOOPED
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"image_token": "<img>"}, {}),
+        ({"extra_special_tokens": {"image_token": "<img>"}}, {}),
+        ({}, {"special_tokens_map": {"eos_token": "<|im_start|>", "pad_token": {"content": "<pad>"}}}),
+        ({"added_tokens_decoder": {}}, {"special_tokens_map": {"eos_token": "<|im_start|>"}}),
+        ({}, {"added_tokens": {"<more>": 258, "<less>": 259}}),
+        ({"split_special_tokens": True}, {}),
+    ],
+)
+def test_special_tokens_are_taken_from_where_transformers_takes_them(
+    config: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    make_tokenizer(template=NAMED).save_pretrained(tmp_path)
+    change(tmp_path, config)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    ours, theirs = FileTokenizer(tmp_path), load_tokenizer(tmp_path)
+    assert ours.special_tokens_map == theirs.special_tokens_map and ours.get_vocab() == theirs.get_vocab()
+    assert set(ours.all_special_tokens) == set(theirs.all_special_tokens)
+    turns = [{"role": "user", "content": "hi <more>"}]
+    right = cast(Any, theirs).apply_chat_template(turns, tokenize=True, return_dict=False)
+    assert TextTokenizer(ours).chat_prompt(turns).tolist() == TextTokenizer(theirs).chat_prompt(turns).tolist()
+    if "added_tokens" not in files:  # which is a control token of others here
+        assert TextTokenizer(ours).shown(TextTokenizer(ours).chat_prompt(turns)) == theirs.decode(right)
+    assert theirs.convert_tokens_to_ids("<|im_start|>") in right
+
+
+def change(folder: Path, config: dict[str, Any], without: tuple[str, ...] = ()) -> None:
+    file = folder / "tokenizer_config.json"
+    kept = {key: value for key, value in json.loads(file.read_text()).items() if key not in without}
+    file.write_text(json.dumps({**kept, **config}))

@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
+import numpy as np
 import pytest
 
+from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
 from stillhouse.engines.sglang.features import Features, ServerInfo, why_unfit
+from stillhouse.engines.sglang.requests import generate_body
+from stillhouse.protocol.messages import Sampling
 from tests.server_features import CAPABLE
 
 TRIED: Final = {"0.5.17": False, "0.5.23": True}
@@ -47,3 +51,13 @@ def test_requests_stay_at_a_swap_where_the_server_says_what_sampled_each_token()
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_requests_are_cut_by_every_version(version: str, mode: SwapMode) -> None:
     assert why_unfit(of_version(version), SGLangConfig(update_mode=mode)) is None
+
+
+def test_a_server_s_own_defaults_change_nothing() -> None:
+    """SGLang lays what a request says over them (`tokenizer_manager`)."""
+    preferred = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "min_new_tokens": 5}
+    preferred |= {"repetition_penalty": 1.05, "frequency_penalty": 1.0, "presence_penalty": 1.5}
+    request = GenerationRequest("a", np.asarray([1], np.int32), Sampling(), max_new_tokens=3, stop_token_ids=(2,))
+    sampled = preferred | generate_body(request, [], "rid", CAPABLE, 1)["sampling_params"]
+    assert {name for name in preferred if sampled[name] == preferred[name]} == set()
+    assert (sampled["top_p"], sampled["top_k"], sampled["repetition_penalty"]) == (1.0, -1, 1.0)

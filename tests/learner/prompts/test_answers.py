@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,6 +118,8 @@ def test_what_cannot_be_shown_as_it_would_be_written_is_refused(small_tokenizer:
         '{"prompt": "a", "completion": "b"}',
         '{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}',
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+        '{"prompt": "a", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], '
+        '"response": "b"}',
     ],
 )
 def test_rows_with_answers_as_people_have_them(
@@ -130,4 +133,8 @@ def test_rows_with_answers_as_people_have_them(
     assert tokenizer.decode(line.token_ids[start:end].tolist()) == "b<|im_end|>"
     (tmp_path / "n.jsonl").write_text('{"prompt": "a", "ground_truth": "b"}\n')
     with pytest.raises(RowError, match="no answer, expected 'response' or 'completion'"):
+        open_prompts(str(tmp_path / "n.jsonl"), answers=True)
+    two = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "response": "c"}
+    (tmp_path / "n.jsonl").write_text(json.dumps(two))
+    with pytest.raises(RowError, match="end with an answer other than the row's 'response'"):
         open_prompts(str(tmp_path / "n.jsonl"), answers=True)

@@ -263,6 +263,8 @@ USER = {"role": "user", "content": "a"}
         ({"role": "assistant", "tool_calls": "f()"}, "expected a list of functions' names and arguments"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "expected a list of functions' names and arguments"),
         ({"role": 1, "content": "a"}, "needs a 'role' and a 'content'"),
+        ({"role": "human", "content": "a"}, "the role 'human' is one that .* write 'user'"),
+        ({"role": "Assistant", "content": "a"}, "write 'assistant'"),
     ],
 )
 def test_a_message_that_cannot_be_shown_is_refused(message: dict[str, Any], says: str, write_rows: WriteRows) -> None:
@@ -291,10 +293,38 @@ def test_parts_of_a_content_are_refused_by_a_template_that_takes_none(small_toke
         render(record, tokenizer, TaskConfig())
 
 
+@pytest.mark.parametrize("role", ["critic", "system"])
+def test_a_turn_that_the_template_leaves_out_is_refused(role: str, small_tokenizer: PreTrainedTokenizerFast) -> None:
+    turns = ({"role": role, "content": "Be nice"}, {"role": "user", "content": "a"})
+    tokenizer = copy.deepcopy(small_tokenizer)
+    tokenizer.chat_template = "{% for m in messages if m.role != 'critic' %}{{ m.content | tojson }}{% endfor %}"
+    if role == "system":
+        assert len(render(PromptRecord(0, None, turns), tokenizer, TaskConfig()))
+        tokenizer.chat_template = tokenizer.chat_template.replace("critic", "system")
+    with pytest.raises(TokenizerError, match=f"leaves out a turn with the role '{role}'"):
+        render(PromptRecord(0, None, turns), tokenizer, TaskConfig())
+
+
 def test_a_ground_truth_that_is_not_text_becomes_json(write_rows: WriteRows) -> None:
     truths: list[Any] = [42, 1.5, ["a"], True, None, "text"]
     source = open_prompts(str(write_rows([{"prompt": "p", "ground_truth": truth} for truth in truths])))
     assert [record.ground_truth for record in all_of(source)] == ["42", "1.5", '["a"]', "true", None, "text"]
+
+
+@pytest.mark.parametrize(
+    ("truth", "right"),
+    [(Decimal("1.50"), "1.50"), (date(2024, 1, 2), "2024-01-02"), (math.nan, None)],
+)
+def test_ground_truths_of_tables_are_text_without_quotes_and_a_gap_is_none(
+    truth: object, right: str | None, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"prompt": ["p"], "ground_truth": [truth]}), tmp_path / "rows.parquet")
+    assert open_prompts(str(tmp_path / "rows.parquet")).read(0).ground_truth == right
+
+
+def test_lines_of_white_space_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt":"a"}\r\n  \t \r\n{"prompt":"b"}\r\n   ')
+    assert [record.prompt for record in all_of(open_prompts(str(tmp_path / "rows.jsonl")))] == ["a", "b"]
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
