@@ -19,8 +19,7 @@ from stillhouse.engines.registry import find_engine
 from stillhouse.learner.assembly import checkpoint_to_resume, open_reports
 from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError
-from stillhouse.learner.checkpoints.resume import first_trainer
-from stillhouse.learner.checkpoints.staging import stage_checkpoint
+from stillhouse.learner.checkpoints.resume import first_trainer, stage_checkpoint
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
 from stillhouse.learner.device_turns import LearnerTurns
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -315,13 +316,13 @@ def _offline_hint() -> str:
     return " (HF_HUB_OFFLINE is set: only the local cache was asked)" if os.environ.get("HF_HUB_OFFLINE") else ""
 
 
-class _no_progress_bars:  # noqa: N801 - a context manager, used like a function
-    """Turns progress bars off, because a worker's log is a file. Restores the former setting."""
-
-    def __enter__(self) -> None:
-        self._were_on = transformers.utils.logging.is_progress_bar_enabled()
-        transformers.utils.logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        if self._were_on:
+@contextmanager
+def _no_progress_bars() -> Generator[None]:
+    """Progress bars are off, because a worker's log is a file."""
+    were_on = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
             transformers.utils.logging.enable_progress_bar()

@@ -6,7 +6,9 @@ and `nonzero()` do. `upload` only queues a copy; `read` waits, and sleeps meanwh
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -61,6 +63,26 @@ def host_copy(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor, in new memory of the host."""
     own = share_of(tensor.detach())
     return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a process holds of named tensors: whole ones, or this rank's rows."""
+
+    tensors: Mapping[str, Tensor]
+    """Whole ones, and this rank's rows of others."""
+    rows: Mapping[str, Rows] = field(default_factory=dict[str, Rows])
+    """The places of those rows; empty where all is whole."""
+
+    @classmethod
+    def copied(cls, named: Iterable[tuple[str, Tensor]]) -> Self:
+        """Copies in host memory, one after the other."""
+        tensors, rows = dict[str, Tensor](), dict[str, Rows]()
+        for name, tensor in named:
+            tensors[name] = host_copy(tensor)
+            if (place := rows_of(tensor)) is not None:
+                rows[name] = place
+        return cls(tensors, rows)
 
 
 def own_rows(parameter: Tensor, values: Tensor) -> Tensor:

@@ -24,8 +24,7 @@ from stillhouse.launch.terminal import StopRequests
 from stillhouse.learner.assembly import TrainingParts, checkpoint_to_resume, open_reports
 from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError, newest
-from stillhouse.learner.checkpoints.resume import first_trainer
-from stillhouse.learner.checkpoints.staging import stage_checkpoint
+from stillhouse.learner.checkpoints.resume import first_trainer, stage_checkpoint
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvaluationResult, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets

@@ -59,9 +59,9 @@ from stillhouse.learner.checkpoints.files import (
 )
 from stillhouse.learner.checkpoints.tensor_file import layout_of, write_share
 from stillhouse.learner.config import ADAPTER_WEIGHTS
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.optimizer import OptimizerState
 from stillhouse.models.loading import describe_hf
+from stillhouse.models.transfer import Shares
 from stillhouse.protocol.atomic_file import usual_permissions
 from stillhouse.protocol.messages import Ledger, WeightVersion
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from stillhouse.learner.ranks.shares import Shares
+from stillhouse.models.transfer import Shares
 
 DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",

@@ -26,8 +26,8 @@ import msgspec
 
 from stillhouse.learner.checkpoints.checkpoint import write_shares
 from stillhouse.learner.ranks.group import Ranks
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.progress import LearnerProgress
+from stillhouse.models.transfer import Shares
 from stillhouse.protocol.messages import Snapshot, WeightVersion
 from stillhouse.tracing import events
 

@@ -246,13 +246,8 @@ class Alarms:
     def add_accuracy(self, step: int, accuracy: float, n: int) -> None:
         """That of an evaluation of `n` rollouts, all of the same prompts as before."""
         best, n_best = self._best_accuracy
-        watched, limit = WATCHED["accuracy"], WATCHED["accuracy"].limit(best)
         error = math.sqrt(0.25 / max(1, n) + 0.25 / n_best)
-        if watched.beyond(accuracy, limit) and best - accuracy > SURE * error:
-            if "accuracy" not in self._on:
-                self._raise(Alarm("accuracy", ACCURACY, step, best, accuracy, step))
-        elif "accuracy" in self._on and not watched.beyond(accuracy, (best + limit) / 2):
-            self._end("accuracy", step)
+        self._judge_evaluation("accuracy", step, best, accuracy, error)
         self._best_accuracy = max(self._best_accuracy, (accuracy, max(1, n)))
 
     def add_diversity(self, step: int, now: Diversity) -> None:
@@ -261,12 +256,19 @@ class Alarms:
         as sure. What is bounded by 0 and 1 and has the mean m has at most the variance m (1 - m)."""
         first = self._first_diversity = self._first_diversity or now
         error = math.sqrt(sum(one.distinct * (1.0 - one.distinct) / max(1, one.prompts) for one in (first, now)))
-        watched, limit = WATCHED["diversity"], WATCHED["diversity"].limit(first.distinct)
-        if watched.beyond(now.distinct, limit) and first.distinct - now.distinct > SURE * error:
-            if "diversity" not in self._on and not now.excused(first):
-                self._raise(Alarm("diversity", DISTINCT, step, first.distinct, now.distinct, step))
-        elif "diversity" in self._on and not watched.beyond(now.distinct, (first.distinct + limit) / 2):
-            self._end("diversity", step)
+        excused = now.excused(first)
+        self._judge_evaluation("diversity", step, first.distinct, now.distinct, error, excused=excused)
+
+    def _judge_evaluation(
+        self, name: str, step: int, before: float, now: float, error: float, *, excused: bool = False
+    ) -> None:
+        """`error`: standard error of the difference."""
+        watched, limit = WATCHED[name], WATCHED[name].limit(before)
+        if watched.beyond(now, limit) and before - now > SURE * error:
+            if name not in self._on and not excused:
+                self._raise(Alarm(name, watched.tag, step, before, now, step))
+        elif name in self._on and not watched.beyond(now, (before + limit) / 2):
+            self._end(name, step)
 
     def _judge(self, step: int, name: str, watched: Watched) -> None:
         """Raise an alarm, or end it. It ends when the mean is back half-way to where it was, so that a figure near its

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stillhouse.learner.config import LearnerConfig
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.host_moments import HostMomentsAdamW
-from stillhouse.models.transfer import Rows, host_copy, rows_of, share_of
+from stillhouse.models.transfer import Rows, Shares, host_copy, rows_of, share_of
 
 _SCALE: Final = ".scale"
 _AT_ONCE_BYTES: Final = 2**28

@@ -45,7 +45,6 @@ from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.batch_terms import batch_terms
 from stillhouse.learner.ranks.group import Ranks
 from stillhouse.learner.ranks.messages import dump_items
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.reports.step_metrics import OfflineMetrics, StepMetrics, StepSums, UpdatesMetrics
 from stillhouse.learner.step.critic import make_critic, value_metrics
 from stillhouse.learner.step.forward import (
@@ -76,7 +75,7 @@ from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import refuse_undividable
 from stillhouse.models.precision import halve_frozen
 from stillhouse.models.routing import expert_shape, prepare
-from stillhouse.models.transfer import read, share_of, upload, whole
+from stillhouse.models.transfer import Shares, read, share_of, upload, whole
 from stillhouse.weights.server_checks import prompt_logprobs
 from stillhouse.weights.staged_weights import Weight
 

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stillhouse.learner.checkpoints.checkpoint import Contents, LearnerState, write_checkpoint
 from stillhouse.learner.checkpoints.files import new_draft
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.models.loading import converted_on_saving, weights_to_save
+from stillhouse.models.transfer import Shares
 
 
 def save_checkpoint(

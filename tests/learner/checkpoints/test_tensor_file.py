@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from stillhouse.learner.checkpoints.tensor_file import DTYPES, layout_of, write_share
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.models.loading import converted_on_saving, describe_hf, load_causal_lm, weights_to_save
-from stillhouse.models.transfer import Rows
+from stillhouse.models.transfer import Rows, Shares
 from tests.learner.conftest import tiny_student, word_tokenizer
 
 SHAPES = st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=6)

@@ -26,10 +26,9 @@ from stillhouse.learner.checkpoints.files import latest, new_draft
 from stillhouse.learner.checkpoints.writer import ShareWriter, written_by_others
 from stillhouse.learner.config import LearnerConfig, LoraConfig
 from stillhouse.learner.ranks.group import ProcessGroup
-from stillhouse.learner.ranks.shares import Shares
 from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.train_step import Trainer
-from stillhouse.models.transfer import rows_of
+from stillhouse.models.transfer import Shares, rows_of
 from stillhouse.protocol.messages import WeightVersion
 from tests.learner.conftest import tiny_student, word_tokenizer
 from tests.learner.ranks.processes import group_of
