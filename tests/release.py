@@ -17,6 +17,7 @@ SHORT: Final = (
     "integration/test_join.py::test_workers_join",
     "buffer/test_kill.py::test_a_run_whose_buffer_is_killed_again_and_again_loses_and_repeats_nothing[2-1]",
     "launch/test_recovery.py::test_a_stopped_buffer",
+    "launch/workers/test_backends.py::test_its_workers_do_not_outlive_a_launcher_that_is_killed",
     # What the user types, who listens, which figures are told.
     "integration/test_typed_commands.py::test_the_projects_own_command",
     "launch/test_typed_commands.py",

@@ -1,7 +1,7 @@
 """Checks of what workers would make of models, by their files alone: architecture, tokenizer, ids, heads, numbers.
 
 `refusals` is what a run asks before it starts a process. transformers, which knows architectures, imports torch, which
-takes seconds: so well-known types, whose config.json says nothing unusual, are not looked up. `--check` looks up all.
+takes seconds: so well-known types, whose config.json says nothing unusual, are not looked up.
 """
 
 from __future__ import annotations

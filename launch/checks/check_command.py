@@ -1,7 +1,7 @@
 """`--check`: shows what a run would do with its models and prompts, with the code that the run itself uses.
 
-Beyond launch.checks.preflight, this looks up the architectures in transformers, and reads prompt rows and renders them
-to token ids as the learner will. It imports torch, but loads no model and starts nothing.
+Beyond launch.checks.preflight, this reads prompt rows and renders them to token ids as the learner will. It imports
+torch, but loads no model and starts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 
 from stillhouse.actors.envs.single_turn import reward_for
 from stillhouse.actors.rewards.answer import AnswerCheck
-from stillhouse.launch.checks.architectures import architectures
 from stillhouse.launch.checks.finding import Case, Finding, Status
 from stillhouse.launch.checks.model_files import check_weights, has_no_weights
 from stillhouse.launch.config.consistency import teacher_window
@@ -69,7 +68,7 @@ def prompts(case: Case) -> Iterator[Finding]:
 def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
     """`config`: as preflight resolved it. `devices`: check that torch finds the devices on this machine. Raises
     ConfigError with all mistakes, after all findings."""
-    mistakes = [*(_devices(config) if devices else ()), *architectures(config)]
+    mistakes = [*_devices(config)] if devices else []
     yield from _models(config)
     yield from _apis(config)
     try:

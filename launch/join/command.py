@@ -44,16 +44,14 @@ usage: stillhouse join RUN [--actors N] [--teachers M] [--pool NAME] [--learner-
 Adds actors and teachers to a running run. They leave on Ctrl-C or when the run ends; unfinished work goes to other
 workers. docs/hosts.md has the details.
 
-  RUN                  folder of a run (or its name in runs/) on this machine or a shared file system; a folder written
-                       by `stillhouse invite`; or tcp://HOST:PORT, with --config and --keys
+  RUN                  folder of a run (or its name in runs/) on this machine or a shared file system, or a folder
+                       written by `stillhouse invite`
   --actors N           student processes; the learner and the other actors must be able to reach them
   --teachers M         teacher processes
   --pool NAME          pool that the teachers serve (teacher.pool)
   --learner-ranks K    this host's share of the learner's ranks, in a run with learner.hosts above 1. RUN must be its
                        folder, which all hosts see under one path
   --name-prefix NAME   the workers are called actor-NAME-0, ...; default: the host name and a random part
-  --keys FOLDER        keys of the run, when RUN is an address
-  --config FILE        config.yaml of the run, when RUN is an address
   --dir DIR            folder for logs; default: joined/NAME in the run's folder
   --KEY VALUE          models.*, actor.*, teacher.*, launch.*: what differs here from the run, such as
                        --student FOLDER or --actor.server.gpus 0,1; stillhouse --help explains all keys
@@ -65,8 +63,6 @@ class JoinLine:
     """The parsed command line."""
 
     run: str
-    keys: Path | None
-    config: Path | None
     dir: Path | None
     prefix: str
     ranks: int
@@ -83,7 +79,7 @@ def main(arguments: Sequence[str], make_backend: MakeBackend = LocalProcesses) -
         if line is None:
             print(USAGE, end="")
             return 0
-        target = find_target(line.run, keys=line.keys, config=line.config)
+        target = find_target(line.run)
         check_folder(line)
         joining = check_joining(target, line.overrides, line.prefix, ranks=line.ranks)
         link = connect(target, line.prefix)
@@ -106,7 +102,7 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
     """The command line; None when help is wanted. Raises ConfigError."""
     words = split_words(
         arguments,
-        own=("keys", "config", "dir", "name_prefix", "learner_ranks"),
+        own=("dir", "name_prefix", "learner_ranks"),
         switches=("help",),
         positional=1,
         aliases={**ALIASES, "pool": "teacher.pool"},
@@ -127,8 +123,6 @@ def parse_join(arguments: Sequence[str]) -> JoinLine | None:
         raise ConfigError(f"--learner-ranks: got {ranks!r}, expected a number of ranks")
     return JoinLine(
         run=words.positional[0],
-        keys=Path(own["keys"]).expanduser() if "keys" in own else None,
-        config=Path(own["config"]).expanduser() if "config" in own else None,
         dir=Path(own["dir"]).expanduser() if "dir" in own else None,
         prefix=prefix,
         ranks=int(ranks),

@@ -1,10 +1,9 @@
 """A run that another launcher started: finding its address, keys and configuration, and connecting to its buffer.
 
-Three ways to name a run:
+Two ways to name a run:
 
 RUN folder              this machine, or one that shares its file system: run.json, buffer.json, config.yaml, keys/
 exported folder         a copy of what launch.join.invite wrote: join.json, config.yaml, keys/
-tcp://HOST:PORT         with --config FILE (the run's config.yaml) and --keys FOLDER
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from stillhouse.launch.buffer_link import CONNECT_TIMEOUT_S, BufferLink, read_ad
 from stillhouse.launch.config.files import read_plain
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import Plain, build
-from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.errors import LaunchError
 from stillhouse.launch.runfolder import RUNS, RunRecord, read_record
 from stillhouse.launch.servers.plan import interface_of
 from stillhouse.protocol.addresses import is_local
@@ -35,7 +34,7 @@ from stillhouse.protocol.messages import Role
 
 JOIN_FILE: Final = "join.json"
 JOINED: Final = "joined"
-"""Folder inside a run folder, an exported folder or runs/, with one folder per join."""
+"""Folder inside a run folder or an exported folder, with one folder per join."""
 ADDRESS_WAIT_S: Final = 120.0
 """How long a starting run may take until its buffer listens."""
 SNAPSHOT_WAIT_S: Final = 15.0
@@ -105,18 +104,15 @@ class Target:
             try:
                 load_client_keys(self.keys, role, server)
             except KeysUnusable as error:
-                mistakes.append(f"--keys: {error}; `stillhouse invite` on the run's machine copies all that is needed")
+                mistakes.append(f"{error}; `stillhouse invite` on the run's machine copies all that is needed")
         return list(dict.fromkeys(mistakes))
 
 
-def find_target(run: str, *, keys: Path | None = None, config: Path | None = None) -> Target:
+def find_target(run: str) -> Target:
     """Find the run; while it is starting, wait until its buffer listens. Raises ConfigError, RunIsFinished, TryAgain,
     or another LaunchError when there is no such run or it cannot be reached from here."""
-    if "://" in run:
-        return _at_address(run, keys, config)
     folder = find_folder(run)
-    keys = keys or (folder / KEYS if (folder / KEYS).is_dir() else None)
-    settings_file = config or folder / "config.yaml"
+    settings_file = folder / "config.yaml"
     if (folder / JOIN_FILE).is_file():
         card = msgspec.json.decode((folder / JOIN_FILE).read_bytes(), type=JoinCard)
         name, address, run_id = card.name, card.address, ""
@@ -127,8 +123,8 @@ def find_target(run: str, *, keys: Path | None = None, config: Path | None = Non
         settings = read_plain(settings_file)  # only now: the launcher writes it before it starts the buffer
         name, run_id = record.name, record.run_id
         address = _address_from_here(address, record, build(RunConfig, settings))
-    target = Target(name=name, address=address, run_id=run_id, keys=keys, settings=settings, home=folder / JOINED)
-    return _with_keys_if_encrypted(target)
+    keys = folder / KEYS if build(RunConfig, settings).buffer.encrypted else None
+    return Target(name=name, address=address, run_id=run_id, keys=keys, settings=settings, home=folder / JOINED)
 
 
 def find_folder(run: str) -> Path:
@@ -139,7 +135,7 @@ def find_folder(run: str) -> Path:
             if (folder / "run.json").is_file() or (folder / JOIN_FILE).is_file():
                 return folder
             raise LaunchError(f"{folder} holds no run (no run.json in it), and was not written by `stillhouse invite`")
-    raise LaunchError(f"no run {run!r}: neither a folder nor in {RUNS}/; an address looks like tcp://HOST:PORT")
+    raise LaunchError(f"no run {run!r}: neither a folder nor in {RUNS}/")
 
 
 def running_record(folder: Path) -> RunRecord:
@@ -189,7 +185,7 @@ def reachable(address: str, name: str, host: str, config: RunConfig) -> str:
     if host_of(address) in WILDCARDS:
         raise LaunchError(
             f"{name} runs on {host} and listens on all its addresses ({address}); name the one that other "
-            "machines can reach: start the run with --buffer.advertise tcp://ADDRESS:PORT, or join by that address"
+            "machines can reach: start the run with --buffer.advertise tcp://ADDRESS:PORT"
         )
     return address
 
@@ -197,41 +193,6 @@ def reachable(address: str, name: str, host: str, config: RunConfig) -> str:
 def host_of(address: str) -> str:
     """`10.0.0.7` for `tcp://10.0.0.7:5555`; IPv6 addresses keep their brackets."""
     return address.partition("://")[2].rpartition(":")[0]
-
-
-def _at_address(address: str, keys: Path | None, config: Path | None) -> Target:
-    if config is None:
-        raise ConfigError(
-            f"{address}: also needs --config FILE, the run's config.yaml (models, environments, engines); or join with "
-            "a folder written by `stillhouse invite`"
-        )
-    if not address.startswith("tcp://") or not address.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"{address}: expected tcp://HOST:PORT")
-    if keys is not None and not keys.is_dir():
-        raise ConfigError(f"--keys: no folder {str(keys)!r}")
-    keys = keys.resolve() if keys is not None else None
-    nested = keys / KEYS if keys is not None else None
-    target = Target(
-        name=address,
-        address=address,
-        run_id="",
-        keys=nested if nested is not None and nested.is_dir() else keys,
-        settings=read_plain(config),
-        home=(RUNS / JOINED).absolute(),
-    )
-    return _with_keys_if_encrypted(target)
-
-
-def _with_keys_if_encrypted(target: Target) -> Target:
-    encrypted = target.config.buffer.encrypted
-    if encrypted and target.keys is None:
-        raise ConfigError(
-            f"--keys: the links of {target.name} are encrypted; expected a folder with server.key, learner.key, "
-            "joiner.key_secret and the .key_secret of each role that joins (`stillhouse invite` makes one)"
-        )
-    if not encrypted and target.keys is not None:
-        raise ConfigError(f"--keys: the links of {target.name} are not encrypted (buffer.encrypt); leave --keys out")
-    return target
 
 
 def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BufferLink:

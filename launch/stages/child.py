@@ -1,4 +1,4 @@
-"""A stage's command as a process of its own: its GPU memory is free when it ends, and it ends with this launcher.
+"""A command as a process that ends with its parent, such as a stage's: its GPU memory is free when it ends.
 
 python -m stillhouse.launch.stages.child PARENT_PID WORD...
 """

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 
+from stillhouse.launch.join.target import JOIN_FILE, JoinCard, find_target
 from stillhouse.protocol.keys import KEYS, make_keys
 from tests.integration.conftest import Launched, alive
 from tests.integration.joined import HOLDS, Join, Onlooker, held
@@ -19,11 +21,13 @@ from tests.patience import PATIENCE_S, Limit
 Launch = Callable[..., Launched]
 
 
-def foreign_keys(run_dir: Path, folder: Path) -> Path:
-    """The right server, and pairs of a role each that this run does not know."""
-    make_keys(folder)
-    for name in ("server.key", "learner.key"):
-        shutil.copy2(run_dir / KEYS / name, folder)
+def with_foreign_keys(run_dir: Path, folder: Path) -> Path:
+    """A folder to join: the right server, and pairs of a role each that this run does not know."""
+    make_keys(folder / KEYS)
+    for name in (f"{KEYS}/server.key", f"{KEYS}/learner.key", "config.yaml"):
+        shutil.copy2(run_dir / name, folder / name)
+    card = JoinCard(name="run", address=find_target(str(run_dir)).address)
+    (folder / JOIN_FILE).write_bytes(msgspec.json.encode(card))
     return folder
 
 
@@ -44,9 +48,7 @@ def test_workers_join_contribute_leave_and_die_while_the_run_goes_on(
         with held(run):
             guests = join(run.run_dir, "guests", "--actors=2", "--teachers=1")
             doomed = join(run.run_dir, "doomed", "--actors=1")
-            stranger = join(
-                run.run_dir, "stranger", "--actors=1", f"--keys={foreign_keys(run.run_dir, tmp_path / 'k')}"
-            )
+            stranger = join(with_foreign_keys(run.run_dir, tmp_path / "k"), "stranger", "--actors=1")
             assert stranger.process.wait(PATIENCE_S) == 2
             assert "does not know the key" in stranger.text()
             guests.until_there()

@@ -65,10 +65,8 @@ def test_a_run_survives_the_reader_of_its_output_and_under_nohup_sighup_stays_ig
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (["--help"], 0),
-        (["--no-such-key"], 2),
         (["view", "--help"], 0),
-        (["audit", "no-such-run"], 2),
+        (["--no-such-key"], 2),
     ],
     ids=str,
 )

@@ -161,7 +161,8 @@ def test_documents_are_trained_as_a_whole_each_token_once(tmp_path: Path, kind: 
             assert all(item.n_trained <= 20 and item.train_mask_L[1:].all() for item in own)
             before = [ids[0], *(int(item.tokens_L[-1]) for item in own)]
             assert [int(item.tokens_L[0]) for item in own] == before[:-1]
-    assert replay([str(record), f"--run-dir={tmp_path / 'run'}", "--learner.eval_every=0"]) == 0
+    if kind == "jsonl":
+        assert replay([str(record), f"--run-dir={tmp_path / 'run'}", "--learner.eval_every=0"]) == 0
 
 
 def test_rows_without_any_text_say_what_was_expected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,7 @@ models = {{ teacher = "{before}" }}
 """
 
 
+@pytest.mark.slow
 def test_documents_and_the_earlier_self_have_the_losses_of_a_run_of_two_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,10 @@ def test_what_speaks_of_the_runs_own_machine_is_left_out() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_run_is_refused_by_key(run: Target, arguments: tuple[str, ...], message: str) -> None:
+def test_what_does_not_fit_the_run_is_refused_by_key(
+    run: Target, arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillhouse.engines.sglang.attached.PROBE_TIMEOUT_S", 0.5)
     with pytest.raises(ConfigError) as refused:
         joining(run, *arguments)
     assert message in str(refused.value)

@@ -14,7 +14,7 @@ import pytest
 from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
-from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.errors import LaunchError
 from stillhouse.launch.join.command import main as join_main
 from stillhouse.launch.join.command import point_to_keys
 from stillhouse.launch.join.invite import invite
@@ -136,15 +136,3 @@ def test_the_exit_code_says_whether_a_run_can_be_exported_later(tmp_path: Path) 
         run = make_run(tmp_path / state, state=state, exit_code=code)
         assert invite_main([str(run), str(tmp_path / "out")]) == 75
     assert invite_main([str(tmp_path / "nowhere"), str(tmp_path / "out")]) == 2
-
-
-def test_an_address_needs_the_configuration_and_the_keys(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    with pytest.raises(ConfigError, match="needs --config"):
-        find_target(OPEN)
-    with pytest.raises(ConfigError, match=r"--keys: the links of .* are encrypted"):
-        find_target(OPEN, config=run / "config.yaml")
-    target = find_target(OPEN, config=run / "config.yaml", keys=run / KEYS)
-    assert (target.run_id, target.keys) == ("", run / KEYS)
-    with pytest.raises(ConfigError, match="expected tcp://HOST:PORT"):
-        find_target("http://10.77.0.9", config=run / "config.yaml", keys=run / KEYS)

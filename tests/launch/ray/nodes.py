@@ -79,7 +79,7 @@ class Nodes:
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with suppress(psutil.Error):
                 words = process.cmdline()
-                if "stillhouse.launch.ray.joined" in words:
+                if "stillhouse.launch.stages.child" in words:
                     found[words[words.index("--name-prefix") + 1]] = process
         return found
 

@@ -95,6 +95,6 @@ def _joins() -> list[psutil.Process]:
     """Joins that run on this machine under Ray, and their workers."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter(["cmdline"]):
-        if "stillhouse.launch.ray.joined" in (process.info["cmdline"] or []):
+        if "stillhouse.launch.stages.child" in (process.info["cmdline"] or []):
             found += [process, *process.children(recursive=True)]
     return found

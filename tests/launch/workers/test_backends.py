@@ -58,6 +58,7 @@ def test_a_run_on_another_backend_restarts_a_killed_actor_and_its_workers_leave_
     assert gone(processes)
 
 
+@pytest.mark.slow
 def test_its_workers_do_not_outlive_a_launcher_that_is_killed(elsewhere: StartLauncher) -> None:
     launcher = elsewhere({"actor-0": "deaf"})
     launcher.until_ready()

@@ -287,11 +287,13 @@ def test_nothing_to_count_is_said_so(run: Written, tmp_path: Path, capsys: pytes
     assert main([str(tmp_path)]) == main([]) == main([str(tmp_path / "nowhere")]) == main(["a", "b"]) == 2
 
 
-def test_the_command_and_its_exit_codes(run: Written, tmp_path: Path) -> None:
+def test_the_command_and_its_exit_codes(
+    run: Written, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
     def call(*arguments: str) -> tuple[int, str]:
-        command = [sys.executable, str(ROOT / "launch" / "cluster.py"), "audit", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=tmp_path, check=False)
-        return done.returncode, done.stdout + done.stderr
+        return main(arguments), "".join(capsys.readouterr())
 
     run.record(*steps(0, 1))
     run.metrics(("step", (0, 1), 8), ("step", (0, 2), 8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,10 @@ import pytest
 
 from stillhouse import builtin
 from stillhouse.launch.checks.finding import Finding
+from stillhouse.tools.doctor import command
 from stillhouse.tools.doctor.command import DoctorReport, main, split_own
+from stillhouse.tools.doctor.examiner import examine
+from stillhouse.tools.doctor.messages import ExaminerMessage, Orders
 from stillhouse.tools.doctor.table import CHECKS
 from tests.patience import SLOWNESS
 from tests.tools.doctor.conftest import ENGINES
@@ -23,6 +27,19 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(autouse=True)
 def findable_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.fixture
+def examined_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In this process, which has imported torch."""
+
+    def examined(arguments: Sequence[str], only: tuple[str, ...], timeout_s: float, _: object) -> list[Finding]:
+        said: list[ExaminerMessage] = []
+        orders = Orders(arguments=tuple(arguments), only=only, done=(), timeout_s=timeout_s, scratch=str(tmp_path))
+        examine(orders, said.append)
+        return [one for one in said if isinstance(one, Finding)]
+
+    monkeypatch.setattr(command, "examined", examined)
 
 
 def test_all_checks_of_the_built_in_run_pass(
@@ -63,7 +80,10 @@ def test_a_check_that_crashes_costs_itself_alone(capsys: pytest.CaptureFixture[s
     assert "FAILED   known text: the check was killed by SIGKILL" in out and "ok       disk: " in out
 
 
-def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("examined_here")
+def test_a_check_that_raises_says_what(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A student's folder that only breaks when its weights are read."""
     (tmp_path / "broken_engine.py").write_text(
         "from stillhouse.engines.torch.provider import TorchProvider\n"
@@ -72,12 +92,8 @@ def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_p
         "        raise KeyError('no such layer')\n"
         "BROKEN = Broken()\n"
     )
-    before = Path.cwd()
-    os.chdir(tmp_path)  # a module of the folder in which the command is typed
-    try:
-        code = main(["--device=cpu", "--actor.engine=broken_engine:BROKEN", "--only=off-by-one,temperature,disk"])
-    finally:
-        os.chdir(before)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = main(["--device=cpu", "--actor.engine=broken_engine:BROKEN", "--only=off-by-one,temperature,disk"])
     lines = capsys.readouterr().out.splitlines()
     assert code == 1
     assert any("FAILED   off by one: KeyError: 'no such layer' (at broken_engine.py:4)" in line for line in lines)
@@ -85,6 +101,7 @@ def test_a_check_that_raises_says_what(capsys: pytest.CaptureFixture[str], tmp_p
     assert sum(line.startswith("ok       disk: ") for line in lines) == 1
 
 
+@pytest.mark.usefixtures("examined_here")
 def test_a_refused_configuration_still_gets_the_other_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device=cpu", "--teacher=no/such/folder", "--only=configuration,disk,known-text"]) == 1
     out = capsys.readouterr().out
