@@ -29,7 +29,6 @@ CHECKS: Final[tuple[Check[ModelCase], ...]] = (
     Check("gpus", gpus),
     Check("prompts", _later("launch.checks.check_command", "prompts")),
     Check("tokenizer maps", _later("tools.doctor.tokenizers", "tokenizer_maps")),
-    Check("turn ends", _later("tools.doctor.tokenizers", "turn_ends")),
     Check("chat template", _later("tools.doctor.chat_template", "chat_template")),
     Check("servers", _later("tools.doctor.engines", "servers"), longer_s=engines.starting_s),
     Check("off by one", _later("tools.doctor.scoring", "off_by_one")),

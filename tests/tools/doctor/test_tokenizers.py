@@ -13,7 +13,7 @@ def changed(file: Path, **fields: object) -> None:
 
 
 def test_sound_ones_pass(examine: Examine) -> None:
-    for name in ("tokenizer maps", "turn ends", "chat template"):
+    for name in ("tokenizer maps", "chat template"):
         found = examine(name)
         assert len(found) >= 2 and all(finding.status == "ok" for finding in found), found
 
@@ -48,9 +48,9 @@ def test_fewer_embedding_rows_than_ids(examine: Examine, student: Path) -> None:
 def test_a_student_that_does_not_stop_where_its_template_ends_a_turn(examine: Examine, student: Path) -> None:
     changed(student / "generation_config.json", eos_token_id=314)
     changed(student / "tokenizer_config.json", eos_token="<|endoftext|>")
-    found = examine("turn ends", f"--student={student}")
-    assert of(found, "student").status == "warning" and "<|im_end|> (313)" in of(found, "student").measured
-    assert of(found, "pool default").status == "warning", "the teacher ends turns with <|im_end|>"
+    found = examine("configuration", f"--student={student}")
+    assert of(found, "models.student").status == of(found, "models.teacher").status == "warning"
+    assert "'<|im_end|>' (313)" in of(found, "models.student").measured
 
 
 def test_a_template_that_drops_text(examine: Examine, student: Path) -> None:
