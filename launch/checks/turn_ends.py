@@ -1,5 +1,5 @@
 """Whether answers end: the ids at which the student stops, and those with which chat templates close a turn. From files
-alone, so that every start can say it; the doctor says more. No torch."""
+alone, so that every start can say it. No torch."""
 
 from __future__ import annotations
 
