@@ -198,7 +198,6 @@ def _spread(lengths: list[int]) -> str:
 
 
 def _too_long_for_teachers(key: str, rows: PromptRows, config: RunConfig) -> Iterator[str]:
-    """Prompts that leave a teacher no room to score a single token."""
     for pool in teacher_pools(config):
         window = teacher_window(pool)
         if window is None:

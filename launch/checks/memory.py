@@ -390,7 +390,6 @@ def _role(need: Need) -> str:
 
 
 def _advice(needs: Sequence[Need], place: int) -> str:
-    """The keys that make the largest parts smaller."""
     known = {**ADVICE, **ADVICE_ON_HOST} if place == HOST else ADVICE
     helped: dict[str, float] = {}
     for need in needs:

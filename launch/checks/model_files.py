@@ -126,7 +126,6 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
 
 
 def _missing_files(key: str, folder: Path) -> Iterator[str]:
-    """Report files that the index names and the folder lacks."""
     index = folder / INDEX_FILE
     if not index.is_file():
         return

@@ -119,7 +119,6 @@ def check(config: RunConfig, pretended: Machine | None = None) -> Checked:
 
 
 def _prompt_rows(config: RunConfig, files: Mapping[str, str]) -> Unreadable:
-    """What is wrong with the files of prompts, by key, and their rows."""
     columns, found = config.learner.tasks.columns, Unreadable([], [])
     for key, path in files.items():
         if not path:
@@ -150,12 +149,10 @@ def _unmeasurable(config: RunConfig) -> Iterator[str]:
 
 
 def _other_tokenizers(config: RunConfig) -> set[str]:
-    """Keys of the models whose tokens are not the student's."""
     return {pool.model_key for pool in teacher_pools(config) if pool.config.teacher.tokenizer == "other"}
 
 
 def _alignable(student: Path, teachers: Mapping[str, Path]) -> Iterator[str]:
-    """Mistakes: tokenizers whose tokens cannot be aligned."""
     for key, folder in teachers.items():
         try:
             Aligner(FileTokenizer(student), FileTokenizer(folder))

@@ -57,7 +57,6 @@ class Found(NamedTuple):
         return [*lines, self.placement.text or "devices are chosen by each worker", *self._order()]
 
     def _order(self) -> Iterator[str]:
-        """The order of start on each GPU that servers share."""
         seats = self.placement.places.seats
         names = {gpu: name for plan in self.plans for gpu, name in zip(plan.devices, plan.gpus, strict=True)}
         for gpu, name in names.items():

@@ -137,7 +137,6 @@ def check_join(config: RunConfig, student: Path | None) -> list[str]:
 
 
 def _pools(config: RunConfig) -> Iterator[str]:
-    """Check that every pool with tasks has teachers, and that every pool with teachers has tasks."""
     if not config.teachers:
         return  # teachers that join name their pool
     routes = config.learner.tasks.routes
@@ -159,7 +158,6 @@ def _pools(config: RunConfig) -> Iterator[str]:
 
 
 def _apis(config: RunConfig) -> Iterator[str]:
-    """Check APIs as far as it is possible without asking them."""
     for pool in teacher_pools(config):
         api, key = pool.config.teacher.api, f"{pool.key}.api"
         if not api.url:
@@ -215,7 +213,6 @@ def _late_apis(config: RunConfig) -> Iterator[str]:
 
 
 def _left_to_others(config: RunConfig) -> Iterator[str]:
-    """Warn of work that waits until workers join."""
     if not config.actors and not config.cluster.actors.each:
         yield "actors: 0; no rollouts until some join (stillhouse join RUN --actors N)"
     if not config.teachers and not config.cluster.teachers.each and config.learner.tasks.routes:
@@ -254,7 +251,6 @@ def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
 
 
 def _group_rewards(config: RunConfig) -> Iterator[str]:
-    """Check that the function can be loaded, and that it will see whole groups."""
     path, release = config.learner.tasks.group_reward, config.buffer.release
     if not path:
         return
@@ -441,7 +437,6 @@ def _teachers_window(config: RunConfig) -> Iterator[str]:
 
 
 def _longest_answer(config: RunConfig) -> tuple[str, int]:
-    """The key that allows the longest answer, and its value."""
     learner = config.learner
     answers = {"max_new_tokens": learner.tasks.max_new_tokens}
     if learner.eval_every:

@@ -195,7 +195,6 @@ class Joiner(Watch):
             self._end(f"the run's buffer does not answer: {why}")
 
     def _end_as_worker(self) -> None:
-        """End as the worker did that has left."""
         assert self._left is not None
         name, _, code = self._left
         self._end(f"{name} {said(code)}, because the run is over", code)

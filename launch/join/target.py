@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from stillhouse.launch.buffer_link import CONNECT_TIMEOUT_S, BufferLink, read_address
+from stillhouse.launch.buffer_link import BufferLink, read_address
 from stillhouse.launch.config.files import read_plain
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import Plain, build
@@ -195,7 +195,7 @@ def host_of(address: str) -> str:
     return address.partition("://")[2].rpartition(":")[0]
 
 
-def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> BufferLink:
+def connect(target: Target, prefix: str) -> BufferLink:
     """The joining launcher's own link to the buffer, with a first snapshot. Raises as `find_target`.
 
     Where the run id is unknown, a first link only asks for it. A link that stays without one would follow the address
@@ -205,12 +205,10 @@ def connect(target: Target, prefix: str, *, timeout_s: float = CONNECT_TIMEOUT_S
         keys = load_client_keys(target.keys, "joiner") if target.keys is not None else None
         run_id = target.run_id
         if not run_id:
-            asking = BufferLink(
-                target.address, "", secrets.token_hex(8), keys, name=f"{name}-asks", connect_timeout_s=timeout_s
-            )
+            asking = BufferLink(target.address, "", secrets.token_hex(8), keys, name=f"{name}-asks")
             run_id = asking.run_id
             asking.close()
-        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name, connect_timeout_s=timeout_s)
+        link = BufferLink(target.address, run_id, secrets.token_hex(8), keys, name=name)
     except ProtocolError as error:
         other_run = isinstance(error, HandshakeRefused) and error.refused.code == "run_id"
         here = "; that address is on this machine" if is_local(target.address) else ""

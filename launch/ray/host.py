@@ -54,19 +54,10 @@ class JoiningHost:
         self._logs = self._home / "joined" / "logs"
         self._logs.mkdir(parents=True)
         target = [str(run), "--dir", str(self._logs.parent)] if files else []
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "stillhouse.launch.stages.child",
-            str(os.getpid()),
-            "join",
-            *target,
-            *words,
-        ]
+        child = [sys.executable, "-P", "-m", "stillhouse.launch.stages.child", str(os.getpid())]
         with (self._logs / JOIN_LOG).open("ab") as log:
             self._join = subprocess.Popen(
-                command,
+                [*child, "join", *target, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -68,7 +68,6 @@ def _rows(summary: Summary, folder: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _result_rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """What the student learned."""
     first, last = (summary.eval[0], summary.eval[-1]) if summary.eval else (None, None)
     if first is not None and last is not None:
         for kind in ("sampled", "greedy"):

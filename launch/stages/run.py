@@ -165,7 +165,6 @@ class Chain:
         return ("write", "replay") if one.text else ("run",)
 
     def _words(self, one: StageState, phase: str, config: RunConfig) -> list[str]:
-        """The command of a phase."""
         folder, record = self._path / one.folder, str(self._beside(one, ".record"))
         by = ["--config", str(self._beside(one, ".yaml"))]
         if phase == "run":

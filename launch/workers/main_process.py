@@ -89,6 +89,5 @@ def _leave_again(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _leave_undisturbed() -> None:
-    """Disable SIGTERM and the timer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -88,7 +88,6 @@ class _Ended(Exception):
 
 
 def _launch(ctx: RoleContext[RunConfig], place: Rendezvous) -> int:
-    """Start the ranks of this host and watch them to their end."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -33,7 +33,7 @@ from stillhouse.launch.workers.hosts import read_card
 from stillhouse.launch.workers.launch_plan import LaunchPlan
 from stillhouse.launch.workers.start_role import WorkFolder
 from stillhouse.launch.workers.watch import STARTING_PUMP_S, WORD_S, Watch
-from stillhouse.protocol.context import ExitCode, WorkerRole
+from stillhouse.protocol.context import ExitCode
 from stillhouse.protocol.errors import ProtocolError
 from stillhouse.protocol.keys import run_client_keys
 from stillhouse.protocol.messages import Snapshot
@@ -51,29 +51,16 @@ FAILED_WORD_S: Final = 1.0
 """Like WORD_S, for a learner or buffer that failed."""
 UNSAVED: Final[dict[Saved, str]] = {"checkpoint": "checkpoints_failed_total", "average": "ema_failures_total"}
 """What a learner could not save, by its figure of how many."""
-RESTARTABLE: Final[frozenset[WorkerRole]] = frozenset(ROLES)
-"""Roles that are restarted when they die. Actors and teachers: in any case. The buffer: when it was killed, but not
-when it failed, because its journal would bring it to the same failure again. The learner: from its last checkpoint,
-when it was killed or failed after all workers were ready. Any other death ends the run."""
 
 
 class RunSupervisor(Watch):
     """All processes of one run. `run` does everything."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        folder: WorkFolder,
-        status: StatusView,
-        backend: ProcessBackend,
-        *,
-        restartable: Collection[WorkerRole] = RESTARTABLE,
-    ) -> None:
+    def __init__(self, plan: LaunchPlan, folder: WorkFolder, status: StatusView, backend: ProcessBackend) -> None:
         config = plan.config
         counts = (1, 1, config.teachers, config.actors)
         workers = [Worker(role, index) for role, n in zip(ROLES, counts, strict=True) for index in range(n)]
         super().__init__(plan, folder, status, backend, workers)
-        self._restartable = restartable
         self._news = Announcements(self._crew.workers)
         self._memory = MemoryGauge()
         (self._buffer,) = self._crew.of("buffer")
@@ -147,7 +134,6 @@ class RunSupervisor(Watch):
 
     @property
     def _listing(self) -> Path:
-        """Where the buffer writes its address."""
         return self._folder.path / "buffer.json"
 
     def _until_it_listens(self) -> bool:
@@ -165,7 +151,10 @@ class RunSupervisor(Watch):
     # ------------------------------------------------------------------------------------------------- watching
 
     def _may_restart(self, worker: Worker, code: int) -> bool:
-        if worker.role not in self._restartable or code in (ExitCode.USELESS, ExitCode.RUN_LOST, ExitCode.SPENT):
+        """Actors and teachers: in any case. The buffer: when it was killed, but not when it failed, because its journal
+        would bring it to the same failure again. The learner: from its last checkpoint, when it was killed or failed
+        after all workers were ready. Any other death ends the run."""
+        if code in (ExitCode.USELESS, ExitCode.RUN_LOST, ExitCode.SPENT):
             return False
         match worker.role:
             case "buffer":
@@ -199,7 +188,7 @@ class RunSupervisor(Watch):
         name, left_s, code = self._left
         if code != ExitCode.OK and now_s - left_s > FAILED_WORD_S:
             worker = self._crew.workers[name]
-            if worker.role == "learner" and "learner" in self._restartable and self._ready_s is not None:
+            if worker.role == "learner" and self._ready_s is not None:
                 self._left = None
                 self._restart(worker, code)
                 return
@@ -284,7 +273,6 @@ class RunSupervisor(Watch):
     # ------------------------------------------------------------------------------------------------- stopping
 
     def _stop(self) -> None:
-        """End all processes of the run, however it went."""
         if self._memory.peak_bytes == 0:
             self._memory.sample()
         try:
@@ -352,7 +340,6 @@ class RunSupervisor(Watch):
             self._pump(STARTING_PUMP_S)
 
     def _is_starting(self, buffer: Worker) -> bool:
-        """Whether it was started again and does not listen yet."""
         if not buffer.running or not buffer.exit_codes:
             return False
         listening = read_listening(self._listing)

@@ -138,7 +138,6 @@ class Watch(ABC):
         return f"{', '.join(missing)} to be ready; the last lines of {source}.log:\n{tail}"
 
     def _until_over(self) -> None:
-        """Pump until the run ends."""
         while self._ending is None:
             self._pump(PUMP_S)
 
@@ -160,7 +159,6 @@ class Watch(ABC):
     # ------------------------------------------------------------------------------------------------- watching
 
     def _pump(self, timeout_s: float) -> None:
-        """One iteration of the loop."""
         for event in self._backend.poll(timeout_s):
             match event:
                 case WorkerStarted(name, incarnation, where):
@@ -314,7 +312,6 @@ class Watch(ABC):
         self._status.say(f"the run is over: {reason}" if ok else f"{self.LEAVING}: {reason}")
 
     def _show(self, now_s: float) -> None:
-        """Offer the present state to the status."""
         self._status.show(self._view(now_s))
 
     def _view(self, now_s: float) -> RunView:
@@ -365,7 +362,6 @@ class Watch(ABC):
             self._pump(STARTING_PUMP_S)
 
     def _end_servers(self) -> None:
-        """End the servers; no worker uses them any more."""
         if not self._at_once:
             self._servers.stop()
         deadline_s = time.monotonic() + SERVER_GRACE_S
@@ -389,11 +385,9 @@ class Watch(ABC):
 
     @property
     def _at_once(self) -> bool:
-        """The user pressed Ctrl-C twice."""
         return self._signals.count > 1
 
     def _close(self) -> None:
-        """End everything that still runs."""
         if self._link is not None:
             self._link.close()
         self._backend.close()

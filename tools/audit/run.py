@@ -362,7 +362,6 @@ def read_frontiers(checkpoints: Path) -> Iterator[tuple[str, Frontier]]:
 
 
 def _at(plain: object, *keys: str) -> object:
-    """A value in nested mappings, or None."""
     for key in keys:
         plain = plain.get(key) if isinstance(plain, dict) else None
     return plain

@@ -137,7 +137,6 @@ def _counted(findings: Sequence[Finding]) -> str:
 
 
 def _shown(arguments: Sequence[str], only: tuple[str, ...], timeout_s: float) -> Iterator[Finding]:
-    """Examine, and print each finding when it comes."""
     progress = ProgressLine()
     try:
         for finding in examined(arguments, only, timeout_s, progress.show):

@@ -164,7 +164,6 @@ def _figures(account: _Account | None, trainer: _Trainer, step: int) -> str:
 
 
 def _evaluation(name: str, points: Sequence[EvalPoint]) -> str:
-    """The first evaluation of a set beside the last one."""
     shown = [points[0]] if len(points) == 1 else [points[0], points[-1]]
     rows: list[tuple[str, ...]] = []
     for figure in FIGURES:
@@ -186,7 +185,6 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    """Packages that are installed where the export is made."""
     for package in PACKAGES:
         try:
             yield package, _code(version(package))

@@ -302,6 +302,5 @@ def _when(event: list[Any]) -> tuple[int, int]:
 
 
 def _open(path: Path, *, packed: bool) -> TextIO:
-    """A text file to write, compressed or not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return gzip.open(path, "wt", compresslevel=5, encoding="utf-8") if packed else path.open("w", encoding="utf-8")

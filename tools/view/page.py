@@ -242,7 +242,6 @@ def _encoded_columns(rows: Mapping[str, Sequence[float]], dtypes: Mapping[str, s
 
 
 def _base64_of(raw: bytes | bytearray) -> str:
-    """As ASCII text."""
     return base64.b64encode(raw).decode("ascii")
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from stillhouse.launch.workers.supervisor import RESTARTABLE
+from stillhouse.launch.workers.crew import ROLES
 from tests.sim.chaos.faults import Fault, Kind
 from tests.sim.chaos.harness import PATIENT, TASK
 from tests.sim.chaos.limits import LIMITS
@@ -25,7 +25,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     faults: int
     seed: int
     kinds: tuple[Kind, ...]
-    roles: frozenset[str] = RESTARTABLE
+    roles: frozenset[str] = frozenset(ROLES)
     """Those whose death the run must survive."""
     actors: int = 3
     teachers: int = 2
