@@ -33,10 +33,6 @@ from stillhouse.launch.machine.machine import pretended_machine
 from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.report.figures import plural
-from stillhouse.launch.report.status import make_status
-from stillhouse.launch.report.summary import add_teachers, write_summary
-from stillhouse.launch.report.summary_table import print_summary
-from stillhouse.launch.report.teacher_accuracy import evaluate_teachers, longest_s, measured_teachers
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
 from stillhouse.launch.runfolder import RunFolder, choose_path, resumes, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
@@ -44,7 +40,6 @@ from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
-from stillhouse.launch.workers.supervisor import RunSupervisor
 from stillhouse.learner.checkpoints.files import NOTHING_FOUND, FoundCheckpoint
 from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.tracing.events import FOLDER
@@ -153,6 +148,13 @@ def run(
 ) -> int:
     """Run in an open folder and write summary.json there, whatever happens. `found`: the checkpoint that a resumed run
     continues from. Returns the exit code."""
+    # Imported here: --help, --check and a refusal do without, and are there a third sooner.
+    from stillhouse.launch.report.status import make_status
+    from stillhouse.launch.report.summary import add_teachers, write_summary
+    from stillhouse.launch.report.summary_table import print_summary
+    from stillhouse.launch.report.teacher_accuracy import evaluate_teachers, longest_s, measured_teachers
+    from stillhouse.launch.workers.supervisor import RunSupervisor
+
     config = plan.config
     try:
         write_config(config, folder.config_path)

@@ -28,7 +28,8 @@ import fake_launcher
 import fake_roles  # noqa: F401 - so that fork servers have it
 
 from stillhouse.launch.processes import forkserver, local
-from stillhouse.launch.workers import roles
+from stillhouse.launch.report import status, summary_table, teacher_accuracy  # noqa: F401 - launch.run imports them late
+from stillhouse.launch.workers import roles, supervisor  # noqa: F401
 from stillhouse.protocol.fork_server import ForkServer
 
 MAINS: Final[Mapping[str, Callable[[], Any]]] = {module.__name__: module.main for module in (forkserver, roles)}
