@@ -101,9 +101,9 @@ class Forked:
     def wait(self, timeout: float) -> int:
         until_s = time.monotonic() + timeout
         while self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            pid, end = os.waitpid(self.pid, os.WNOHANG)
             if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+                self.returncode = os.waitstatus_to_exitcode(end)
             elif time.monotonic() > until_s:
                 raise subprocess.TimeoutExpired("a forked program", timeout)
             else:
