@@ -23,6 +23,7 @@ Launch = Callable[..., Launched]
 
 def with_foreign_keys(run_dir: Path, folder: Path) -> Path:
     """A folder to join: the right server, and pairs of a role each that this run does not know."""
+    folder.mkdir()
     make_keys(folder / KEYS)
     for name in (f"{KEYS}/server.key", f"{KEYS}/learner.key", "config.yaml"):
         shutil.copy2(run_dir / name, folder / name)
