@@ -70,18 +70,24 @@ def test_a_worker_that_keeps_dying_stops_the_run_and_its_last_words_are_shown(st
     assert launcher.leftovers() == []
 
 
-def test_a_worker_that_says_restarting_is_useless_is_not_restarted(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher({"teacher-0": "useless"})
+@pytest.mark.parametrize(
+    ("words", "finish", "reason"),
+    [
+        pytest.param({"learner-0": "crash"}, "", "learner-0", marks=pytest.mark.slow),
+        ({"learner-0": "leaves"}, "", "learner-0"),
+        ({"teacher-0": "useless"}, "", "teacher-0 ended with exit code 4"),
+        ({}, "diverged", "diverged"),
+    ],
+)
+def test_a_run_fails_when_the_learner_goes_or_gives_up_or_a_worker_says_that_restarting_is_useless(
+    start_launcher: StartLauncher, words: dict[str, str], finish: str, reason: str
+) -> None:
+    launcher = start_launcher(words)
+    if finish:
+        launcher.until_ready()
+        launcher.finish(finish)
     assert launcher.wait() == 1
-    assert len(launcher.pids("teacher-0")) == 1
-    assert "teacher-0 ended with exit code 4" in launcher.summary()["reason"]
-
-
-@pytest.mark.parametrize("word", [pytest.param("crash", marks=pytest.mark.slow), "leaves"])
-def test_the_run_fails_when_the_learner_goes_without_a_word(start_launcher: StartLauncher, word: str) -> None:
-    launcher = start_launcher({"learner-0": word})
-    assert launcher.wait() == 1
-    assert "learner-0" in launcher.summary()["reason"]
+    assert reason in launcher.summary()["reason"] and len(launcher.pids("teacher-0")) <= 1
     assert launcher.leftovers() == []
 
 
@@ -104,14 +110,6 @@ def test_an_unbalanced_ledger_is_exit_code_3_and_loud(start_launcher: StartLaunc
     assert "off by +5" in launcher.said
     assert launcher.summary()["tokens"]["balanced"] is False
     assert launcher.summary()["exit_code"] == 3
-
-
-def test_a_run_that_the_learner_gives_up_is_a_failed_one(start_launcher: StartLauncher) -> None:
-    launcher = start_launcher()
-    launcher.until_ready()
-    launcher.finish("diverged")
-    assert launcher.wait() == 1
-    assert launcher.summary()["reason"] == "diverged"
 
 
 def test_ctrl_c_ends_the_run_in_order(start_launcher: StartLauncher) -> None:

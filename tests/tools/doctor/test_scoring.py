@@ -37,39 +37,26 @@ def test_a_recurrent_student_passes(examine: Examine, tmp_path: Path, changes: d
         assert [finding.status for finding in found] == ["ok"] * len(found) and found, found
 
 
-def test_scores_of_the_token_before(examine: Examine) -> None:
-    found = of(examine("off by one", f"--teacher.engine={ENGINES}:LATE"), "pool default")
-    assert found.status == "failed" and "they are those of the token before" in found.measured
-
-
-def test_scores_for_an_empty_answer(examine: Examine) -> None:
-    found = of(examine("off by one", f"--teacher.engine={ENGINES}:ALL_OF_NOTHING"), "pool default")
-    assert found.status == "failed" and "for no token" in found.measured
-
-
-def test_scores_that_are_no_numbers(examine: Examine) -> None:
-    assert of(examine("off by one", f"--teacher.engine={ENGINES}:NOT_A_NUMBER"), "pool default").status == "failed"
-
-
-def test_logprobs_of_samples_one_late(examine: Examine) -> None:
-    found = of(examine("off by one", f"--actor.engine={ENGINES}:LOGPROBS_LATE"), "actor")
-    assert found.status == "failed"
-
-
-def test_scores_divided_by_the_temperature(examine: Examine) -> None:
-    found = of(examine("temperature", f"--teacher.engine={ENGINES}:DIVIDED"), "pool default")
-    assert found.status == "failed" and "as if divided by 0.70" in found.measured
-    assert found.figures["factor"] == pytest.approx(1 / 0.7, rel=1e-4)
-
-
-def test_scores_at_the_temperature(examine: Examine) -> None:
-    found = of(examine("temperature", f"--teacher.engine={ENGINES}:AT_TEMPERATURE"), "pool default")
-    assert found.status == "failed" and found.figures["best_temperature"] == 0.7
-
-
-def test_samples_whose_logprobs_ignore_the_temperature(examine: Examine) -> None:
-    found = of(examine("temperature", f"--actor.engine={ENGINES}:AT_TEMPERATURE_ONE"), "actor")
-    assert found.status == "failed" and "the engine reports them at temperature 1" in found.measured
+@pytest.mark.parametrize(
+    ("check", "role", "engine", "said", "figures"),
+    [
+        ("off by one", "teacher", "LATE", "they are those of the token before", {}),
+        ("off by one", "teacher", "ALL_OF_NOTHING", "for no token", {}),
+        ("off by one", "teacher", "NOT_A_NUMBER", "", {}),
+        ("off by one", "actor", "LOGPROBS_LATE", "", {}),
+        ("temperature", "teacher", "DIVIDED", "as if divided by 0.70", {"factor": 1 / 0.7}),
+        ("temperature", "teacher", "AT_TEMPERATURE", "", {"best_temperature": 0.7}),
+        ("temperature", "actor", "AT_TEMPERATURE_ONE", "the engine reports them at temperature 1", {}),
+        ("weights taken", "actor", "DEAF", "it goes on with the former weights", {}),
+    ],
+)
+def test_a_planted_fault_is_named(
+    examine: Examine, check: str, role: str, engine: str, said: str, figures: dict[str, float]
+) -> None:
+    reported = examine(check, f"--{role}.engine={ENGINES}:{engine}")
+    found = of(reported, "actor" if role == "actor" else "pool default")
+    assert found.status == "failed" and said in found.measured
+    assert {name: found.figures[name] for name in figures} == pytest.approx(figures, rel=1e-4)
 
 
 def test_an_engine_that_takes_temperature_1_only(examine: Examine) -> None:
@@ -98,11 +85,6 @@ def test_a_teacher_on_random_weights(examine: Examine, teacher: Path) -> None:
     found = of(examine("known text", f"--teacher={teacher}"), "pool default")
     assert found.status == "failed" and found.figures["mean_logprob"] < 0.8 * found.figures["uniform_logprob"]
     assert of(examine("off by one", f"--teacher={teacher}"), "pool default").status == "ok", "it scores as it should"
-
-
-def test_an_engine_that_ignores_new_weights(examine: Examine) -> None:
-    (found,) = examine("weights taken", f"--actor.engine={ENGINES}:DEAF")
-    assert found.status == "failed" and "it goes on with the former weights" in found.measured
 
 
 @pytest.mark.parametrize("name", SCORING)
