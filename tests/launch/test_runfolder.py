@@ -31,12 +31,6 @@ def test_a_run_without_a_folder_gets_one_by_the_time_and_latest_points_to_it() -
     second.close()
 
 
-def test_a_named_run_lives_under_its_name() -> None:
-    folder = RunFolder.open(None, resume=False, name="mine")
-    assert folder.path == Path("runs/mine").absolute()
-    folder.close()
-
-
 def test_resume_or_start_goes_on_where_a_run_is_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert not resumes(tmp_path / "empty", "") and not resumes(None, "big")

@@ -9,7 +9,7 @@ import pytest
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.topology import beside_the_learner, flags_of_the_run, host_groups, shares, workers_text
+from stillhouse.launch.topology import beside_the_learner, flags_of_the_run, host_groups, workers_text
 
 PRIVATE: dict[str, Any] = {"weights": {"allow_plain_network": True}}
 
@@ -28,14 +28,6 @@ def test_each_worker_is_on_one_host_and_no_host_has_more_than_its_share(actors: 
     assert max(group.workers) <= each
     assert min(group.workers) >= 1
     assert (len(group.workers) - 1) * each < actors, "one host fewer would have been enough"
-
-
-@pytest.mark.parametrize("each", range(1, 6))
-def test_another_number_of_workers_changes_only_the_last_hosts(each: int) -> None:
-    for count in range(1, 20):
-        fewer, more = shares(count, each), shares(count + 1, each)
-        assert fewer[: len(fewer) - 1] == more[: len(fewer) - 1]
-        assert all(after >= before for before, after in zip(fewer, more, strict=False))
 
 
 def test_roles_without_hosts_of_their_own_are_beside_the_learner() -> None:

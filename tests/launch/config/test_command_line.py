@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stillhouse.launch import cluster
 from stillhouse.launch.config.command_line import parse_arguments, resolve_config
 from stillhouse.launch.config.files import write_config
 from stillhouse.launch.config.help import help_text
@@ -157,11 +158,10 @@ def test_names_of_other_trainers_are_those_of_the_page_and_lead_to_keys() -> Non
                 parse_arguments([f"--trainer.{name}", "1"])
 
 
-def test_the_bare_command_prints_its_usage() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "cluster.py")], capture_output=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0 and done.stdout.startswith(b"usage: stillhouse ") and done.stderr == b""
+def test_the_bare_command_prints_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["stillhouse"])
+    assert cluster.main() == 0
+    assert capsys.readouterr().out.startswith("usage: stillhouse ")
 
 
 def test_what_a_run_is_resumed_with_may_choose_another_member(tmp_path: Path) -> None:
