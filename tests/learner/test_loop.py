@@ -482,6 +482,12 @@ def scripted(learning: Learning, **settings: Any) -> Generator[tuple[ScriptedBuf
         yield peer, made, ran
 
 
+def has_trained_one(peer: ScriptedBuffer) -> None:
+    peer.expect(m.BatchWanted)
+    peer.send(*batch(1, V0), to=LEARNER)
+    peer.expect(m.BatchTrained)
+
+
 def acknowledge_tasks_and_show(message: m.Message) -> m.Message | None:
     """A waiting learner asks for snapshots, too: which of the questions is the last one's is not to be seen."""
     return snapshot(1.0) if isinstance(message, m.SnapshotWanted) else acknowledge_tasks(message)
@@ -563,9 +569,7 @@ def test_the_next_batch_is_asked_for_and_packed_while_one_trains(
 
 def test_without_staleness_no_batch_is_asked_for_ahead(learning: Learning) -> None:
     with scripted(learning, steps=2, fetch_ahead=False) as (peer, _, ran):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
+        has_trained_one(peer)
         peer.send(m.Shutdown(False, "enough"), to=LEARNER)
         with pytest.raises(RunStopped):
             ran.result(WAIT_S)
@@ -654,9 +658,7 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
 ) -> None:
     monkeypatch.setattr(stillhouse.learner.feed, "LOOK_EVERY_S", 3600.0)
     with scripted(learning, steps=1) as (peer, made, ran):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
+        has_trained_one(peer)
         peer.send(snapshot(1.0), to=LEARNER)  # of before the batch counted as trained
         assert len(peer.got(m.SnapshotWanted)) == 1 and made.saved == [], "the one at the start"
         peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
@@ -674,9 +676,7 @@ def test_a_checkpoint_waits_for_the_acknowledgement_and_takes_a_snapshot_of_afte
 def test_without_an_answer_there_is_no_checkpoint_but_an_error(learning: Learning, acknowledged: bool) -> None:
     expected = "did not answer with its snapshot" if acknowledged else "did not acknowledge batch 1"
     with scripted(learning, steps=1, stall_timeout_s=1.0) as (peer, made, ran):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
+        has_trained_one(peer)
         if acknowledged:
             peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
         with pytest.raises(LearnerStalled, match=expected):
@@ -690,9 +690,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
     """The launcher has heard of the end, and the buffer was killed."""
     monkeypatch.setattr(stillhouse.learner.loop, "GOODBYE_S", 3600.0)
     with scripted(learning, steps=1) as (peer, made, ran):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
+        has_trained_one(peer)
         peer.send(m.BatchTrainedAck(1, V1), to=LEARNER)
         peer.expect(m.SnapshotWanted, 2)
         peer.send(snapshot(2.0), to=LEARNER)
@@ -704,9 +702,7 @@ def test_a_finished_learner_leaves_when_its_launcher_says_that_no_answer_will_co
 
 def test_shutdown_stops_the_loop_wherever_it_waits(learning: Learning) -> None:
     with scripted(learning, steps=2) as (peer, made, ran):
-        peer.expect(m.BatchWanted)
-        peer.send(*batch(1, V0), to=LEARNER)
-        peer.expect(m.BatchTrained)
+        has_trained_one(peer)
         peer.send(m.Shutdown(False, "an actor keeps dying"), to=LEARNER)
         with pytest.raises(RunStopped, match="an actor keeps dying"):
             ran.result(WAIT_S)
