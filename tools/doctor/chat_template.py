@@ -27,15 +27,20 @@ WRITTEN_BY_OTHERS: Final = ("system", "user", "tool")
 
 
 def rows_of(case: ModelCase) -> list[Rendered]:
-    """Rows of the training prompts at equal distances, rendered as the learner does; unusable ones are left out."""
+    """Rows of the training prompts, rendered as the learner does; unusable ones are left out."""
+    found = [row for row in _tried(case) if row.ids is not None]
+    return found[:: max(1, len(found) // ROWS)][:ROWS]
+
+
+def _tried(case: ModelCase) -> list[Rendered]:
+    """Rows at equal distances."""
 
     def read() -> list[Rendered]:
         tasks = case.checked.config.learner.tasks
         source = open_prompts(tasks.prompts, case.checked.config.environments, tasks.columns)
         rendered = RenderedPrompts(source, tokenizer_of(case, case.config.models.student), tasks)
         chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), 4 * ROWS), dtype=np.int64)).tolist()
-        found = [prompt for row in chosen if (prompt := rendered[row]).ids is not None]
-        return found[:: max(1, len(found) // ROWS)][:ROWS]
+        return [rendered[row] for row in chosen]
 
     return case.once("reading prompts", read)
 
@@ -55,7 +60,9 @@ def chat_template(case: ModelCase) -> Iterator[Finding]:
     tokenizer, tasks = tokenizer_of(case, case.config.models.student), case.config.learner.tasks
     rows = rows_of(case)
     if not rows:
-        yield Finding(check="chat template", status="failed", measured="no prompt of those tried can be used")
+        why = next((row.detail for row in _tried(case)), "")
+        measured = f"no prompt of those tried can be used: {why}"
+        yield Finding(check="chat template", subject="content", status="failed", measured=measured)
         return
     trips = [_trip(row, tokenizer, tasks) for row in rows]
     yield _content(trips, tokenizer)

@@ -57,6 +57,13 @@ def test_a_template_that_drops_text(examine: Examine, student: Path) -> None:
     template = student / "chat_template.jinja"
     template.write_text(template.read_text().replace("message['content']", "message['content'][:3]"))
     found = of(examine("chat template", f"--student={student}"), "content")
+    assert found.status == "failed" and "leaves out a turn with the role 'user'" in found.measured
+
+
+def test_a_template_that_drops_a_part_of_a_text(examine: Examine, student: Path) -> None:
+    template = student / "chat_template.jinja"
+    template.write_text(template.read_text().replace("message['content']", "message['content'][:-1]"))
+    found = of(examine("chat template", f"--student={student}"), "content")
     assert found.status == "failed" and "the template drops '83370+71033='" in found.measured
 
 
@@ -65,7 +72,7 @@ def test_a_template_that_drops_the_system_turn(examine: Examine, student: Path) 
     template.write_text(template.read_text().replace("in messages %}", "in messages if message['role'] != 'system' %}"))
     arguments = (f"--student={student}", "--learner.tasks.system_prompt=Add the numbers.")
     found = of(examine("chat template", *arguments), "content")
-    assert found.status == "failed" and "the template drops 'Add the numbers.'" in found.measured
+    assert found.status == "failed" and "leaves out a turn with the role 'system'" in found.measured
 
 
 def test_a_template_without_an_opening(examine: Examine, student: Path) -> None:
