@@ -120,6 +120,8 @@ class Launcher:
         } | dict(settings.get("launch", {}))
         config = {"actors": 1, "teachers": 1} | dict(settings) | {"launch": launch}
         words = [str(HERE / "fake_launcher.py"), str(run_dir), json.dumps(behaviour), json.dumps(config), *preload]
+        self.process: Any
+        """A subprocess.Popen, or a WarmProcess in its place."""
         if warm is None:
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | process
             self.process = subprocess.Popen([sys.executable, *words], env=environment(), **streams)

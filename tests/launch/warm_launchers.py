@@ -25,15 +25,18 @@ from types import SimpleNamespace
 from typing import IO, Any, Final, NoReturn
 
 import fake_launcher
-import fake_roles  # noqa: F401 - so that fork servers have it
 
 from stillhouse.launch.processes import forkserver, local
-from stillhouse.launch.report import status, summary_table, teacher_accuracy  # noqa: F401 - launch.run imports them late
-from stillhouse.launch.workers import roles, supervisor  # noqa: F401
+from stillhouse.launch.workers import roles
 from stillhouse.protocol.fork_server import ForkServer
 
 MAINS: Final[Mapping[str, Callable[[], Any]]] = {module.__name__: module.main for module in (forkserver, roles)}
 STREAMS: Final = (0, 1, 2)
+LATE: Final = (
+    *(f"stillhouse.launch.report.{name}" for name in ("status", "summary_table", "teacher_accuracy")),
+    "stillhouse.launch.workers.supervisor",
+)
+"""What launch.run imports late."""
 
 
 def go_on_as(
@@ -121,7 +124,7 @@ def become(message: dict[str, Any]) -> NoReturn:
 def main() -> None:
     vars(local)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        forkserver.preload([])
+        forkserver.preload(["fake_roles", *LATE])
         ForkServer(control, become).serve()
 
 

@@ -161,39 +161,24 @@ def test_figures_by_tag_are_in_the_file_and_the_table(folder: RunFolder) -> None
     assert "of new nothing could be measured" in shown
 
 
-def test_each_evaluation_set_has_its_row_and_its_own_points(folder: RunFolder) -> None:
+def test_each_evaluation_set_has_its_row_and_its_own_points_and_those_of_launches_before(folder: RunFolder) -> None:
+    """Step 20 is made again by the second launch."""
+
     def points(*steps: int) -> list[dict[str, Any]]:
         return [
             {"name": "hard", "step": step, "accuracy_sampled": step / 100, "n_sampled": 8, "at_k": {"pass_at_4": 0.5}}
             for step in steps
         ]
 
-    leave(folder, None, {"steps": 20, "eval_sets": points(0, 10, 20)})
+    leave(folder, None, {"steps": 20, "eval_sets": points(0, 10, 20), "eval": points(0, 20)})
     folder.close()
     resumed = RunFolder.open(folder.path, resume=True)
-    leave(resumed, snapshot(), {"steps": 30, "eval_sets": points(20, 30)})
+    leave(resumed, snapshot(), {"steps": 30, "eval_sets": points(20, 30), "eval": points(20, 30)})
     summary = write_summary(CONFIG, resumed, outcome(WELL))
     resumed.close()
-    assert ([point.step for point in summary.eval_sets], summary.eval) == ([0, 10, 20, 30], ())
+    assert [point.step for point in summary.eval_sets] == [0, 10, 20, 30]
+    assert [(point.step, point.accuracy_sampled) for point in summary.eval] == [(0, 0.0), (20, 0.2), (30, 0.3)]
     assert "on hard sampled (of 8) 0.000 -> 0.300, pass@4 0.500 -> 0.500" in table(summary, resumed)
-
-
-def test_a_resumed_run_keeps_the_evaluations_of_the_launches_before(folder: RunFolder) -> None:
-    def account(*steps: int) -> dict[str, Any]:
-        return {"steps": steps[-1], "eval": [{"step": step, "accuracy_greedy": step / 100} for step in steps]}
-
-    leave(folder, None, account(0, 10, 20))  # 20 is made again by the next launch
-    folder.close()
-    resumed = RunFolder.open(folder.path, resume=True)
-    leave(resumed, snapshot(), account(20, 30))
-    summary = write_summary(CONFIG, resumed, outcome(WELL))
-    resumed.close()
-    assert [(point.step, point.accuracy_greedy) for point in summary.eval] == [
-        (0, 0.0),
-        (10, 0.1),
-        (20, 0.2),
-        (30, 0.3),
-    ]
 
 
 def test_gpu_hours_and_what_they_cost_are_those_of_all_launches(folder: RunFolder) -> None:
