@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,50 +170,6 @@ def test_after_failures_in_a_row_a_teacher_waits_then_gets_one_item(make: Make) 
     assert driver.snapshot.queues["tokens_scored"] == 3, "all of them, now"
 
 
-def test_leases_that_run_out_count_as_failures(make: Make) -> None:
-    driver = ready(make, ("t",), lease_s=10.0)
-    credit(driver, "t", 1000)
-    for task_id in range(3):
-        driver.write(f"train-{task_id}-0-0", 1)
-    driver.work.clear()
-    driver.wait(10.0)
-    assert "3 items in a row" in held_back(driver)["t"]
-    assert not driver.work
-
-
-def test_items_that_several_teachers_fail_hold_nobody_back(make: Make) -> None:
-    driver = ready(make, ("t", "u"), max_score_attempts=2)
-    for task_id in range(8):
-        first, other = ("t", "u") if task_id % 2 else ("u", "t")
-        fails(driver, {first: [task_id]})
-        credit(driver, other, 50)
-        (lease,) = driver.work
-        credit(driver, other, 0)
-        driver.refuse_work(lease)
-        assert not held_back(driver)
-    assert driver.snapshot.queues["breakers_opened_total"] == 0
-
-
-def test_a_teacher_that_was_held_back_for_such_items_is_pardoned(make: Make) -> None:
-    driver = ready(make, ("t", "u"))
-    fails(driver, {"t": range(3)})
-    assert set(held_back(driver)) == {"t"}
-    credit(driver, "u", 50)
-    driver.refuse_work(min(driver.work))
-    assert not held_back(driver), "two items are left against t, none against u"
-
-
-def test_a_teacher_that_others_show_up_stays_held_back(make: Make) -> None:
-    driver = ready(make, ("t", "u"))
-    fails(driver, {"t": range(3)})
-    credit(driver, "u", 50)
-    driver.score()
-    assert set(held_back(driver)) == {"t"}
-    driver.write("train-4-0-0", 1)
-    credit(driver, "t", 50)
-    assert [name for name, _, _ in driver.work.values()] == ["u"], "work goes to the other one"
-
-
 def test_a_pool_of_which_all_are_held_back_goes_on(make: Make) -> None:
     driver = ready(make, ("t", "u"))
     fails(driver, {"t": range(3), "u": range(10, 13)})
@@ -225,41 +180,3 @@ def test_a_pool_of_which_all_are_held_back_goes_on(make: Make) -> None:
     assert {name for name, _, _ in driver.work.values()} == {"t", "u"} and len(driver.work) == 2
     driver.score()
     assert driver.snapshot.queues["tokens_scored"] == 6 and not held_back(driver)
-
-
-def test_a_new_process_begins_with_a_clean_slate(make: Make) -> None:
-    driver = ready(make, ("t",))
-    fails(driver, {"t": range(3)})
-    driver.join("teacher", "t", pool="default")
-    assert held_back(driver), "the same process, back from a reconnect"
-    driver.teacher("t", tokens=1000, incarnation="2")
-    assert len(driver.work) == 3 and not held_back(driver)
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_lease_answered_elsewhere_is_watched_to_its_end(make: Make, answers: bool) -> None:
-    """Late is slow; never is sick."""
-    driver = ready(make, ("t", "u"), breaker_failures=1, hedge_multiple=2.0, hedge_floor_s=2.0, lease_s=20.0,
-                   hedge_budget=1.0)  # fmt: skip
-    credit(driver, "t", 10_000)
-    for _ in range(20):
-        driver.write("train-0-0-0", 1)
-        driver.now_s += 1.0
-        driver.score()
-    driver.write("train-0-0-0", 1)
-    credit(driver, "u", 1000)
-    driver.wait(2.1)
-    slow, quick = driver.work
-    assert driver.answer(quick).statuses == ("accepted",)
-    if answers:
-        driver.answer(slow)
-    driver.wait(10.0)
-    assert not held_back(driver)
-    driver.wait(10.0)
-    assert ("t" in held_back(driver)) == (not answers)
-
-
-def test_no_breaker_when_it_is_off(make: Make) -> None:
-    driver = ready(make, ("t",), breaker_failures=0)
-    fails(driver, {"t": range(10)})
-    assert not held_back(driver)

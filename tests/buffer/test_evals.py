@@ -101,19 +101,6 @@ def test_rollouts_given_up_are_reported(make: Make) -> None:
     assert driver.ledger.eval_tokens.dropped == {"unscorable": 3}
 
 
-def test_nothing_counts_as_delivered_while_the_learner_is_away(make: Make) -> None:
-    driver = make()
-    driver.offer(7, kind="eval", eval_id="e")
-    ask(driver)
-    driver.lose("learner", "learner")
-    driver.write("eval-7-0-0", 2, final=True)
-    driver.score()
-    assert driver.ledger.eval_tokens.waiting == 2
-    driver.join("learner", "learner")
-    result = ask(driver)
-    assert result is not None and len(result.items) == 1
-
-
 def test_a_new_learner_starts_its_evaluations_anew(make: Make) -> None:
     driver = make()
     driver.offer(7, 8, kind="eval", eval_id="e")

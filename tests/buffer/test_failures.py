@@ -38,17 +38,6 @@ def test_after_max_attempts_the_sample_is_dropped_for_good(make: Make) -> None:
     assert driver.snapshot.queues["rollouts_given_up_total"] == 1
 
 
-def test_a_lost_actors_rollouts_go_to_others_under_a_new_id(make: Make) -> None:
-    driver = make()
-    driver.offer(0)
-    driver.write("train-0-0-0", 2)
-    driver.actor("b")
-    driver.lose("actor", "a")
-    assert driver.holder["train-0-0-1"] == "b"
-    assert driver.ledger.tokens.dropped == {"actor_lost": 2}
-    assert driver.take(m.Membership)[-1].actors == ("b",)
-
-
 def test_a_new_incarnation_means_that_the_old_one_is_dead(make: Make) -> None:
     driver = make()
     driver.offer(0)
@@ -159,19 +148,6 @@ def test_a_rollout_that_was_trained_in_part_ends_where_it_stands(make: Make, tra
     assert driver.ledger.rollouts.trained == 2
 
 
-def test_a_restarted_learner_gets_what_the_former_one_had_not_trained(make: Make) -> None:
-    driver = make(batch=1, staleness=1)
-    driver.offer(0, 1)
-    driver.roll(0)
-    held = driver.want(0)
-    assert driver.ledger.tokens.in_flight == 2
-    driver.restart_learner(0, epoch=1)
-    assert driver.ledger.tokens.in_flight == 0 and driver.ledger.tokens.waiting == 2
-    batch = driver.want(0, epoch=1)
-    assert rollout_ids(batch) == rollout_ids(held)
-    assert held is not None and batch is not None and batch.batch_id != held.batch_id
-
-
 def test_a_new_learner_process_frees_the_batch_before_it_says_anything(make: Make) -> None:
     driver = make(batch=1, staleness=1)
     driver.offer(0)
@@ -179,19 +155,6 @@ def test_a_new_learner_process_frees_the_batch_before_it_says_anything(make: Mak
     assert driver.want(0) is not None
     driver.join("learner", "learner", "2")
     assert driver.ledger.tokens.waiting == 2
-
-
-def test_a_learner_that_was_only_cut_off_keeps_its_batch(make: Make) -> None:
-    driver = make(batch=1, staleness=1)
-    driver.offer(0)
-    driver.roll(0)
-    batch = driver.batch_for(0)
-    driver.lose("learner", "learner")
-    driver.join("learner", "learner")
-    again = driver.batch_for(0)
-    assert again.batch_id == batch.batch_id
-    driver.trained(batch)
-    assert driver.ledger.tokens.trained == 2
 
 
 def test_a_learner_that_says_goodbye_gives_its_batch_back_and_cannot_train_it_later(make: Make) -> None:
@@ -206,23 +169,6 @@ def test_a_learner_that_says_goodbye_gives_its_batch_back_and_cannot_train_it_la
     assert driver.ledger.tokens.trained == 0
     assert driver.ledger.rejected == {"unknown_batch": 1}
     assert driver.take(m.BatchTrainedAck) != [], "so that it is not sent for ever"
-
-
-def test_tokens_of_an_abandoned_branch_are_as_far_as_the_way_back_and_up(make: Make) -> None:
-    driver = make(batch=1, staleness=2)
-    driver.offer(0, 1, 2, 3, 4)
-    for step in range(2):
-        driver.roll(step, step=step)
-        batch = driver.batch_for(step)
-        driver.trained(batch)
-    driver.roll(2, step=2)
-    driver.restart_learner(1, epoch=1)
-    batch = driver.batch_for(1, epoch=1)
-    assert batch.staleness == {1: 2}, "one step back to the fork at 1"
-    driver.trained(batch)
-    driver.roll(3, step=2)
-    batch = driver.batch_for(2, epoch=1)
-    assert batch.staleness == {2: 2}, "one step back, one step up"
 
 
 def test_tickets_after_a_fork_wait_for_weights_of_the_new_branch(make: Make) -> None:
@@ -293,22 +239,6 @@ def test_tasks_offered_again_are_duplicates_unless_their_training_was_lost(make:
     driver.offer(0, 1)
     assert driver.take(m.TasksAck)[0].task_ids == (0, 1)
     assert set(driver.tickets) - {f"train-{i}-0-0" for i in range(3)} == {"train-0-0-1000"}, "the others are still here"
-
-
-def test_what_is_settled_before_the_stream_has_come_to_it_again_is_told_at_once(make: Make) -> None:
-    """Or a checkpoint that is written meanwhile would not know of it."""
-    driver = make(batch=1, staleness=3)
-    driver.offer(0, 1, 2)
-    driver.restart_learner(0, epoch=1)
-    driver.roll(1)
-    batch = driver.batch_for(0, epoch=1)
-    assert batch.settled == (m.Settled(1, 0, "trained"),)
-    driver.trained(batch)
-    driver.offer(0, 1, 2)
-    driver.roll(2)
-    batch = driver.batch_for(1, epoch=1)
-    assert batch.settled == (m.Settled(2, 0, "trained"),)
-    assert len(driver.tickets) == 3
 
 
 # --------------------------------------------------------------------------------------- reasons that actors give

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from stillhouse.protocol import messages as m
-from tests.buffer.driver import Driver, rollout_ids, v
+from tests.buffer.driver import Driver, rollout_ids
 
 Make = type[Driver]
 EQUAL: dict[str, Any] = {"release": "rollout", "dynamic_sampling": 3}
@@ -95,45 +95,6 @@ def test_a_rollout_without_a_reward_is_compared_with_nothing(
     assert bool(driver.ledger.tokens.dropped) != kept
     batch = driver.batch()
     assert batch is not None and len(batch.items) == (len(rewards) if kept else 0)
-
-
-def test_a_group_is_judged_when_its_last_sample_is_given_up(make: Make) -> None:
-    driver = make(batch=3, staleness=1, max_attempts=1, **EQUAL)
-    driver.offer(0, group=3)
-    end(driver, 0, 0, 1.0)
-    end(driver, 0, 1, 1.0)
-    assert not driver.ledger.tokens.dropped
-    driver.send("actor", "a", m.RolloutFailed("train-0-2-0", "engine_error"))
-    assert driver.ledger.rollouts.dropped == {"equal_rewards": 2}
-    assert driver.snapshot.queues["rollouts_live"] == 0
-
-
-def test_one_that_is_tried_again_is_waited_for(make: Make) -> None:
-    driver = make(batch=2, staleness=1, **EQUAL)
-    driver.offer(0, group=2)
-    end(driver, 0, 0, 1.0)
-    driver.send("actor", "a", m.RolloutFailed("train-0-1-0", "engine_error"))
-    assert not driver.ledger.tokens.dropped
-    end(driver, 0, 1, 0.0, attempt=1)
-    driver.score()
-    assert rollout_ids(driver.want(0)) == ["train-0-0-0", "train-0-1-1"]
-
-
-def test_the_reward_of_a_rollout_that_is_masked_whole_is_compared_too(make: Make) -> None:
-    driver = make(batch=1, staleness=1, mask_truncated=True, **EQUAL)
-    driver.offer(0, 1, group=2)
-    end(driver, 0, 0, 0.0, "length")
-    end(driver, 0, 1, 1.0)
-    driver.score()
-    frames = driver.frames(driver.send("learner", "learner", m.BatchWanted(v(0))))
-    batch = driver.batch()
-    assert batch is not None and [item.reward for item in batch.items] == [1.0, 0.0]
-    assert [int(mask.sum()) for mask in (frames[2], frames[6])] == [2, 0]
-    driver.trained(batch)
-    end(driver, 1, 0, 0.0, "length", step=1)
-    end(driver, 1, 1, 0.0, step=1)
-    tokens = driver.ledger.tokens
-    assert tokens.masked == {"truncated": 4} and tokens.dropped == {"equal_rewards": 2}
 
 
 def test_a_streak_is_counted_in_batches_until_a_batch_leaves(make: Make) -> None:

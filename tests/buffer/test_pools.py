@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ def usual(times: list[float], q: float) -> float:
     return next(t for t in sorted(recent) if sum(x <= t for x in recent) >= q * len(recent))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws long lists slowly
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a busy machine draws long lists slowly
 @given(TIMES, st.sampled_from((0.0, 0.1, 0.5, 0.9, 0.95, 1.0)))
 def test_the_quantile_is_that_of_the_recent_times(times: list[float], q: float) -> None:
     kept = LeaseTimes()
@@ -86,19 +85,6 @@ def test_an_overdue_item_goes_to_a_second_teacher_and_the_first_answer_counts(ma
     assert queues["leases_wasted_original_late_total"] == 1 and queues["leases_wasted_hedge_late_total"] == 0
 
 
-def test_a_hedge_that_comes_second_is_wasted_and_the_rollout_stays_where_it_was(make: Make) -> None:
-    driver = practised(make)
-    driver.write("train-1-0-0", 2)
-    driver.wait(3.1)
-    first, second = driver.work
-    assert driver.answer(first).statuses == ("accepted",)
-    assert driver.answer(second).statuses == ("expired",)
-    queues = driver.snapshot.queues
-    assert (queues["hedges_won_total"], queues["leases_wasted_hedge_late_total"]) == (0, 1)
-    driver.write("train-1-0-0", 1)
-    assert holders(driver) == ["t"]
-
-
 def test_a_rollout_moves_to_the_teacher_whose_hedge_won(make: Make) -> None:
     driver = practised(make)
     driver.write("train-1-0-0", 2)
@@ -107,21 +93,6 @@ def test_a_rollout_moves_to_the_teacher_whose_hedge_won(make: Make) -> None:
     driver.work.clear()
     driver.write("train-1-0-0", 1)
     assert holders(driver) == ["u"], "its cache has the prefix"
-
-
-@pytest.mark.parametrize("settings", [{"hedge_multiple": 0.0}, {"hedge_budget": 0.0}, {"hedge_floor_s": 60.0}])
-def test_no_hedge_without_leave(make: Make, settings: dict[str, Any]) -> None:
-    driver = practised(make, **settings)
-    driver.write("train-1-0-0", 2)
-    driver.wait(59.0)
-    assert holders(driver) == ["t"]
-
-
-def test_no_hedge_before_it_is_known_what_is_usual(make: Make) -> None:
-    driver = practised(make, n=MIN_TIMES - 1, hedge_budget=1.0)
-    driver.write("train-1-0-0", 2)
-    driver.wait(59.0)
-    assert holders(driver) == ["t"]
 
 
 def test_no_hedge_goes_to_the_same_teacher_or_to_one_without_credit(make: Make) -> None:
@@ -146,29 +117,6 @@ def test_a_slow_pool_is_not_asked_for_everything_twice(make: Make) -> None:
     assert 0 < driver.snapshot.queues["hedges_sent_total"] - before <= 0.05 * 256
 
 
-def test_when_the_first_teacher_fails_the_hedge_is_the_only_lease(make: Make) -> None:
-    driver = practised(make)
-    driver.write("train-1-0-0", 2)
-    driver.wait(3.1)
-    first, second = driver.work
-    driver.refuse_work(first)
-    assert list(driver.work) == [second], "not queued again while it is out"
-    assert driver.snapshot.queues["tokens_scoring"] == 2
-    assert driver.answer(second).statuses == ("accepted",)
-    assert driver.snapshot.queues["hedges_won_total"] == 1
-
-
-def test_a_hedge_that_fails_leaves_the_first_lease_alone(make: Make) -> None:
-    driver = practised(make, max_score_attempts=1)
-    driver.write("train-1-0-0", 2)
-    driver.wait(3.1)
-    first, second = driver.work
-    driver.refuse_work(second)
-    assert driver.ledger.tokens.masked == {}, "an attempt is still under way"
-    assert driver.answer(first).statuses == ("accepted",)
-    assert driver.snapshot.queues["leases_wasted_hedge_failed_total"] == 1
-
-
 def test_when_both_fail_the_item_is_tried_again_or_given_up(make: Make) -> None:
     for attempts, masked in ((1, {"unscorable": 2}), (2, {})):
         driver = practised(make, max_score_attempts=attempts)
@@ -178,22 +126,3 @@ def test_when_both_fail_the_item_is_tried_again_or_given_up(make: Make) -> None:
             driver.refuse_work(lease)
         assert driver.ledger.tokens.masked == masked
         assert len(driver.work) == (not masked), "a hedge is no attempt"
-
-
-def test_scores_nobody_wants_end_both_leases(make: Make) -> None:
-    driver = practised(make)
-    driver.write("train-1-0-0", 2)
-    driver.wait(3.1)
-    driver.send("actor", "a", m.RolloutFailed("train-1-0-0", "engine_error"))
-    assert [driver.answer(lease).statuses for lease in list(driver.work)] == [("expired",), ("expired",)]
-    assert driver.snapshot.queues["leases_wasted_hedge_unwanted_total"] == 1
-
-
-def test_a_lost_teacher_takes_its_hedge_along(make: Make) -> None:
-    driver = practised(make)
-    driver.write("train-1-0-0", 2)
-    driver.wait(3.1)
-    driver.lose("teacher", "t")
-    (_, hedge) = driver.work
-    assert driver.snapshot.queues["tokens_scoring"] == 2
-    assert driver.answer(hedge).statuses == ("accepted",)

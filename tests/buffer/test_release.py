@@ -7,7 +7,7 @@ import pytest
 from stillhouse.buffer.config import Release
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.messages import VersionSpan
-from tests.buffer.driver import Driver, rollout_ids, tasks_of, v
+from tests.buffer.driver import Driver, rollout_ids, v
 
 Make = type[Driver]
 
@@ -36,13 +36,6 @@ def test_a_batch_leaves_when_enough_whole_rollouts_are_scored_oldest_first(make:
     assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-2-0-0"]
     driver.roll(0)
     assert driver.ledger.tokens.waiting == 2
-
-
-def test_an_unscored_rollout_does_not_leave(make: Make) -> None:
-    driver = make(batch=1)
-    driver.offer(0)
-    driver.write("train-0-0-0", 2, final=True)
-    assert driver.want(0) is None
 
 
 @pytest.mark.parametrize("release", ["segment", "deadline", "rollout"])
@@ -86,31 +79,6 @@ def test_pieces_weigh_more_as_finished_rollouts_turn_out_shorter(make: Make) -> 
     assert driver.batch() is None, "6 of 10 (max_new_tokens stood for the mean) and a whole one"
     driver.wait(0.05)
     assert rollout_ids(driver.batch()) == ["train-0-0-0"], "6 tokens are three rollouts of 2"
-
-
-def test_what_left_early_is_context_of_the_rest(make: Make) -> None:
-    driver = make(batch=1, staleness=3, release="segment")
-    driver.offer(0, 1, 2)
-    driver.roll(0, n=2)
-    batch = driver.batch_for(0)
-    driver.trained(batch)
-    driver.want(1)
-    driver.write("train-1-0-0", 2, step=1)
-    driver.score()
-    first = driver.batch()
-    assert first is not None and tasks_of(first) == ()
-    driver.trained(first)
-    driver.want(2)
-    driver.write("train-1-0-0", 2, step=2, final=True)
-    driver.roll(2, step=2)
-    masks = [list(o.arrays[2]) for o in driver.sent if isinstance(o.message, m.Batch)]
-    second = driver.batch()
-    assert second is not None and [item.end for item in second.items] == [6, 4]
-    assert masks == [[0, 0, 0, 0, 1, 1]]
-    assert tasks_of(second) == (1, 2)
-    driver.trained(second)
-    ledger = driver.ledger
-    assert (ledger.tokens.trained, ledger.segments.trained, ledger.rollouts.trained) == (8, 4, 3)
 
 
 def test_a_prefix_has_neither_reward_nor_finish_even_where_the_rollout_is_finished(make: Make) -> None:
@@ -182,43 +150,6 @@ def test_a_learner_that_asked_ahead_is_idle_from_when_it_asks_with_nothing_left_
     assert driver.want(1) is None
     driver.wait(0.2)
     assert rollout_ids(driver.batch()) == ["train-1-0-0"]
-
-
-def test_prefixes_never_leave_when_the_bound_is_zero(make: Make) -> None:
-    for release in ("segment", "deadline"):
-        driver = make(batch=1, staleness=0, release=release, idle_release_s=5.0)
-        driver.offer(0)
-        driver.write("train-0-0-0", 10)
-        driver.score()
-        assert driver.want(0) is None
-        driver.wait(60.0)
-        assert driver.batch() is None
-
-
-def test_whole_groups_leave_together(make: Make) -> None:
-    driver = make(batch=2, staleness=2, release="rollout")
-    driver.offer(0, 1, group=2)
-    driver.want(0)
-    driver.roll(0, 0)
-    driver.roll(1, 1)
-    assert driver.batch() is None
-    driver.roll(1, 0)
-    assert rollout_ids(driver.batch()) == ["train-1-0-0", "train-1-1-0"]
-
-
-def test_a_group_does_not_leave_while_a_sample_of_it_waits_for_an_actor(make: Make) -> None:
-    """All that is out of it is back and scored; the rest has no ticket, as the only actor has no room."""
-    driver = make(batch=1, staleness=2, release="rollout", peers=False)
-    driver.teacher()
-    driver.join("learner", "learner")
-    driver.actor(n=1)
-    driver.offer(0, group=2)
-    driver.want(0)
-    driver.roll(0, 0)
-    assert driver.batch() is None and "train-0-1-0" not in driver.tickets
-    driver.actor("b", n=1)
-    driver.roll(0, 1)
-    assert rollout_ids(driver.batch()) == ["train-0-0-0", "train-0-1-0"]
 
 
 def test_a_group_that_lost_a_sample_counts_with_what_is_left(make: Make) -> None:

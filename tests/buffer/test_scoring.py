@@ -203,19 +203,6 @@ def test_tokens_that_no_teacher_can_score_are_masked(make: Make) -> None:
     assert driver.ledger.segments.masked == {"unscorable": 1}
 
 
-def test_a_lost_teacher_gives_its_leases_back(make: Make) -> None:
-    driver = make()
-    driver.offer(0)
-    driver.write("train-0-0-0", 2)
-    (lease,) = driver.work
-    driver.lose("teacher", "t")
-    assert driver.snapshot.queues["tokens_unscored"] == 2
-    driver.teacher("u")
-    assert driver.work[max(driver.work)][0] == "u"
-    driver.join("teacher", "t")
-    assert driver.answer(lease).statuses == ("expired",)
-
-
 def test_a_teacher_that_came_back_is_sent_nothing_before_its_next_credit(make: Make) -> None:
     driver = make()
     driver.offer(0)
@@ -238,16 +225,6 @@ def test_evaluation_is_scored_first_then_the_oldest_ticket(make: Make) -> None:
     driver.teacher()
     items = work_of(driver, "t")
     assert [item.rollout_id for item in items] == ["eval-9-0-0", "train-0-0-0", "train-1-0-0"]
-
-
-def test_scores_of_an_ended_rollout_are_not_wanted(make: Make) -> None:
-    driver = make()
-    driver.offer(0)
-    driver.write("train-0-0-0", 2)
-    (lease,) = driver.work
-    driver.send("actor", "a", m.RolloutFailed("train-0-0-0", "engine_error"))
-    assert driver.answer(lease).statuses == ("expired",)
-    assert driver.ledger.tokens.dropped == {"engine_error": 2}
 
 
 def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:

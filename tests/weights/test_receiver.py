@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
-from stillhouse.engines.config import EngineConfig
-from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.engines.torch.weights import EmbeddedWeights
-from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightPlan, WeightsRef, WeightVersion
 from stillhouse.weights.config import WeightsConfig
 from stillhouse.weights.control import ControlHost
@@ -108,44 +105,6 @@ def staged(version: WeightVersion) -> StagedWeights:
     weights_of_step = StagedWeights()
     weights_of_step.fill(version, weights(version.step).items())
     return weights_of_step
-
-
-def holds(engine: MemoryEngine, step: int) -> bool:
-    expected = weights(step)
-    return engine.held.keys() == expected.keys() and all(torch.equal(engine.held[n], expected[n]) for n in expected)
-
-
-def test_a_plan_brings_the_versions_that_are_broadcast_and_says_what_the_member_had(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
-) -> None:
-    result = host.form((SEAT,), staged(V1), receiver.handle_plan)
-    assert result.error is None and result.behind
-    for version in (V1, V2):
-        assert host.publish(staged(version)).error is None
-        assert holds(engine, version.step)
-    result = host.form((SEAT,), staged(V2), receiver.handle_plan)
-    assert result.error is None and not result.behind
-    assert engine.versions == [V1, V2]
-    assert receiver.stats["weights_received_total"] == 2
-
-
-def test_a_version_that_the_engine_has_is_received_but_not_staged_again(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
-) -> None:
-    assert host.form((SEAT,), None, receiver.handle_plan).error is None
-    assert host.publish(staged(V2)).error is None
-    assert host.publish(staged(V2)).error is None
-    assert engine.versions == [V2]
-
-
-def test_a_newer_plan_is_followed_out_of_the_former_group(
-    engine: MemoryEngine, receiver: WeightReceiver, host: CollectiveTransport
-) -> None:
-    for version in (V1, V2, V3):
-        assert host.form((SEAT,), None, receiver.handle_plan).error is None
-        assert host.publish(staged(version)).error is None
-    assert engine.versions == [V1, V2, V3]
-    assert receiver.stats["weight_groups_joined_total"] == 3
 
 
 def test_a_new_learner_is_followed_after_the_former_vanished_without_a_word(
@@ -294,25 +253,3 @@ def test_closing_ends_the_thread_while_it_waits_inside_a_collective(
     receiver.close()
     assert "weight-receiver" not in [thread.name for thread in threading.enumerate()]
     control.close()
-
-
-def test_the_embedded_engine_runs_on_what_was_broadcast(host: CollectiveTransport) -> None:
-    """The built-in student's parameters, changed, through a real group into a real engine."""
-    from stillhouse.builtin import STUDENT_DIR
-
-    torch.set_num_threads(1)
-    model = load_causal_lm(STUDENT_DIR, device="cpu", dtype="float32", attention="sdpa")
-    changed = [(name, parameter.detach() * 1.5) for name, parameter in model.named_parameters()]
-    engine = TorchEngine(model, EngineConfig(max_concurrent=2, max_context=64, device="cpu"))
-    receiver = WeightReceiver(EmbeddedWeights(engine), name=NAME)
-    receiver.start()
-    student = StagedWeights()
-    student.fill(V1, changed)
-    assert host.form((SEAT,), None, receiver.handle_plan).error is None
-    assert host.publish(student).error is None
-    engine.poll(0.0)
-    assert engine.version == V1
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, dict(changed)[name]), name
-    receiver.close()
-    engine.close()

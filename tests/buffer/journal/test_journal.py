@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -27,7 +25,6 @@ from stillhouse.protocol.codec import Received
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.protocol.server_events import FromPeer
 from tests.full_disk import fill, small_disk
-from tests.patience import PATIENCE_S
 
 BEGINNING = Beginning(
     release="r1",
@@ -120,16 +117,6 @@ def test_the_file_does_not_grow_with_the_images(tmp_path: Path) -> None:
     assert file_bytes < 3 * (log_bytes + image_bytes), "what is free is used again"
 
 
-def test_what_was_committed_survives_the_death_of_the_process(tmp_path: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from stillhouse.buffer.journal.store import JournalStore;"
-        "store = JournalStore(Path(sys.argv[1]), sync='process'); store.begin(b'meta');"
-        "[store.append([b'%d' % i]) for i in range(100)]; os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=PATIENCE_S)
-    assert opened(tmp_path) == (None, [b"%d" % i for i in range(100)])
-
-
 @pytest.mark.parametrize("sync", ["disk", "process"])
 def test_a_commit_waits_for_the_disk_where_that_is_asked_for(tmp_path: Path, sync: Sync) -> None:
     """No test can cut the power: what LMDB was told is looked at."""
@@ -201,18 +188,6 @@ def test_a_journal_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
     store.begin(b"meta")
     with pytest.raises(StoreUnwritable, match="locked"):
         JournalStore(tmp_path, sync="process")
-    store.close()
-
-
-def test_its_files_stay_bounded(tmp_path: Path) -> None:
-    store = JournalStore(tmp_path, sync="process")
-    sizes: list[int] = []
-    for _ in range(12):
-        for _ in range(40):
-            store.append([os.urandom(50_000)])
-        put_image(store, os.urandom(500_000))
-        sizes.append(on_disk(store))
-    assert max(sizes[6:]) <= 1.2 * max(sizes[:6])
     store.close()
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,12 +150,3 @@ def running_proxy(
             process.stdout.close()
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
-
-
-def wait_until_listening(host: str, port: int, timeout_s: float = PATIENCE_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            return
-        assert time.monotonic() < deadline_s, f"nothing listens at {host}:{port} after {timeout_s} s"
-        time.sleep(0.05)

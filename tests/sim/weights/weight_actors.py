@@ -30,11 +30,10 @@ from torch import Tensor
 
 from stillhouse.engines.base import EngineStats, GenerationDelta, GenerationRequest
 from stillhouse.engines.torch.weights import EmbeddedWeights
-from stillhouse.protocol.messages import Membership, WeightPlan, WeightsRef, WeightVersion
+from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
 from stillhouse.weights.buckets import EqualBuckets
 from stillhouse.weights.group_operations import connect_store
 from stillhouse.weights.receiver import WeightReceiver
-from stillhouse.weights.snapshot import read_snapshot
 from stillhouse.weights.transports.collective import WeightGroup
 
 
@@ -84,9 +83,9 @@ def digest_of(named: Iterable[tuple[str, Tensor]]) -> str:
 class RecordingEngine:
     """Takes weights like an engine and reports them; generates nothing."""
 
-    def __init__(self, connection: Connection, version: WeightVersion, *, digests: bool) -> None:
+    def __init__(self, connection: Connection, *, digests: bool) -> None:
         self._connection = connection
-        self._version = version
+        self._version = WeightVersion(0, 0)
         self._digests = digests
         self.refuses: str | None = None
 
@@ -117,10 +116,10 @@ class RecordingEngine:
     def close(self) -> None: ...
 
 
-def actor_main(name: str, connection: Connection, version: WeightVersion, digests: bool) -> None:
+def actor_main(name: str, connection: Connection, digests: bool) -> None:
     """The process: obeys the fleet's orders until its end of the pipe closes."""
     torch.set_num_threads(1)
-    engine = RecordingEngine(connection, version, digests=digests)
+    engine = RecordingEngine(connection, digests=digests)
     receiver = WeightReceiver(EmbeddedWeights(engine), name=name)
     receiver.start()
     while True:
@@ -131,8 +130,6 @@ def actor_main(name: str, connection: Connection, version: WeightVersion, digest
         match order:
             case WeightPlan():
                 receiver.handle_plan(order)
-            case WeightsRef():
-                engine.stage_weights(order.version, read_snapshot(order))
             case Fault():
                 _arm(order)
             case str():
@@ -218,17 +215,13 @@ class ActorFleet:
     ) -> None:
         self.close()
 
-    def start(self, names: Iterable[str], version: WeightVersion | None = None) -> None:
-        """Start these actors, or start them again. `version`: what their engine has already."""
+    def start(self, names: Iterable[str]) -> None:
+        """Start these actors, or start them again."""
         for name in names:
             ours, theirs = self._context.Pipe()
             self._incarnations += 1
-            process = self._context.Process(
-                target=actor_main,
-                args=(name, theirs, version or WeightVersion(0, 0), self._digests),
-                name=name,
-                daemon=True,
-            )
+            args = (name, theirs, self._digests)
+            process = self._context.Process(target=actor_main, args=args, name=name, daemon=True)
             process.start()
             theirs.close()
             self.actors[name] = Actor(name, f"i{self._incarnations}", process, ours)
