@@ -7,24 +7,18 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Final
+
+INTERVAL_S: Final = 10.0
 
 
 class RateLimitedLog:
-    """Logs at most `lines` per `interval_s`; the next line after that counts those left out."""
+    """Logs at most `lines` per INTERVAL_S; the next line after that counts those left out."""
 
-    def __init__(
-        self,
-        log: logging.Logger,
-        *,
-        lines: int = 5,
-        interval_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, log: logging.Logger, *, lines: int = 5) -> None:
         self._log = log
         self._lines = lines
-        self._interval_s = interval_s
-        self._clock = clock
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._written = 0
         self._left_out = 0
 
@@ -35,8 +29,8 @@ class RateLimitedLog:
         self._line(logging.WARNING, text)
 
     def _line(self, level: int, text: str) -> None:
-        now_s = self._clock()
-        if now_s - self._started_s >= self._interval_s:
+        now_s = time.monotonic()
+        if now_s - self._started_s >= INTERVAL_S:
             self._started_s = now_s
             self._written = 0
         if self._written >= self._lines:

@@ -59,7 +59,6 @@ class Channel(Protocol):
 
     def join(self, timeout_s: float) -> None:
         """Meet the members. Raises GroupBroken or GroupInterrupted."""
-        ...
 
     def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Returns when the bytes have left this process; members may not have them yet. Raises GroupBroken or
@@ -98,9 +97,9 @@ class GroupHost(ABC):
         self._seats: tuple[GroupSeat, ...] = ()
         self._layout: BucketLayout | None = None
 
-    @abstractmethod
     def _meet_at(self) -> int:
-        """TCP port of the store at which the members of the next plan meet; 0 where they need none."""
+        """TCP port of the store at which the members of the next plan meet; 0: they need none."""
+        return 0
 
     @abstractmethod
     def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:

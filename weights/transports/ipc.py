@@ -27,7 +27,7 @@ from stillhouse.weights.buckets import BucketLayout, Content, PackedLayout, alig
 from stillhouse.weights.control import ControlHost, Request
 from stillhouse.weights.control_messages import Round, SharedBucket, WeightCheck
 from stillhouse.weights.errors import GroupInterrupted
-from stillhouse.weights.group_host import GroupHost, NotSent
+from stillhouse.weights.group_host import Channel, GroupHost, NotSent
 from stillhouse.weights.manifest import WeightManifest
 from stillhouse.weights.roster import GroupSeat
 from stillhouse.weights.shared_memory import Loans, NoSharedMemory, shareable
@@ -80,7 +80,7 @@ class _Round:
         self.asked = {rank: last for rank, last in self.asked.items() if last > self.filled}
 
 
-class IpcChannel:
+class IpcChannel(Channel):
     """Rank 0's end, for the publisher's thread."""
 
     def __init__(
@@ -98,9 +98,6 @@ class IpcChannel:
         self._finished, self._closing = finished, closing
         self._round: _Round | None = None
         """The newest: what it has lent lasts until the next."""
-
-    def join(self, timeout_s: float) -> None:
-        """Members that are on the control channel can reach its port."""
 
     def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Fill the slots until each member has answered, is gone, or is too slow, at most until the deadline. The rest
@@ -130,8 +127,6 @@ class IpcChannel:
                     self._control.send_piece(request, request.want.first, one.told(request.want.first))
             waiting = [request for request in waiting if request.want.first > one.filled]
 
-    def close(self) -> None: ...
-
 
 class IpcTransport(GroupHost):
     """Members on this machine open the learner's memory."""
@@ -142,9 +137,6 @@ class IpcTransport(GroupHost):
     def __init__(self, setup: TransportSetup) -> None:
         super().__init__(setup)
         self._slots: list[Tensor] = []
-
-    def _meet_at(self) -> int:
-        return 0
 
     def _open(self, seats: tuple[GroupSeat, ...]) -> IpcChannel:
         return IpcChannel(

@@ -91,7 +91,7 @@ class _ToMember:
             self._under_way.append(self._control.send_piece(request, index, self._pieces.get(index)))
 
 
-class WireChannel:
+class WireChannel(Channel):
     """Rank 0's end, for the publisher's thread."""
 
     def __init__(
@@ -107,9 +107,6 @@ class WireChannel:
         time limit is for the copies of other members."""
         self._control, self._seats = control, seats
         self._finished, self._closing, self._others_s = finished, closing, others_s
-
-    def join(self, timeout_s: float) -> None:
-        """Members that are on the control channel can reach its port."""
 
     def send(self, round_number: int, layout: BucketLayout, content: Content, timeout_s: float) -> None:
         """Serve the members until each has answered, or is gone: one whose connection breaks may ask again for what it
@@ -135,8 +132,6 @@ class WireChannel:
                 names = ", ".join(self._seats[rank - 1].name for rank in sorted(sent))
                 raise GroupBroken(f"{names}: no request and no answer for {silent_s:.0f} s")
 
-    def close(self) -> None: ...
-
 
 class WireTransport(GroupHost):
     """Members fetch each version from the learner, encrypted."""
@@ -144,9 +139,6 @@ class WireTransport(GroupHost):
     backend = "wire"
     independent = True
     copy_each = True
-
-    def _meet_at(self) -> int:
-        return 0
 
     def _open(self, seats: tuple[GroupSeat, ...]) -> Channel:
         return WireChannel(
