@@ -11,6 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Final
 
+import hypothesis
 import pytest
 
 from tests.patience import SLOWNESS
@@ -24,6 +25,10 @@ sys.dont_write_bytecode = False
 # Several tests share the machine's cores: threads of one product that wait for each other then cost a factor of 2 to 7
 # (docs/results/README.md). Before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Its own limit of 200 ms for an example would fail tests of a busy machine.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 HERE: Final = Path(__file__).parent
 # Processes that tests start find engines, environments and transports of tests/ by name.

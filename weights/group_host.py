@@ -65,7 +65,8 @@ class Channel(Protocol):
         GroupInterrupted."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Nothing is sent any more."""
 
 
 class GroupHost(ABC):

@@ -184,13 +184,13 @@ def decodes_or_blames_the_peer(frames: list[Frame]) -> None:
         encode(received.message, received.arrays)  # what came in at the door can go out again
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=200), max_size=5))
 def test_any_bytes_decode_or_blame_the_peer(frames: list[Frame]) -> None:
     decodes_or_blames_the_peer(frames)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data(), example=st.sampled_from(EXAMPLES))
 def test_damaged_messages_decode_or_blame_the_peer(
     data: st.DataObject, example: tuple[m.Message, tuple[Array, ...]]
@@ -215,7 +215,7 @@ _values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data(), kind=st.sampled_from(get_args(m.Message)))
 def test_wrongly_typed_fields_decode_or_blame_the_peer(data: st.DataObject, kind: type[msgspec.Struct]) -> None:
     names = kind.__struct_fields__

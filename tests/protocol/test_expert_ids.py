@@ -33,7 +33,7 @@ def drawn(n_tokens: int, shape: ExpertShape, share: float, seed: int) -> dict[in
     st.floats(0, 1),
     st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_written_is_read(
     n_tokens: int, layers: int, experts: int, chosen: int, share: float, seed: int
 ) -> None:
@@ -82,7 +82,7 @@ def test_what_no_router_chooses_is_neither_written_nor_read(row: list[list[int]]
 
 
 @given(st.binary(max_size=60), st.integers(0, 60), st.integers(0, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 def test_arbitrary_bytes_are_refused_or_read(noise: bytes, cut: int, n_tokens: int) -> None:
     good = encode_experts(drawn(4, SHAPE, 0.7, 1), 4, SHAPE)
     for told in (noise, good[:cut] + noise, good[:16] + noise):

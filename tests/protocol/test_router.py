@@ -239,11 +239,16 @@ def test_a_frame_above_the_limit_is_received_so_that_its_sender_can_be_told(
 
 
 @pytest.mark.parametrize("text", ["GET / HTTP/1.1\r\n\r\n", "\x00\x01\x02", "\x16\x03\x01\x02\x00"])
-def test_who_hangs_up_in_the_handshake_is_counted(router: Router, text: str) -> None:
+def test_who_hangs_up_in_the_handshake_is_counted_and_logged_with_its_address(
+    router: Router, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     host, port = router.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as tcp:
+        # Who has hung up before the router looks has no address any more.
+        wait_until(router, lambda: bool(router._open))  # pyright: ignore[reportPrivateUsage]
         tcp.sendall(b"\xff" + text.encode("latin-1"))
     wait_until(router, lambda: router.refused == {"failed_handshake": 1})
+    assert "refused (failed_handshake) a connection from 127.0.0.1:" in caplog.text
 
 
 def test_peers_that_come_and_go_are_no_failures(router: Router) -> None:

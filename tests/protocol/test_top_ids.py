@@ -30,7 +30,7 @@ def slow_encode(sets: list[list[int]]) -> bytes:
     return head + counts + slow_pack(ids, width)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(SETS)
 def test_the_bytes_are_those_of_the_slow_encoder_and_come_back(sets: list[list[int]]) -> None:
     payload = encode_top_ids(arrays(sets))
@@ -83,7 +83,7 @@ def test_other_bytes_are_refused(payload: bytes) -> None:
             read(payload)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(st.binary(max_size=60))
 def test_any_bytes_behind_a_good_beginning_are_read_or_refused(rest: bytes) -> None:
     for payload in (rest, b"TI\x02" + rest):

@@ -1,4 +1,4 @@
-"""A publisher for a fleet of actor processes, for the transports whose members make no process group."""
+"""A publisher for a fleet of actor processes, and what it announced."""
 
 from __future__ import annotations
 
@@ -35,10 +35,15 @@ def quick(transport: str) -> WeightsConfig:
 
 
 class FleetLearner:
-    """`weights`: step -> the named tensors of its version."""
+    """`weights`: step -> the named tensors of its version. `changes`: of its configuration."""
 
     def __init__(
-        self, fleet: ActorFleet, folder: Path, transport: str, weights: Callable[[int], list[tuple[str, Tensor]]]
+        self,
+        fleet: ActorFleet,
+        folder: Path,
+        transport: str,
+        weights: Callable[[int], list[tuple[str, Tensor]]],
+        **changes: Any,
     ) -> None:
         self.fleet, self.folder = fleet, folder
         self.plans: list[WeightPlan] = []
@@ -47,7 +52,8 @@ class FleetLearner:
         """Actor -> bytes per second of the link (tests.slow_link) that leads it to the learner."""
         self.links: dict[str, SlowLink] = {}
         self._weights = weights
-        self._config = quick(transport)
+        self._config = msgspec.structs.replace(quick(transport), **changes)
+        self.publisher: Publisher | None = None
 
     def post_plan(self, plan: WeightPlan) -> None:
         self.plans.append(plan)
@@ -59,16 +65,32 @@ class FleetLearner:
         return plan if name not in self.links else msgspec.structs.replace(plan, control=self.links[name].address)
 
     def close(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
         for link in self.links.values():
             link.close()
 
-    def start(self, **changes: Any) -> Publisher:
-        return Publisher(
+    def start(self, post_plan: Callable[[WeightPlan], None] | None = None, **changes: Any) -> Publisher:
+        self.publisher = Publisher(
             msgspec.structs.replace(self._config, **changes),
             snapshot_dir=self.folder,
-            post_plan=self.post_plan,
+            post_plan=post_plan or self.post_plan,
             published=lambda version, _: self.announced.append(version),
         )
+        return self.publisher
+
+    def publish(self, step: int) -> None:
+        assert self.publisher is not None
+        self.publisher.publish(version(step), self._weights(step))
+
+    def begin(self, names: Sequence[str]) -> None:
+        """These actors come, and have version 1."""
+        assert self.publisher is not None
+        self.fleet.start(names)
+        self.publisher.membership(self.fleet.membership())
+        self.publish(1)
+        self.delivered(1)
+        assert self.publisher.wait_idle(PATIENCE_S)
 
     def delivered(self, step: int, *names: str) -> None:
         """These actors (default: all) end up with exactly this version's tensors."""
@@ -77,11 +99,7 @@ class FleetLearner:
 
     def publish_past(self, publisher: Publisher, names: Sequence[str], stopped: str) -> None:
         """All actors have version 1; then `stopped` stands still, and the others have version 2."""
-        self.fleet.start(names)
-        publisher.membership(self.fleet.membership())
-        publisher.publish(version(1), self._weights(1))
-        self.delivered(1)
-        assert publisher.wait_idle(PATIENCE_S)
+        self.begin(names)
         self.fleet.signal(stopped, signal.SIGSTOP)
         publisher.publish(version(2), self._weights(2))
         self.delivered(2, *(name for name in names if name != stopped))

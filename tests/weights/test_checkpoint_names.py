@@ -77,7 +77,7 @@ def shake(model: PreTrainedModel) -> None:
             parameter.add_(torch.randn_like(parameter))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gemma2", "phi3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_dense_student_has_the_names_of_its_checkpoint_already(model_type: str, tied: bool, tmp_path: Path) -> None:
     tiny(model_type, tie_word_embeddings=tied).save_pretrained(tmp_path)
@@ -86,8 +86,9 @@ def test_a_dense_student_has_the_names_of_its_checkpoint_already(model_type: str
     assert {name for name, _ in model.named_parameters()} == saved(tmp_path).keys()
 
 
-@pytest.mark.parametrize("model_type", MIXTURES)
-@pytest.mark.parametrize("made", ["loaded", "from its configuration"])
+@pytest.mark.parametrize(
+    ("model_type", "made"), [*((name, "loaded") for name in MIXTURES), ("qwen3_moe", "from its configuration")]
+)
 def test_a_mixture_of_experts_is_sent_as_the_tensors_of_its_checkpoint(
     model_type: str, made: str, tmp_path: Path
 ) -> None:

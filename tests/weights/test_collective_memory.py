@@ -17,11 +17,11 @@ few dozen, for threads and sockets settle in."""
 
 MEASURE = f"""
 from tests.weights.test_collective import Ranks, mixed_tensors
-from stillhouse.weights.buckets import Layout, manifest_of
+from stillhouse.weights.buckets import EqualBuckets, manifest_of
 from tests.heap import heap_bytes
 
 ranks, named = Ranks(2), mixed_tensors(0)
-layout = Layout(manifest_of(named), 1024)
+layout = EqualBuckets(manifest_of(named), 1024)
 ranks.join()
 
 def rounds(first, end):

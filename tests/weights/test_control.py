@@ -139,8 +139,8 @@ peer = new_socket(zmq.Context(), zmq.DEALER)
 if keys:
     peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = (key.encode() for key in keys)
 peer.set(zmq.SNDHWM, 1)
-peer.set(zmq.SNDTIMEO, 3000)
-peer.set(zmq.LINGER, 3000)
+peer.set(zmq.SNDTIMEO, 1000)
+peer.set(zmq.LINGER, 1000)
 peer.connect(endpoint)
 try:
     for _ in range(int(n)):
@@ -159,7 +159,7 @@ def test_floods_take_no_memory_while_rank_0_is_at_something_else(who: str, caplo
     keys = host.plan_keys if who == "member" else None
     before_bytes = psutil.Process().memory_info().rss
     most_bytes = 0
-    command = [sys.executable, "-c", FLOOD, host.endpoint, "12", str(64 << 20), *(keys or ())]
+    command = [sys.executable, "-c", FLOOD, host.endpoint, "3", str(64 << 20), *(keys or ())]
     with subprocess.Popen(command) as flood:
         while flood.poll() is None:
             most_bytes = max(most_bytes, psutil.Process().memory_info().rss - before_bytes)

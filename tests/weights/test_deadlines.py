@@ -67,7 +67,7 @@ def host() -> Iterator[CollectiveTransport]:
     def nobody(seats: Iterable[GroupSeat]) -> frozenset[GroupSeat]:
         return frozenset()
 
-    config = msgspec.structs.replace(CONFIG, join_timeout_s=0.2, broadcast_timeout_s=0.2, slowest_bytes_per_s=1e6)
+    config = msgspec.structs.replace(CONFIG, join_timeout_s=0.02, broadcast_timeout_s=0.02, slowest_bytes_per_s=1e7)
     host = CollectiveTransport(TransportSetup(config, "gloo", "cpu", nobody, lambda: False))
     yield host
     host.close()
@@ -80,10 +80,10 @@ def test_joiners_have_the_time_to_load_the_student_and_more_the_next_time(host: 
     plans: list[WeightPlan] = []
     for _ in range(3):
         assert host.form((GroupSeat("actor-0", "1"),), newest, plans.append).error is not None
-    assert [round(plan.join_timeout_s, 3) for plan in plans] == [0.5, 1.0, 2.0]
+    assert [round(plan.join_timeout_s, 3) for plan in plans] == [0.05, 0.1, 0.2]
     plans.clear()
     host.form((GroupSeat("actor-0", "1"),), None, plans.append)
-    assert plans[0].join_timeout_s == pytest.approx(8 * 0.2)  # pyright: ignore[reportUnknownMemberType]
+    assert plans[0].join_timeout_s == pytest.approx(8 * 0.02)  # pyright: ignore[reportUnknownMemberType]
 
 
 def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
@@ -106,4 +106,4 @@ def test_a_round_tells_its_limit_and_a_miss_is_not_repeated_with_the_same_one(
         monkeypatch.setattr(host, "_seats", (GroupSeat("actor-0", "1"),))
         assert host.publish(weights, check).lost == {GroupSeat("actor-0", "1"): "no_answer"}
     said = [message.timeout_s for message in headers if isinstance(message, Round)]
-    assert said == pytest.approx([0.28, 0.56, 0.44])  # pyright: ignore[reportUnknownMemberType]
+    assert said == pytest.approx([0.028, 0.056, 0.044])  # pyright: ignore[reportUnknownMemberType]

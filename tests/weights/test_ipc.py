@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from stillhouse.weights.control_messages import CpuHandle
 from stillhouse.weights.errors import WeightsRefused
 from stillhouse.weights.shared_memory import SEGMENTS, NoSharedMemory, export, open_memory, shareable
 from tests.patience import PATIENCE_S, eventually
-from tests.sim.weights.weight_actors import ActorFleet
+from tests.sim.weights.weight_actors import ActorFleet, fork_server
 from tests.weights.fleet_learner import FleetLearner, version
 
 NAMES = ("actor-0", "actor-1", "actor-2")
@@ -83,21 +82,15 @@ def test_every_version_reaches_every_member_out_of_two_segments_that_take_turns(
     assert stats.snapshots_total == 0
     assert len(made) == 2 and all(path.stat().st_size <= BUCKET_BYTES + HEAD_BYTES for path in made)
     del publisher
+    learner.publisher = None
     learner.fleet.close()
     eventually(lambda: gone(made), "segments are removed")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version(
-    learner: FleetLearner, signum: int
-) -> None:
+def test_a_member_that_hangs_is_left_out_and_the_others_have_the_version(learner: FleetLearner) -> None:
     with learner.start(bucket_bytes=BUCKET_BYTES, broadcast_timeout_s=2.0, rejoin_delay_s=60.0) as publisher:
-        learner.fleet.start(NAMES)
-        publisher.membership(learner.fleet.membership())
-        publisher.publish(version(1), weights(1))
-        learner.delivered(1)
-        assert publisher.wait_idle(PATIENCE_S)
-        learner.fleet.signal(NAMES[0], signum)
+        learner.begin(NAMES)
+        learner.fleet.signal(NAMES[0], signal.SIGSTOP)
         publisher.publish(version(2), weights(2))
         learner.delivered(2, *NAMES[1:])
         assert publisher.wait_idle(PATIENCE_S)
@@ -106,11 +99,7 @@ def test_a_member_that_hangs_or_dies_is_left_out_and_the_others_have_the_version
 
 def test_a_newcomer_gets_the_newest_version_and_who_has_it_gets_nothing(learner: FleetLearner) -> None:
     with learner.start(bucket_bytes=BUCKET_BYTES) as publisher:
-        learner.fleet.start(NAMES[:1])
-        publisher.membership(learner.fleet.membership())
-        publisher.publish(version(1), weights(1))
-        learner.delivered(1)
-        assert publisher.wait_idle(PATIENCE_S)
+        learner.begin(NAMES[:1])
         learner.fleet.start(NAMES[1:])
         publisher.membership(learner.fleet.membership())
         learner.delivered(1)
@@ -140,51 +129,44 @@ def test_bytes_that_change_while_a_member_copies_them_are_used_by_nobody(
         learner.delivered(2)
 
 
-SENDER: Final = """
-import sys, time, torch
-from stillhouse.weights.shared_memory import export, shareable
-run_B = shareable(1 << 16, torch.device("cpu"))
-run_B[7] = 9
-handle = export(run_B)
-print(handle.manager.decode(), handle.name.decode(), handle.n_bytes, flush=True)
-time.sleep(600)
-"""
+def send_memory(connection: Connection) -> None:
+    run_B = shareable(1 << 16, CPU)
+    run_B[7] = 9
+    connection.send(export(run_B))
+    connection.recv()
 
 
-RECEIVER: Final = """
-import sys, time
-from stillhouse.weights.control_messages import CpuHandle
-from stillhouse.weights.shared_memory import open_memory
-manager, name, n_bytes = sys.argv[1:]
-run_B = open_memory(CpuHandle(manager.encode(), name.encode(), int(n_bytes)), int(n_bytes))
-print(int(run_B[7]), flush=True)
-time.sleep(600)
-"""
-
-
-def line_of(process: subprocess.Popen[str]) -> list[str]:
-    assert process.stdout is not None
-    return process.stdout.readline().split()
+def receive_memory(connection: Connection, handle: CpuHandle) -> None:
+    connection.send(int(open_memory(handle, handle.n_bytes)[7]))
+    connection.recv()
 
 
 def test_a_killed_receiver_and_then_a_killed_sender_leave_no_segment() -> None:
-    def started(code: str, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
-
-    with started(SENDER) as sender:
+    def kill_when_it_has_said(main: Callable[..., None], *args: Any, meanwhile: Callable[[Any], None]) -> None:
+        ours, theirs = fork_server().Pipe()
+        process = fork_server().Process(target=main, args=(theirs, *args), daemon=True)
+        process.start()
         try:
-            manager, name, n_bytes = line_of(sender)
-            path = SEGMENTS / name.lstrip("/")
-            handle = CpuHandle(manager.encode(), name.encode(), int(n_bytes))
-            with started(RECEIVER, manager, name, n_bytes) as receiver:
-                assert line_of(receiver) == ["9"]
-                receiver.kill()
-            assert path.exists(), "the sender still uses it"
+            assert ours.poll(PATIENCE_S)
+            meanwhile(ours.recv())
         finally:
-            sender.kill()
-    eventually(lambda: not path.exists(), "the segment is removed")
+            process.kill()
+            process.join()
+
+    handles: list[CpuHandle] = []
+    values: list[int] = []
+
+    def receive(handle: CpuHandle) -> None:
+        handles.append(handle)
+        kill_when_it_has_said(receive_memory, handle, meanwhile=values.append)
+        assert (SEGMENTS / handle.name.decode().lstrip("/")).exists(), "the sender still uses it"
+
+    kill_when_it_has_said(send_memory, meanwhile=receive)
+    (handle,) = handles
+    assert values == [9]
+    eventually(lambda: not (SEGMENTS / handle.name.decode().lstrip("/")).exists(), "the segment is removed")
     with pytest.raises(WeightsRefused, match="cannot be opened"):
-        open_memory(handle, int(n_bytes))
+        open_memory(handle, handle.n_bytes)
 
 
 def test_memory_of_another_size_is_refused() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from stillhouse.weights.manifest import ITEM_BYTES, TensorSpec, WeightManifest, 
 
 specs = st.builds(
     TensorSpec,
-    name=st.uuids().map(str),
+    name=st.just(""),
     dtype=st.sampled_from(["float32", "bfloat16", "int64", "bool"]),
     shape=st.lists(st.integers(0, 5), max_size=3).map(tuple),
 )
@@ -29,10 +30,12 @@ def test_a_dtype_that_weights_do_not_have_is_refused() -> None:
         whole_tensor_buckets(WeightManifest((TensorSpec("a", "complex128", (2,)),)), 64)
 
 
+@settings(max_examples=40)
 @given(st.lists(specs, min_size=1, max_size=12), st.integers(1, 600))
 def test_every_tensor_with_bytes_is_in_one_bucket_aligned_and_without_gaps(
     tensors: list[TensorSpec], bucket_bytes: int
 ) -> None:
+    tensors = [msgspec.structs.replace(spec, name=str(number)) for number, spec in enumerate(tensors)]
     buckets = whole_tensor_buckets(WeightManifest(tuple(tensors)), bucket_bytes)
     found = [spec.name for bucket in buckets for spec in bucket.tensors]
     assert sorted(found) == sorted(spec.name for spec in tensors if spec.n_bytes)

@@ -8,33 +8,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from stillhouse.protocol.messages import Membership, WeightPlan, WeightVersion
+from stillhouse.protocol.messages import Membership, WeightPlan
 from stillhouse.weights import deadlines
-from stillhouse.weights.config import WeightsConfig
-from stillhouse.weights.publisher import Publisher, PublisherFailed, PublishTimeout
+from stillhouse.weights.publisher import PublisherFailed, PublishTimeout
 from tests.patience import PATIENCE_S, eventually
-from tests.sim.weights.weight_actors import ActorFleet, Fault, digest_of
+from tests.sim.weights.weight_actors import ActorFleet, Fault
+from tests.weights.fleet_learner import FleetLearner, version
 
-CONFIG = WeightsConfig(
-    bucket_bytes=1 << 16,
-    join_timeout_s=PATIENCE_S / 4,
-    broadcast_timeout_s=PATIENCE_S / 4,
-    answer_grace_s=1.0,
-    join_window_s=0.05,
-    rejoin_delay_s=60.0,
-)
-"""Several buckets per version. Deadlines are long where a test does not wait for them."""
 NAMES = ("actor-0", "actor-1", "actor-2")
 WAIT_S = PATIENCE_S
+LONG_S = PATIENCE_S / 4
+"""Deadlines that no test waits for."""
 
 
 def weights(step: int) -> list[tuple[str, Tensor]]:
@@ -48,51 +41,18 @@ def weights(step: int) -> list[tuple[str, Tensor]]:
     ]
 
 
-def version(step: int) -> WeightVersion:
-    return WeightVersion(0, step)
-
-
-class Learner:
-    """A publisher, the actors it publishes to, and what it announced."""
-
-    def __init__(self, fleet: ActorFleet, folder: Path) -> None:
-        self.fleet = fleet
-        self.folder = folder / "weights"
-        self.announced: list[WeightVersion] = []
-        self.publisher: Publisher | None = None
-
-    def start(
-        self, config: WeightsConfig = CONFIG, post_plan: Callable[[WeightPlan], None] | None = None, **changes: Any
-    ) -> Publisher:
-        self.publisher = Publisher(
-            msgspec.structs.replace(config, **changes),
-            snapshot_dir=self.folder,
-            post_plan=post_plan or self.fleet.post_plan,
-            published=lambda version, _: self.announced.append(version),
-        )
-        return self.publisher
-
-    def publish(self, step: int) -> None:
-        assert self.publisher is not None
-        self.publisher.publish(version(step), weights(step))
-
-    def delivered(self, step: int, *names: str) -> None:
-        """These actors (default: all) end up with exactly this version's tensors."""
-        for staged in self.fleet.wait_for(version(step), WAIT_S, names or None).values():
-            assert staged.version == version(step)
-            assert staged.digest == digest_of(weights(step))
-
-
 @pytest.fixture
-def learner(tmp_path: Path) -> Iterator[Learner]:
-    with ActorFleet() as fleet:
-        learner = Learner(fleet, tmp_path)
+def learner(tmp_path: Path) -> Iterator[FleetLearner]:
+    """Sends several buckets per version."""
+    limits = {"join_timeout_s": LONG_S, "broadcast_timeout_s": LONG_S, "rejoin_delay_s": 60.0, "bucket_bytes": 1 << 16}
+    with (
+        ActorFleet() as fleet,
+        closing(FleetLearner(fleet, tmp_path / "weights", "collective", weights, **limits)) as learner,
+    ):
         yield learner
-        if learner.publisher is not None:
-            learner.publisher.close()
 
 
-def test_every_member_gets_every_version_and_each_is_announced_once(learner: Learner) -> None:
+def test_every_member_gets_every_version_and_each_is_announced_once(learner: FleetLearner) -> None:
     publisher = learner.start()
     learner.fleet.start(NAMES)
     publisher.membership(learner.fleet.membership())
@@ -106,7 +66,7 @@ def test_every_member_gets_every_version_and_each_is_announced_once(learner: Lea
     assert stats.broadcast_bytes == sum(tensor.nbytes for _, tensor in weights(1))
 
 
-def test_training_may_change_the_weights_as_soon_as_publish_returns(learner: Learner) -> None:
+def test_training_may_change_the_weights_as_soon_as_publish_returns(learner: FleetLearner) -> None:
     publisher = learner.start()
     learner.fleet.start(NAMES[:1])
     publisher.membership(learner.fleet.membership())
@@ -119,7 +79,7 @@ def test_training_may_change_the_weights_as_soon_as_publish_returns(learner: Lea
 
 
 def test_without_any_actor_a_version_is_announced_at_once_and_who_comes_later_gets_it_by_broadcast(
-    learner: Learner,
+    learner: FleetLearner,
 ) -> None:
     publisher = learner.start()
     learner.publish(1)
@@ -133,7 +93,7 @@ def test_without_any_actor_a_version_is_announced_at_once_and_who_comes_later_ge
     assert publisher.stats.broadcasts_total == 1 and not learner.folder.exists()
 
 
-def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(learner: Learner) -> None:
+def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(learner: FleetLearner) -> None:
     publisher = learner.start()
     learner.fleet.start(NAMES[:2])
     publisher.membership(learner.fleet.membership())
@@ -155,19 +115,16 @@ def test_a_late_joiner_gets_the_newest_version_before_the_next_is_published(lear
     assert not learner.folder.exists(), "nobody reads a file"
 
 
-def test_a_group_of_members_that_all_have_the_newest_version_sends_nothing(learner: Learner) -> None:
+def test_a_group_of_members_that_all_have_the_newest_version_sends_nothing(learner: FleetLearner) -> None:
     publisher = learner.start()
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert publisher.wait_idle(WAIT_S)
+    learner.begin(NAMES)
     publisher.membership(learner.fleet.membership(without=NAMES[:1]))
     assert publisher.wait_idle(WAIT_S)
     assert (publisher.stats.rebuilds_total, publisher.stats.broadcasts_total) == (2, 1)
     assert learner.fleet.plans[-1].members == NAMES[1:]
 
 
-def test_while_actors_join_and_leave_only_announced_versions_are_staged(learner: Learner) -> None:
+def test_while_actors_join_and_leave_only_announced_versions_are_staged(learner: FleetLearner) -> None:
     """The learner goes on publishing meanwhile."""
     publisher = learner.start()
     learner.fleet.start(NAMES[:1])
@@ -187,14 +144,13 @@ def test_while_actors_join_and_leave_only_announced_versions_are_staged(learner:
         assert staged == sorted(set(staged)) and set(staged) <= set(learner.announced), name
 
 
-@pytest.mark.parametrize("victim", NAMES)
-def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(learner: Learner, victim: str) -> None:
+@pytest.mark.parametrize("victim", NAMES[1:])  # one that passes bytes on, and one that does not
+def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(
+    learner: FleetLearner, victim: str
+) -> None:
     """The learner finds out by itself: the buffer tells it nothing, and its deadline of ten seconds is not awaited."""
     publisher = learner.start()
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    learner.delivered(1)
+    learner.begin(NAMES)
     learner.fleet.order(victim, Fault(signal.SIGKILL, at_operation=2))
     survivors = [name for name in NAMES if name != victim]
     learner.publish(2)
@@ -207,12 +163,9 @@ def test_a_member_killed_inside_a_broadcast_is_left_out_and_the_others_go_on(lea
     assert learner.fleet.plans[-1].members == tuple(survivors)
 
 
-def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: Learner) -> None:
+def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: FleetLearner) -> None:
     publisher = learner.start(broadcast_timeout_s=WAIT_S, answer_grace_s=WAIT_S)
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    learner.delivered(1)
+    learner.begin(NAMES)
     learner.fleet.signal(NAMES[1], signal.SIGSTOP)
     learner.publish(2)
     publisher.membership(learner.fleet.membership(without=NAMES[1:2]))
@@ -221,12 +174,11 @@ def test_a_member_that_the_buffer_reports_lost_is_not_waited_for(learner: Learne
     assert publisher.stats.dropped_total == {"disconnected": 1}
 
 
-def test_a_stopped_member_is_left_out_after_the_deadline_and_comes_back_later_with_the_newest(learner: Learner) -> None:
+def test_a_stopped_member_is_left_out_after_the_deadline_and_comes_back_later_with_the_newest(
+    learner: FleetLearner,
+) -> None:
     publisher = learner.start(broadcast_timeout_s=1.0, rejoin_delay_s=1.0)
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    learner.delivered(1)
+    learner.begin(NAMES)
     learner.fleet.order(NAMES[2], Fault(signal.SIGSTOP, at_operation=2))
     learner.publish(2)
     learner.delivered(2, *NAMES[:2])
@@ -239,7 +191,7 @@ def test_a_stopped_member_is_left_out_after_the_deadline_and_comes_back_later_wi
     assert publisher.stats.members == 3
 
 
-def test_a_stopped_member_does_not_keep_a_new_group_from_being_made(learner: Learner) -> None:
+def test_a_stopped_member_does_not_keep_a_new_group_from_being_made(learner: FleetLearner) -> None:
     publisher = learner.start(join_timeout_s=1.0)
     learner.fleet.start(NAMES)
     learner.fleet.report(NAMES[0])
@@ -252,7 +204,7 @@ def test_a_stopped_member_does_not_keep_a_new_group_from_being_made(learner: Lea
     assert learner.fleet.plans[-1].members == NAMES[1:]
 
 
-def test_an_actor_that_was_left_out_joins_at_once_when_it_is_restarted(learner: Learner) -> None:
+def test_an_actor_that_was_left_out_joins_at_once_when_it_is_restarted(learner: FleetLearner) -> None:
     publisher = learner.start(join_timeout_s=1.0, rejoin_delay_s=300.0)
     learner.fleet.start(NAMES[:2])
     learner.fleet.signal(NAMES[0], signal.SIGSTOP)
@@ -268,12 +220,9 @@ def test_an_actor_that_was_left_out_joins_at_once_when_it_is_restarted(learner: 
     assert publisher.stats.members == 2
 
 
-def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(learner: Learner) -> None:
+def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(learner: FleetLearner) -> None:
     publisher = learner.start()
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    learner.delivered(1)
+    learner.begin(NAMES)
     learner.fleet.order(NAMES[1], "no such parameter: embed")
     learner.fleet.report(NAMES[1])
     learner.publish(2)
@@ -288,7 +237,7 @@ def test_a_member_whose_engine_refuses_the_tensors_is_left_out_and_says_why(lear
 class Gate:
     """Stops the publisher's thread in `post_plan` until `open` is set."""
 
-    def __init__(self, learner: Learner, names: tuple[str, ...], **changes: Any) -> None:
+    def __init__(self, learner: FleetLearner, names: tuple[str, ...], **changes: Any) -> None:
         """Version 1 is published while there are no actors. So when the thread stops at the first plan, it has taken
         that version, however slow this machine is, and nothing waits."""
         self.fleet = learner.fleet
@@ -307,7 +256,7 @@ class Gate:
         assert reached.wait(WAIT_S)
 
 
-def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Learner) -> None:
+def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: FleetLearner) -> None:
     gate = Gate(learner, NAMES[:2])
     for step in (2, 3, 4):
         learner.publish(step)
@@ -319,7 +268,7 @@ def test_a_version_overtaken_while_it_waits_is_skipped_and_counted(learner: Lear
     assert learner.announced == [version(1), version(4)]
 
 
-def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) -> None:
+def test_with_every_version_none_is_skipped_and_publish_waits(learner: FleetLearner) -> None:
     gate = Gate(learner, NAMES[:2], every_version=True)
     learner.publish(2)
     third = threading.Thread(target=learner.publish, args=(3,))
@@ -334,7 +283,7 @@ def test_with_every_version_none_is_skipped_and_publish_waits(learner: Learner) 
 
 
 def test_with_every_version_publish_gives_up_after_its_timeout(
-    learner: Learner, monkeypatch: pytest.MonkeyPatch
+    learner: FleetLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "PUBLISH_WAIT_S", 0.2)
     gate = Gate(learner, NAMES[:1], every_version=True, join_timeout_s=0.2, broadcast_timeout_s=0.2)
@@ -344,7 +293,7 @@ def test_with_every_version_publish_gives_up_after_its_timeout(
     gate.open.set()
 
 
-def test_an_error_in_the_thread_reaches_who_publishes(learner: Learner) -> None:
+def test_an_error_in_the_thread_reaches_who_publishes(learner: FleetLearner) -> None:
     def post_plan(plan: WeightPlan) -> None:
         raise ConnectionError("the buffer is gone")
 
@@ -357,12 +306,9 @@ def test_an_error_in_the_thread_reaches_who_publishes(learner: Learner) -> None:
         learner.publish(1)
 
 
-def test_tensors_other_than_before_are_an_error(learner: Learner) -> None:
+def test_tensors_other_than_before_are_an_error(learner: FleetLearner) -> None:
     publisher = learner.start()
-    learner.fleet.start(NAMES[:1])
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert publisher.wait_idle(WAIT_S)
+    learner.begin(NAMES[:1])
     learner.publish(2)
     assert publisher.wait_idle(WAIT_S)
     publisher.publish(version(3), [("other", torch.zeros(3))])
@@ -370,12 +316,9 @@ def test_tensors_other_than_before_are_an_error(learner: Learner) -> None:
         publisher.wait_idle(WAIT_S)
 
 
-def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner: Learner) -> None:
+def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner: FleetLearner) -> None:
     publisher = learner.start(broadcast_timeout_s=WAIT_S)
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    learner.delivered(1)
+    learner.begin(NAMES)
     learner.fleet.signal(NAMES[0], signal.SIGSTOP)
     learner.publish(2)
     eventually(lambda: publisher.busy, "a broadcast")
@@ -385,12 +328,9 @@ def test_closing_while_a_member_hangs_inside_a_broadcast_ends_the_thread(learner
         learner.publish(3)
 
 
-def test_when_everybody_leaves_the_group_ends_and_versions_are_announced_at_once_again(learner: Learner) -> None:
+def test_when_everybody_leaves_the_group_ends_and_versions_are_announced_at_once_again(learner: FleetLearner) -> None:
     publisher = learner.start()
-    learner.fleet.start(NAMES)
-    publisher.membership(learner.fleet.membership())
-    learner.publish(1)
-    assert publisher.wait_idle(WAIT_S)
+    learner.begin(NAMES)
     publisher.membership(Membership((), ()))
     assert publisher.wait_idle(WAIT_S)
     learner.publish(2)

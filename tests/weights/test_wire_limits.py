@@ -116,7 +116,6 @@ def test_the_limit_is_that_of_one_copy_and_a_pass_for_each_other_one() -> None:
     limits.copies = 32
     assert limits.limit_s("plain", 14_000_000_000) == 30.0 + (2 + 31) * 14.0
     assert limits.limit_s("reload", 14_000_000_000) == 30.0 + (6 + 31) * 14.0
-    assert limits.limit_s("file", 14_000_000_000) == 30.0 + 3 * 14.0
     limits.took("plain", 1.0, 1.0)
     assert limits.limit_s("plain", 14_000_000_000) == 2 * (30.0 + 2 * 14.0) + 31 * 14.0
 

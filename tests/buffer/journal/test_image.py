@@ -38,7 +38,7 @@ def test_a_state_that_lives_from_turns_and_images_sends_the_same_bytes_in_any_co
     monkeypatch.setattr("tests.sim.buffer.world.BufferState", ShadowedState)
     monkeypatch.setattr("stillhouse.buffer.blobs.BLOB_BYTES", 16)
     monkeypatch.setattr(ShadowedState, "most_blobs", 0)
-    totals = buffer_sim.run(5_000, seed, check_every=200)
+    totals = buffer_sim.run(4_000, seed, check_every=400)
     for happened in ("tokens_trained", "learner_restarts", "tokens_evaluated", "hedges_won", "breaker_probes"):
         assert totals[happened] > 0, f"the simulation never got to {happened}"
     assert ShadowedState.most_blobs > 5, "hardly anything was a blob"

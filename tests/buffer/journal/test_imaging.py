@@ -166,7 +166,7 @@ def test_the_fork_holds_nothing_of_the_buffer_and_dies_with_it(tmp_path: Path) -
     code = (
         "import os, signal, sys, time; from pathlib import Path; from stillhouse.buffer.journal.journal import Journal;"
         "journal = Journal(Path(sys.argv[1]), sync='process', log_bytes=1);"
-        "journal.start_image(lambda: (Path(sys.argv[1], 'writes').touch(), time.sleep(1000)));"
+        "journal.start_image(lambda: (Path(sys.argv[1], 'writes').mkdir(), time.sleep(1000)));"
         "print(journal._fork._pid, flush=True); sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -21,7 +21,7 @@ from stillhouse.buffer.journal.journal import Journal
 from stillhouse.buffer.journal.store import JournalStore
 from tests.buffer.journal.test_imaging import outcome_of
 
-TURNS = 6
+TURNS = 5
 IMAGES = (2, 4)
 """An image is made after so many turns."""
 
@@ -127,7 +127,7 @@ def check(folder: Path, acknowledged: int) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("sync", ["process", "disk"])
+@pytest.mark.parametrize("sync", [pytest.param("process", marks=pytest.mark.slow), "disk"])  # "disk" has all calls
 def test_after_an_error_at_any_call_and_a_death_everything_that_was_acknowledged_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Sync
 ) -> None:
