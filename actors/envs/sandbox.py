@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args
 from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.judged import answered, reward_of
-from stillhouse.actors.envs.tool_loop import Notation, converse, read_notation
+from stillhouse.actors.envs.tool_loop import Notation, Tools, converse, read_notation, tool_schema
 from stillhouse.actors.rewards import Reward
 from stillhouse.actors.row_options import row_may_set
 from stillhouse.actors.sandbox.sandbox import Ran, Sandbox, make_sandbox
@@ -120,36 +120,25 @@ async def sandbox(
         raise EpisodeOver("turns or tokens are used up")
 
 
-class _Tools:
-    """Runs the calls of one episode, and counts."""
-
+class _Tools(Tools):
     def __init__(self, ctx: Context, box: Sandbox, options: _Options) -> None:
-        self._ctx = ctx
+        super().__init__(ctx, "sandbox", [_schema(name) for name in options.tools], options.tools)
         self._box = box
-        self._options = options
-        self.schemas = [_schema(name) for name in options.tools]
-        self.done = False
+        self._most = options.most
 
-    async def call(self, call: ToolCall) -> str:
-        self._ctx.note(sandbox_calls=1.0)
-        if call.name not in self._options.tools:
-            return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(self._options.tools)}")
-        name: ToolName = call.name
+    async def run(self, call: ToolCall) -> str:
+        name = cast(ToolName, call.name)
         source = call.arguments.get(ARGUMENTS[name])
         if not isinstance(source, str):
             return self.wrong(f"{name} needs the argument {ARGUMENTS[name]!r}, a text")
         run = self._box.python if name == "python" else self._box.bash
         try:
-            ran = await run(source, merge=True, most=self._options.most)
+            ran = await run(source, merge=True, most=self._most)
         except ValueError as error:  # a text that is too long
             return self.wrong(str(error))
         if ran.ended != "exit":
-            self._ctx.note(**{f"sandbox_stopped_{ran.ended}": 1.0})
+            self.ctx.note(**{f"sandbox_stopped_{ran.ended}": 1.0})
         return self._shown(ran)
-
-    def wrong(self, what: str) -> str:
-        self._ctx.note(sandbox_errors=1.0)
-        return f"error: {what}"
 
     def _shown(self, ran: Ran) -> str:
         lines = [ran.stdout.removesuffix("\n")] if ran.stdout else []
@@ -162,5 +151,4 @@ class _Tools:
 
 def _schema(name: ToolName) -> dict[str, Any]:
     parameters = {"type": "object", "properties": {ARGUMENTS[name]: {"type": "string"}}, "required": [ARGUMENTS[name]]}
-    description = f"{_DESCRIPTIONS[name]} {_SHARED}"
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return tool_schema(name, f"{_DESCRIPTIONS[name]} {_SHARED}", parameters)

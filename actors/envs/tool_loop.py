@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from stillhouse.actors.agent import Context, EpisodeOver, Generation
 from stillhouse.actors.envs.base import EnvTask, TextTokenizer
@@ -20,26 +20,39 @@ SEARCH_S: Final = 1.0
 """Longest search for a call in a turn. After it the rollout fails (TimeoutError)."""
 
 
-class Tools(Protocol):
-    """What a student may call."""
+class Tools:
+    """What a student may call in one episode."""
 
-    @property
-    def schemas(self) -> Sequence[dict[str, Any]]:
-        """The tools as chat templates take them: `{"type": "function", "function": {...}}`."""
-        ...
-
-    @property
-    def done(self) -> bool:
+    def __init__(self, ctx: Context, counted: str, schemas: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        """`schemas`: the tools as chat templates take them (`tool_schema`). `names`: theirs, as errors list them. Calls
+        and mistakes are counted as `<counted>_calls` and `<counted>_errors`."""
+        self.ctx = ctx
+        self.schemas = schemas
+        self.done = False
         """The tools' side has ended the conversation: no turn follows."""
-        ...
+        self._counted = counted
+        self._names = names
 
     async def call(self, call: ToolCall) -> str:
         """What the student reads."""
-        ...
+        self.ctx.note(**{f"{self._counted}_calls": 1.0})
+        if call.name not in self._names:
+            return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(self._names)}")
+        return await self.run(call)
+
+    async def run(self, call: ToolCall) -> str:
+        """The same, for one of the tools."""
+        raise NotImplementedError
 
     def wrong(self, what: str) -> str:
         """What the student reads of a call that cannot be made; it is counted."""
-        ...
+        self.ctx.note(**{f"{self._counted}_errors": 1.0})
+        return f"error: {what}"
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """One tool as chat templates take it."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 class Notation(NamedTuple):

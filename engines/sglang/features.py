@@ -32,7 +32,6 @@ class ServerInfo(msgspec.Struct, frozen=True):
     version: str = "unknown"
     max_req_input_len: int | None = None
     max_running_requests: int | None = None
-    max_total_num_tokens: int | None = None
     incremental_streaming_output: bool | None = None
     tp_size: int = 1
     device: str | None = None

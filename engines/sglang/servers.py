@@ -12,6 +12,7 @@ import msgspec
 
 from stillhouse.engines.arguments import Option, has, value_of
 from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.http.servers import ServersOverHTTP
 from stillhouse.engines.provider import (
     AdapterFacts,
     AutoFacts,
@@ -22,7 +23,6 @@ from stillhouse.engines.provider import (
     MemoryNeed,
     ModelShape,
     ServerCommand,
-    ServerEngine,
     ServerFacts,
 )
 from stillhouse.sglang_server import servers as sglang_servers
@@ -92,20 +92,20 @@ OPTIONAL_ARGS: Final = ("--incremental-streaming-output",)
 """For servers whose version has them."""
 
 
-class SGLangServers(ServerEngine):
+class SGLangServers(ServersOverHTTP):
+    kind = "SGLang"
+    make = "make sglang-cpu"
+    tp_option = TP
+    rank_options = (DP, PP, NODES)
+    dtype_option = DTYPE
+    cache_dtype_option = CACHE_DTYPE
     turns_modules = (MEMORY_SAVER,)
     modules = (*NEEDED, FLASHINFER, FA3, MEMORY_SAVER)
     experts_args = ("--enable-return-routed-experts",)
     own_python = DEFAULT_PYTHON
 
-    def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
-        make = "; `make sglang-cpu` makes one" if server.device == "cpu" else "; name one that has it"
-        if look.unusable:
-            return f"{key}.server.python: {look.unusable}{make}"
-        needed = NEEDED if server.device == "cuda" and python == DEFAULT_PYTHON else NEEDED[:1]
-        if not (missing := " and no ".join(name for name in needed if name in look.missing)):
-            return None
-        return f"{key}.server.python: {python} has no {missing}, expected an interpreter that can run SGLang{make}"
+    def needed(self, server: ServerConfig, python: Path) -> tuple[str, ...]:
+        return NEEDED if server.device == "cuda" and python == DEFAULT_PYTHON else NEEDED[:1]
 
     def fits(self, query: AutoFacts) -> tuple[bool, str]:
         """The answer for `engine = auto` when the launcher would have to start servers."""
@@ -157,20 +157,8 @@ class SGLangServers(ServerEngine):
         return ask(key, role, settings, student)
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
-        """The user's arguments come last on the server's command line and win there, but GPUs and ranks are assigned by
-        the configuration, so both must agree. `server.device` is cpu or cuda."""
+        yield from super().contradictions(key, role, server)
         where = f"{key}.server.args"
-        if (tp := value_of(server.args, TP)) is not None and tp != str(server.tp):
-            yield (
-                f"{where}: got {TP.names[0]} {tp}, but {key}.server.tp is {server.tp}, by which GPUs are handed out "
-                f"and ranks of the weight group counted; expected --{key}.server.tp {tp}, and no {TP.names[0]} here"
-            )
-        for option in (DP, PP, NODES):
-            if (n := value_of(server.args, option)) not in (None, "1"):
-                yield (
-                    f"{where}: got {option.names[0]} {n}, expected 1: a server has {key}.server.tp GPUs, and a rank on "
-                    "each"
-                )
         if (device := value_of(server.args, DEVICE)) is not None and device.partition(":")[0] != server.device:
             yield (
                 f"{where}: got --device {device}, but {key}.server.device is {server.device}; expected "
@@ -219,16 +207,11 @@ class SGLangServers(ServerEngine):
             return ()
         return ATTENTION.names[0], FLASHINFER if flashinfer else "triton"
 
-    def cache_token_bytes(self, server: ServerConfig, shape: ModelShape) -> float:
-        quantized = (value_of(server.args, CACHE_DTYPE) or "").startswith("fp8")
-        width = 1 if quantized else _width(server)
-        return shape.layers * 2 * shape.kv_width * width / server.tp
-
     def own_cache(self, server: ServerConfig, shape: ModelShape, free_bytes: float) -> float | None:
         fraction, tokens = _number(server.args, FRACTION), _number(server.args, TOKENS)
         if fraction is None and tokens is None:
             return None
-        left = free_bytes * (fraction or SHARED_FRACTION) - _weights(server, shape)
+        left = free_bytes * (fraction or SHARED_FRACTION) - self._weights(server, shape)
         return max(0.0, left if tokens is None else min(left, tokens * self.cache_token_bytes(server, shape)))
 
     def cache_arguments(self, server: ServerConfig, shape: ModelShape, cache_bytes: float) -> tuple[str, ...]:
@@ -245,7 +228,7 @@ class SGLangServers(ServerEngine):
 
         It refuses to start where that is not above 0. If nobody else takes memory meanwhile, the first is
         --mem-fraction-static * free at its start - weights. Two servers with fractions of 0.9 each can share a GPU."""
-        weights, chunk, cache = _weights(server, shape), _number(server.args, CHUNK), room.cache
+        weights, chunk, cache = self._weights(server, shape), _number(server.args, CHUNK), room.cache
         if cache is None:
             own = _number(server.args, FRACTION) or default_fraction(room.total, server.tp)
             tokens = _number(server.args, TOKENS)
@@ -255,11 +238,18 @@ class SGLangServers(ServerEngine):
         rows = min(chunk, LOGPROB_ROWS) if role == "teacher" else SAMPLED_ROWS
         likely = {
             "KV cache": cache,
-            "activations": chunk * (10 * shape.hidden + 4 * shape.mlp) * _width(server) / server.tp,
+            "activations": chunk * (10 * shape.hidden + 4 * shape.mlp) * self.width(server) / server.tp,
             "logits": FROM_LOGITS * 4 * rows * shape.vocabulary,
             "CUDA graphs": (512 + 2 * _by_gpu(room.total)[1]) * 2**20,
         }
         return MemoryNeed({"weights": weights}, likely)
+
+    def _weights(self, server: ServerConfig, shape: ModelShape) -> float:
+        if shape.quantized_bytes:
+            return shape.quantized_bytes / server.tp
+        width = self.width(server)
+        linear = ONLINE.get(value_of(server.args, QUANTIZATION) or "", width)
+        return (linear * (shape.parameters - shape.rest) + width * shape.rest) / server.tp
 
     def nccl_environment(self, server: ServerConfig) -> dict[str, str]:
         """Variables by which NCCL shares memory. SGLang sets both to 0, or to 1 by --enable-symm-mem and
@@ -280,19 +270,6 @@ def default_fraction(total_bytes: float, tp: int) -> float:
 
 def _by_gpu(total_bytes: float) -> tuple[int, int]:
     return next((chunk, graph) for gib, chunk, graph in BY_GPU if total_bytes < gib * 2**30)
-
-
-def _weights(server: ServerConfig, shape: ModelShape) -> float:
-    if shape.quantized_bytes:
-        return shape.quantized_bytes / server.tp
-    width = _width(server)
-    linear = ONLINE.get(value_of(server.args, QUANTIZATION) or "", width)
-    return (linear * (shape.parameters - shape.rest) + width * shape.rest) / server.tp
-
-
-def _width(server: ServerConfig) -> int:
-    """Bytes per number. Without --dtype SGLang turns float32 into float16 on GPUs, and on CPUs nothing is planned."""
-    return 4 if value_of(server.args, DTYPE) in ("float32", "float") else 2
 
 
 def _number(args: Sequence[str], option: Option) -> float | None:

@@ -14,18 +14,22 @@ The prefix cache is flushed with the old weights, except in mode `in_place`, whe
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
+from stillhouse.engines.base import Int32s, ScoreRequest
 from stillhouse.engines.http.link import RequestRefused, ServerUnavailable
+from stillhouse.engines.http.verify import Ask, NotComparedError, ServerVerifier
 from stillhouse.engines.http.weights import MORE_PATIENCE, WeightsOverHTTP
 from stillhouse.engines.sglang.engine import SGLangEngine
 from stillhouse.engines.sglang.requests import bucket_update, disk_update, tensor_update
+from stillhouse.engines.sglang.scorer import decode_scores
 from stillhouse.engines.sglang.tensor_payload import tensor_payload
-from stillhouse.engines.sglang.verify import SGLangVerifier
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
+from stillhouse.weights.checks import Checksums, parse_checksums
 from stillhouse.weights.control_messages import CudaHandle, WeightCheck
 from stillhouse.weights.errors import Interrupted
 from stillhouse.weights.manifest import WeightBucket, smallest_tensor_bucket
@@ -37,6 +41,29 @@ _CHECKER: Final = "/weights_checker"
 class _Reply(msgspec.Struct, frozen=True):
     success: bool = True
     message: str = ""
+
+
+class SGLangVerifier(ServerVerifier):
+    def _score(self, ids: Int32s, ask: Ask) -> list[float]:
+        body: dict[str, Any] = {
+            "input_ids": ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            # A new key of the prefix cache, so that no entry of other weights is used.
+            "extra_key": f"canary {secrets.token_hex(4)}",
+        }
+        reply = ask("/generate", body)
+        return decode_scores(reply, ScoreRequest(ids, 1), vocab_size=self._engine.vocab_size).logprobs.tolist()
+
+    def _checksums(self, ask: Ask) -> Checksums:
+        try:
+            said = parse_checksums(ask(_CHECKER, {"action": "checksum"}))
+        except RequestRefused as error:
+            raise NotComparedError(str(error)) from error
+        if not said:
+            raise NotComparedError(f"{_CHECKER} gave an unknown reply")
+        return said
 
 
 class ServerWeights(WeightsOverHTTP[SGLangEngine]):

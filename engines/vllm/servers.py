@@ -10,15 +10,14 @@ from typing import Final
 
 from stillhouse.engines.arguments import Option, value_of
 from stillhouse.engines.config import ServerConfig, WorkerSettings
+from stillhouse.engines.http.servers import ServersOverHTTP
 from stillhouse.engines.provider import (
     EngineRole,
     GpuRoom,
-    Interpreter,
     Launch,
     MemoryNeed,
     ModelShape,
     ServerCommand,
-    ServerEngine,
     ServerFacts,
 )
 from stillhouse.sglang_server.servers import answers
@@ -67,18 +66,16 @@ FROM_LOGITS: Final = 2.6
 """Logits in float32 and what is computed from them, relative to the logits."""
 
 
-class VLLMServers(ServerEngine):
+class VLLMServers(ServersOverHTTP):
+    kind = "vLLM"
+    make = "make vllm-cpu"
+    tp_option = TP
+    rank_options = OTHER_RANKS
+    dtype_option = DTYPE
+    cache_dtype_option = CACHE_DTYPE
     takes_ipc = False
     modules = ("vllm",)
     own_python = DEFAULT_PYTHON
-
-    def lacks(self, key: str, server: ServerConfig, python: Path, look: Interpreter) -> str | None:
-        make = "; `make vllm-cpu` makes one" if server.device == "cpu" else "; name one that has it"
-        if look.unusable:
-            return f"{key}.server.python: {look.unusable}{make}"
-        if not look.missing:
-            return None
-        return f"{key}.server.python: {python} has no vllm, expected an interpreter that can run vLLM{make}"
 
     def launch(self, server: ServerConfig, added: tuple[str, ...] = ()) -> Launch:
         """On GPUs vLLM's defaults are kept."""
@@ -110,19 +107,8 @@ class VLLMServers(ServerEngine):
         ]
 
     def contradictions(self, key: str, role: EngineRole, server: ServerConfig) -> Iterator[str]:
-        """The user's arguments come last on the server's command line and win there."""
+        yield from super().contradictions(key, role, server)
         where = f"{key}.server.args"
-        if (tp := value_of(server.args, TP)) is not None and tp != str(server.tp):
-            yield (
-                f"{where}: got {TP.names[0]} {tp}, but {key}.server.tp is {server.tp}, by which GPUs are handed out "
-                f"and ranks of the weight group counted; expected --{key}.server.tp {tp}, and no {TP.names[0]} here"
-            )
-        for option in OTHER_RANKS:
-            if (n := value_of(server.args, option)) not in (None, "1"):
-                yield (
-                    f"{where}: got {option.names[0]} {n}, expected 1: a server has {key}.server.tp GPUs, and a rank on "
-                    "each"
-                )
         if (mode := value_of(server.args, LOGPROBS)) not in (None, SAMPLED):
             yield f"{where}: got {LOGPROBS.names[0]} {mode}, expected {SAMPLED}: importance ratios would be wrong"
         if role == "actor" and (method := value_of(server.args, QUANTIZATION)):
@@ -130,10 +116,6 @@ class VLLMServers(ServerEngine):
                 f"{where}: got {QUANTIZATION.names[0]} {method}, expected none: new weights for quantized students "
                 "were never tried with vLLM"
             )
-
-    def cache_token_bytes(self, server: ServerConfig, shape: ModelShape) -> float:
-        quantized = (value_of(server.args, CACHE_DTYPE) or "").startswith("fp8")
-        return shape.layers * 2 * shape.kv_width * (1 if quantized else _width(server)) / server.tp
 
     def own_cache(self, server: ServerConfig, shape: ModelShape, free_bytes: float) -> float | None:
         """What --kv-cache-memory-bytes says: --gpu-memory-utilization is a share of the whole GPU."""
@@ -147,9 +129,9 @@ class VLLMServers(ServerEngine):
     def memory(self, role: EngineRole, server: ServerConfig, shape: ModelShape, room: GpuRoom) -> MemoryNeed:
         """vLLM's cache takes --gpu-memory-utilization of the whole GPU, less its weights and the peak of a prefill that
         it runs at the start (`determine_available_memory` in vllm/v1/worker/gpu_worker.py)."""
-        weights = _width(server) * shape.parameters / server.tp
+        weights = self.width(server) * shape.parameters / server.tp
         likely = {
-            "activations": BATCH_TOKENS * (10 * shape.hidden + 4 * shape.mlp) * _width(server) / server.tp,
+            "activations": BATCH_TOKENS * (10 * shape.hidden + 4 * shape.mlp) * self.width(server) / server.tp,
             "logits": FROM_LOGITS * 4 * LOGIT_ROWS[role] * shape.vocabulary,
         }
         cache = room.cache if room.cache is not None else _number(server.args, CACHE)
@@ -157,11 +139,6 @@ class VLLMServers(ServerEngine):
             fraction = _number(server.args, FRACTION) or DEFAULT_FRACTION
             cache = max(0.0, room.total * fraction - weights - sum(likely.values()))
         return MemoryNeed({"weights": weights}, {"KV cache": cache, **likely})
-
-
-def _width(server: ServerConfig) -> int:
-    """Bytes per number. Without --dtype vLLM turns float32 into float16."""
-    return 4 if value_of(server.args, DTYPE) in ("float32", "float") else 2
 
 
 def _number(args: Sequence[str], option: Option) -> float | None:

@@ -16,7 +16,7 @@ from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
 from stillhouse.actors.envs.adapters import address
 from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import EnvTask
-from stillhouse.actors.envs.tool_loop import converse, read_notation
+from stillhouse.actors.envs.tool_loop import Tools, converse, read_notation, tool_schema
 from stillhouse.actors.rewards.answer import ANSWER_PATTERN, AnswerCheck
 from stillhouse.actors.row_options import row_may_set
 from stillhouse.actors.tool_calls import ToolCall
@@ -99,20 +99,13 @@ async def mcp(
         raise EpisodeOver("turns or tokens are used up")
 
 
-class _Server:
-    """Calls the tools, and counts."""
-
+class _Server(Tools):
     def __init__(self, client: Any, offered: Sequence[Any], ctx: Context) -> None:
+        schemas = [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in offered]
+        super().__init__(ctx, "mcp", schemas, sorted(tool.name for tool in offered))
         self._client = client
-        self._names = {tool.name for tool in offered}
-        self._ctx = ctx
-        self.schemas = [_schema(tool) for tool in offered]
-        self.done = False
 
-    async def call(self, call: ToolCall) -> str:
-        self._ctx.note(mcp_calls=1.0)
-        if call.name not in self._names:
-            return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(sorted(self._names))}")
+    async def run(self, call: ToolCall) -> str:
         if not _can_be_sent(call.arguments):
             return self.wrong("the arguments are no text that can be sent, or are nested too deeply")
         try:
@@ -123,8 +116,7 @@ class _Server:
         return self.wrong(text) if result.is_error else text
 
     def wrong(self, what: str) -> str:
-        self._ctx.note(mcp_errors=1.0)
-        return f"error: {what}"[:MAX_RESULT]
+        return super().wrong(what)[:MAX_RESULT]
 
 
 def _can_be_sent(arguments: Mapping[str, Any]) -> bool:
@@ -156,11 +148,6 @@ async def _all_tools(client: Any) -> list[Any]:
         cursor = page.next_cursor
         if not cursor:
             return listed
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _text(result: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from stillhouse.actors.agent import Context, EpisodeOver, options_checked_by
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.episode import EnvironmentFault
-from stillhouse.actors.envs.tool_loop import converse, read_notation
+from stillhouse.actors.envs.tool_loop import Tools, converse, read_notation, tool_schema
 from stillhouse.actors.tool_calls import ToolCall
 from stillhouse.protocol.plugins import load
 
@@ -77,23 +77,16 @@ def _agreed(of_tools: float | None, of_verify: float | None) -> float | None:
     return of_verify if of_tools is None else of_tools
 
 
-class _Tools:
-    """Calls the session's tools, and counts."""
-
+class _Tools(Tools):
     def __init__(self, ctx: Context, session: Any) -> None:
-        self._ctx = ctx
-        self._session = session
         listed: Sequence[Any] = session.list_tools()
-        self._names = sorted(tool.name for tool in listed)
-        self.schemas = [_schema(tool) for tool in listed]
-        self.done = False
+        schemas = [tool_schema(tool.name, tool.description, tool.input_schema) for tool in listed]
+        super().__init__(ctx, "openenv", schemas, sorted(tool.name for tool in listed))
+        self._session = session
         self.reward: float | None = None
         """The last that a tool's result had."""
 
-    async def call(self, call: ToolCall) -> str:
-        self._ctx.note(openenv_calls=1.0)
-        if call.name not in self._names:
-            return self.wrong(f"there is no tool {call.name[:80]!r}; there are: {', '.join(self._names)}")
+    async def run(self, call: ToolCall) -> str:
         result = self._session.call_tool(call.name, call.arguments)
         data, metadata = result.data, result.metadata or {}
         reward = metadata.get("reward", data.get("reward") if isinstance(data, Mapping) else None)
@@ -103,12 +96,3 @@ class _Tools:
         if result.error:
             return self.wrong(str(result.error))
         return data if isinstance(data, str) else "" if data is None else json.dumps(data, sort_keys=True, default=str)
-
-    def wrong(self, what: str) -> str:
-        self._ctx.note(openenv_errors=1.0)
-        return f"error: {what}"
-
-
-def _schema(tool: Any) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}

@@ -128,6 +128,11 @@ class Actor:
         self._turns = 0
         assert self._gone.wait(PATIENCE_S)
 
+    def finish(self, *episodes: Episode) -> None:
+        for episode in episodes:
+            episode.end()
+        self.until_gone()
+
     def close(self) -> None:
         for episode in Waiting.episodes.values():
             episode.end()

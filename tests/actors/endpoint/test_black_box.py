@@ -145,8 +145,7 @@ def test_a_timeout_and_retry_of_the_openai_sdk_make_one_sample(tokenizer: TextTo
             reply = client.chat.completions.create(model="student", messages=messages)
             messages += [reply.choices[0].message, {"role": "user", "content": "and now?"}]
             client.chat.completions.create(model="student", messages=messages)
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert trained(one, 0) == [10, STOP, 10, STOP]
         assert one.hand.rollouts.counts["agent_roots_total"] == 1
 
@@ -195,8 +194,7 @@ def test_threads_and_sockets_end_with_the_actor(tokenizer: TextTokenizer) -> Non
     with actor(tokenizer) as one:
         episode = one.begin(0)
         assert "endpoint" in {thread.name for thread in threading.enumerate()}
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
     limit = Limit()
     while {thread.name for thread in threading.enumerate()} - before:
         assert not limit.passed, [thread.name for thread in threading.enumerate()]

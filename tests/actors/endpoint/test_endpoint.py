@@ -28,8 +28,7 @@ def test_a_conversation_is_one_row_of_tokens(tokenizer: TextTokenizer) -> None:
         assert first["usage"]["completion_tokens"] == len(tokenizer.encode(said["content"])) + 1
         chat(episode.endpoint, "12+30=", said["content"], "and now?")
         assert call(episode.endpoint, "v1/reward", {"reward": 0.5}).status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         segments, ids, _, mask = one.hand.whole("train-0-0-0")
         assert all(segment.follows is None for segment in segments) and segments[-1].reward == 0.5
         (_, prompt), (_, second) = one.asked
@@ -47,8 +46,7 @@ def test_tokens_of_the_student_are_never_made_again_from_its_text(tokenizer: Tex
         episode = one.begin(0)
         said = chat(episode.endpoint, "hello").body["choices"][0]["message"]["content"]
         chat(episode.endpoint, "hello", said, "go on")
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         first, second = (prompt for _, prompt in one.asked)
         assert second[: len(first) + 3] == [*first, *odd, STOP]
         assert (
@@ -63,8 +61,7 @@ def test_a_rewritten_history_is_a_branch_and_a_summary_a_root(tokenizer: TextTok
         chat(episode.endpoint, "hello", said, "go on")
         chat(episode.endpoint, "hello", "I never said this", "go on")
         chat(episode.endpoint, {"role": "system", "content": "a summary"}, {"role": "user", "content": "go on"})
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         counts = one.hand.rollouts.counts
         assert counts["agent_calls_total"] == 4 and counts["agent_dropped_responses_total"] == 0
         assert trained(one, 0).count(STOP) == 4
@@ -77,8 +74,7 @@ def test_an_equal_request_is_a_retry_and_counts_once(tokenizer: TextTokenizer) -
         chat(episode.endpoint, "hello")
         said = chat(episode.endpoint, "hello").body["choices"][0]["message"]["content"]
         chat(episode.endpoint, "hello", said, "go on")
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert trained(one, 0) == [11, STOP, 12, STOP]
         (dropped,) = one.hand.messages(Segment)[-1].dropped or (None,)
         assert one.hand.rollouts.counts["agent_dropped_responses_total"] == 1
@@ -91,8 +87,7 @@ def test_several_choices_are_all_trained(tokenizer: TextTokenizer) -> None:
         episode = one.begin(0)
         body = chat(episode.endpoint, "hello", n=3, max_tokens=4).body
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert sorted(trained(one, 0)) == sorted([10, STOP, 11, STOP, 12, STOP])
 
 
@@ -110,8 +105,7 @@ def test_a_client_that_goes_away_gives_the_request_up(tokenizer: TextTokenizer, 
         one.until(lambda: len(one.engine.aborted) == 1)
         wait.set()
         assert chat(episode.endpoint, "hello").status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert trained(one, 0) == [10, STOP]
 
 
@@ -128,8 +122,7 @@ def test_a_stream_has_the_same_words(tokenizer: TextTokenizer) -> None:
         assert "".join(delta["delta"].get("content") or "" for delta in deltas) == "#42"
         assert deltas[-1]["finish_reason"] == "stop" and chunks[-1]["usage"]["completion_tokens"] == len(ids)
         chat(episode.endpoint, "hello", "#42", "go on")
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert one.hand.rollouts.counts["agent_roots_total"] == 1
 
 
@@ -178,8 +171,7 @@ def test_a_client_of_many_episodes_names_the_key_as_its_model(tokenizer: TextTok
         other = call(episodes[0].endpoint, "v1/completions", {"model": episodes[1].endpoint.api_key}, key=KEY_IN_MODEL)
         assert other.code == "wrong_session"
         for episode in episodes:
-            episode.end()
-        one.until_gone()
+            one.finish(episode)
         assert (trained(one, 0), trained(one, 1)) == ([5, STOP], [6, STOP])
         assert ask(episodes[0].endpoint.api_key, 7).code == "session_closed"
 
@@ -192,8 +184,7 @@ def test_completions_go_on_by_their_text(tokenizer: TextTokenizer) -> None:
         assert first["text"] == "an" and first["logprobs"]["token_logprobs"] == [-0.5, -0.5]
         call(episode.endpoint, "v1/completions", {"prompt": "12+30=an so"})
         call(episode.endpoint, "v1/completions", {"prompt": [4, 5]})
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         before, after, ids = (prompt for _, prompt in one.asked)
         assert after == [*before, *odd, *tokenizer.encode(" so").tolist()] and ids == [4, 5]
 
@@ -220,8 +211,7 @@ def test_tool_calls_are_read_and_their_results_go_on(tokenizer: TextTokenizer, m
             {"role": "tool", "tool_call_id": "mine", "content": "3"},
         ]
         assert chat(episode.endpoint, *messages, tools=tools).status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         (_, prompt), (_, second) = one.asked
         assert second[: len(prompt) + len(written)][: len(prompt)] == prompt
         assert one.hand.rollouts.counts["agent_roots_total"] == 1 and one.hand.rollouts.counts["agent_forks_total"] == 0
@@ -244,8 +234,7 @@ def test_under_other_tools_a_conversation_begins_anew(
         episode = one.begin(0)
         said = chat(episode.endpoint, "1+2=", tools=add).body["choices"][0]["message"]["content"]
         assert chat(episode.endpoint, "1+2=", said, "and now?", **tools).status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         second = tokenizer.decode(np.array(one.asked[1][1]))
         assert "add" in tokenizer.decode(np.array(one.asked[0][1]))
         assert "add" not in second and ("minus" in second) == bool(other)
@@ -269,8 +258,7 @@ def test_a_response_that_was_cut_ends_by_its_length_whatever_it_calls(
         (choice,) = replies[0].body["choices"]
         assert [called["function"]["name"] for called in choice["message"]["tool_calls"]] == ["add"]
         assert choice["finish_reason"] == "length"
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
 
 
 def qwen_xml(template: str | None) -> str:
@@ -288,8 +276,7 @@ def test_the_schemas_of_tools_say_what_their_arguments_are(
         episode = one.begin(0)
         (asked,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"][0]["message"]["tool_calls"]
         assert json.loads(asked["function"]["arguments"]) == {"to": "007", "n": 7}
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
 
 
 def test_a_call_in_the_reasoning_is_a_thought(
@@ -304,8 +291,7 @@ def test_a_call_in_the_reasoning_is_a_thought(
         episode = one.begin(0)
         (choice,) = chat(episode.endpoint, "1+2=", tools=tools).body["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == (written, "stop")
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
 
 
 def test_a_request_s_own_arguments_go_into_the_chat_template(
@@ -319,16 +305,14 @@ def test_a_request_s_own_arguments_go_into_the_chat_template(
         given = {"enable_thinking": False}
         short_ids = chat(episode.endpoint, "7", return_token_ids=True, chat_template_kwargs=given).body
         assert tokenizer.shown(np.array(short_ids["prompt_token_ids"])) == tokenizer.shown(np.array(plain)) + "=="
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
 
 
 def test_what_the_run_decides_is_overruled_and_counted(tokenizer: TextTokenizer) -> None:
     with actor(tokenizer) as one:
         episode = one.begin(0)
         assert chat(episode.endpoint, "hello", temperature=0.1, top_p=0.5, user="x").status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         counts = one.hand.rollouts.counts
         assert counts["env_endpoint_overruled_temperature_total"] == counts["env_endpoint_overruled_top_p_total"] == 1
 
@@ -358,8 +342,7 @@ def test_used_up_tokens_are_an_error_that_no_sdk_repeats(tokenizer: TextTokenize
         reply = chat(episode.endpoint, "and again")
         assert (reply.status, reply.code) == (400, "context_length_exceeded")
         assert "max_new_tokens" in reply.body["error"]["message"]
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert trained(one, 0) == [10, STOP, 10]
 
 
@@ -403,9 +386,7 @@ def test_bad_requests_get_typed_errors_and_change_nothing(tokenizer: TextTokeniz
         assert call(episode.endpoint, f"{root}/v1/models", headers={"X-Session-ID": theirs}).code == "wrong_session"
         assert one.engine.requests == {} and one.asked == []
         assert chat(episode.endpoint, "hello").status == chat(other.endpoint, "hello").status == 200
-        for each in (episode, other):
-            each.end()
-        one.until_gone()
+        one.finish(episode, other)
         assert trained(one, 0) == trained(one, 1) == [10, STOP]
         refused = sum(v for k, v in one.hand.rollouts.counts.items() if k.startswith("env_endpoint_refused_"))
         assert refused == len(BAD) - 1, "all but the unknown route are counted with their episode"
@@ -453,8 +434,7 @@ def test_a_thousand_connections_of_many_episodes(tokenizer: TextTokenizer) -> No
         for each in idle:
             each.close()
         for episode in episodes:
-            episode.end()
-        one.until_gone()
+            one.finish(episode)
         assert [len(each) for each in told] == [50] * 20
         for number, each in enumerate(told):
             assert sorted(trained(one, number)) == sorted(token for ids in each for token in ids)

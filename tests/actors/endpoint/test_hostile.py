@@ -69,8 +69,7 @@ def test_rewards_whose_sum_is_not_finite_leave_the_rollout_unscored(tokenizer: T
         chat(episode.endpoint, "hello")
         assert call(episode.endpoint, "v1/reward", {"reward": 1e308}).status == 200
         assert call(episode.endpoint, "v1/reward", {"reward": 1e308}).status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         assert one.hand.whole("train-0-0-0")[0][-1].reward is None and one.hand.failures == {}
         assert one.hand.rollouts.counts["env_reward_out_of_range_total"] == 1
 
@@ -90,8 +89,7 @@ def test_a_reward_that_comes_too_late_is_refused(tokenizer: TextTokenizer) -> No
         connection.endheaders()
         assert connection.sock.recv(12) == b"HTTP/1.1 100", "the server has begun with this request"
         connection.sock.recv(100)
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         connection.send(body)
         reply = connection.getresponse()
         assert reply.status == 410 and json.load(reply)["error"]["code"] == "session_closed"
@@ -127,8 +125,7 @@ def test_what_would_change_the_student_s_words_is_counted_and_said_once(
         for said in ("hello", "again"):
             fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "tool_choice": "required"}
             assert chat(episode.endpoint, said, **fields).status == 200
-        episode.end()
-        one.until_gone()
+        one.finish(episode)
         counts = one.hand.rollouts.counts
         assert counts["env_endpoint_overruled_response_format_total"] == 2
         assert counts["env_endpoint_overruled_tool_choice_total"] == 2

@@ -10,7 +10,7 @@ import pytest
 
 from stillhouse.engines.http.link import RequestRefused
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.verify import SGLangVerifier
+from stillhouse.engines.sglang.weights import SGLangVerifier
 from stillhouse.protocol.messages import WeightsRef, WeightVersion
 from stillhouse.weights.checks import Canary
 from stillhouse.weights.control_messages import WeightCheck

@@ -96,6 +96,11 @@ class Rig:
         interrupted = lambda: "enough" if stop is not None and stop.is_set() else None  # noqa: E731
         return self.sink.take(header, AGREED, interrupted, cast("Any", wire))
 
+    def close(self) -> None:
+        self.hold.set()
+        self.engine.close()
+        self.server.close()
+
     def paths(self) -> list[str]:
         return [path for path, _ in self.server.calls]
 
@@ -113,9 +118,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 def rig(group: Group) -> Iterator[Rig]:
     rig = Rig(group, "nccl")
     yield rig
-    rig.hold.set()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 # ---------------------------------------------------------------------- queued is not arrived
@@ -164,8 +167,7 @@ def test_over_gloo_an_answer_is_enough(group: Group) -> None:
     rig = Rig(group, "gloo")
     rig.take()
     assert CHECKER not in rig.paths()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 def test_a_server_without_checksums_is_said_not_to_be_verified(rig: Rig) -> None:
@@ -190,8 +192,7 @@ def test_a_check_that_takes_long_ends_with_the_round_and_not_with_the_limit_of_s
     threading.Timer(1.0, rig.hold.set).start()  # longer than a short call may take
     rig.take(WeightCheck(weights=ref))
     assert rig.sink.stats["weight_checks_total"] == 1
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 @pytest.mark.parametrize("path", [CHECKER, DISK])
@@ -214,8 +215,7 @@ def test_a_server_that_is_still_reading_when_the_round_is_over_is_not_lost(group
     threading.Timer(1.0, rig.hold.set).start()  # more than the patience for one that is stuck
     rig.sink.leave()
     rig.engine.server.raise_if_lost()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 # ---------------------------------------------------------------------- a version that comes by wire
@@ -243,8 +243,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     rig = Rig(Group(), "wire")
     yield rig
     assert list(tmp_path.iterdir()) == []
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 def test_a_version_that_comes_by_wire_is_loaded_from_a_temporary_file_without_a_group(alone: Rig) -> None:
@@ -310,15 +309,13 @@ def test_a_server_that_the_user_started_is_sent_no_pickle_whatever_the_learner_s
     with pytest.raises(WeightsRefused, match="only servers that the launcher started"):
         rig.take(wire=Lent())
     assert "/update_weights_from_tensor" not in rig.paths()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
     rig = Rig(group, "wire")
     rig.sink.check(plan)
     with pytest.raises(WeightsRefused):  # the fake server cannot open it
         rig.take(wire=Lent())
     assert "/update_weights_from_tensor" in rig.paths()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 # ---------------------------------------------------------------------- a server that does not come out
@@ -331,9 +328,7 @@ def test_a_server_that_does_not_come_out_of_its_group_is_lost_by_name(group: Gro
         rig.sink.leave()
     with pytest.raises(ServerLost, match=rig.server.url):
         rig.engine.server.raise_if_lost()
-    rig.hold.set()
-    rig.engine.close()
-    rig.server.close()
+    rig.close()
 
 
 def test_a_server_that_was_never_in_the_group_is_not_lost(rig: Rig) -> None:

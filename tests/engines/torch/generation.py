@@ -10,42 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
-    BambaConfig,
-    BambaForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
+    AutoConfig,
+    AutoModelForCausalLM,
     MinPLogitsWarper,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -61,17 +29,17 @@ CONTEXT = 160
 NEVER = (VOCAB - 1,)
 """A stop token for tests that want none; some requests may still meet it, as real ones do."""
 
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "initializer_range": 0.3}
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
+    **_SMALL,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.3,
     "attn_implementation": "sdpa",
 }
 _GATED: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 16}
 _LINEAR: dict[str, Any] = {
+    **_GATED,
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -79,64 +47,39 @@ _LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 _EAGER: dict[str, Any] = {**_GATED, "attn_implementation": "eager"}
+_ROUTED: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED: dict[str, Any] = {**_ROUTED, "shared_expert_intermediate_size": 24}
+_STATE: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {**_GATED, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**_GATED, "head_dim": 8, "tie_word_embeddings": False}),
+    "llama": ("llama", {**_GATED, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "mistral-window": ("mistral", {**_GATED, "sliding_window": 9}),
+    "gemma2": (
+        "gemma2",
+        {**_EAGER, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "sliding_window": 9},
+    ),
+    "gpt-oss": ("gpt_oss", {**_EAGER, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen3-moe": ("qwen3_moe", {**_EAGER, **_ROUTED}),
+    "gpt2": ("gpt2", _COMMON),
+    "gpt-neox": ("gpt_neox", {**_COMMON, "intermediate_size": 48}),
+    "qwen3.5": ("qwen3_5_text", _LINEAR),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**_LINEAR, **_SHARED}),
+    "qwen3-next": ("qwen3_next", {**_LINEAR, **_SHARED}),
+    "lfm2": ("lfm2", {**_GATED, "head_dim": 8, "layer_types": ["conv", "full_attention"]}),
+    "falcon-h1": ("falcon_h1", {**_GATED, **_STATE, "mamba_d_ssm": 64}),
+    "bamba": ("bamba", {**_GATED, **_STATE, "attn_layer_indices": [1]}),
+    "mamba": ("mamba", {**_SMALL, "num_hidden_layers": 2}),
+    "bloom": ("bloom", {**_SMALL, "n_layer": 2, "n_head": 4}),
+}
+"""Tiny models: transformers' type of model, and its configuration."""
 
 
 def make_model(kind: str, seed: int = 0) -> PreTrainedModel:
     """Random weights, wide enough apart that distributions are far from uniform."""
     torch.manual_seed(seed)
-    match kind:
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**_GATED, tie_word_embeddings=True))
-        case "qwen2":
-            untied: dict[str, Any] = {**_GATED, "head_dim": 8, "tie_word_embeddings": False}
-            model = Qwen2ForCausalLM(Qwen2Config(**untied))
-        case "llama":
-            config = LlamaConfig(**_GATED, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
-            model = LlamaForCausalLM(config)
-        case "mistral-window":
-            model = MistralForCausalLM(MistralConfig(**_GATED, sliding_window=9))
-        case "gemma2":
-            capped: dict[str, Any] = {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "sliding_window": 9}
-            model = Gemma2ForCausalLM(Gemma2Config(**_EAGER, **capped))
-        case "gpt-oss":
-            experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
-            model = GptOssForCausalLM(GptOssConfig(**_EAGER, **experts))
-        case "qwen3-moe":
-            routed: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**_EAGER, **routed))
-        case "gpt2":
-            model = GPT2LMHeadModel(GPT2Config(**_COMMON))
-        case "gpt-neox":
-            model = GPTNeoXForCausalLM(GPTNeoXConfig(**_COMMON, intermediate_size=48))
-        case "qwen3.5":
-            model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_GATED, **_LINEAR))
-        case "qwen3.5-moe":
-            routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-            routed["shared_expert_intermediate_size"] = 24
-            model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_GATED, **_LINEAR, **routed))
-        case "qwen3-next":
-            routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-            routed["shared_expert_intermediate_size"] = 24
-            model = Qwen3NextForCausalLM(Qwen3NextConfig(**_GATED, **_LINEAR, **routed))
-        case "lfm2":
-            layers: dict[str, Any] = {**_GATED, "head_dim": 8, "layer_types": ["conv", "full_attention"]}
-            model = Lfm2ForCausalLM(Lfm2Config(**layers))
-        case "falcon-h1":
-            state: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8}
-            model = FalconH1ForCausalLM(FalconH1Config(**_GATED, **state, mamba_chunk_size=8))
-        case "bamba":
-            state = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "attn_layer_indices": [1]}
-            model = BambaForCausalLM(BambaConfig(**_GATED, **state, mamba_chunk_size=8))
-        case "mamba":
-            model = MambaForCausalLM(
-                MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.3)
-            )
-        case "bloom":
-            model = BloomForCausalLM(
-                BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
-            )
-        case _:
-            raise LookupError(kind)
+    model_type, settings = KINDS[kind]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases differ from their trivial initial values
