@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def installed(group: str) -> dict[str, str]:
@@ -22,6 +24,18 @@ def load(path: str) -> object:
     module itself."""
     module_name, _, attribute = path.partition(":")
     return getattr(import_module(module_name), attribute)
+
+
+def load_callable(path: str, option: str, expected: str = "a function") -> Callable[..., Any]:
+    """What the user names by an option. Raises ValueError, with the option's name, for what cannot be loaded or
+    called."""
+    try:
+        found = load(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{option} {path!r} cannot be loaded: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{option} {path!r} is a {type(found).__name__}, expected {expected}")
+    return found
 
 
 def import_module(name: str) -> ModuleType:

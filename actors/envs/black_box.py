@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from stillhouse.actors.agent import Context, Endpoint, options_checked_by
@@ -20,7 +20,7 @@ from stillhouse.actors.endpoint import MODEL
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.episode import EnvironmentFault
 from stillhouse.protocol.children import kill_group
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import load_callable
 
 KEPT_BYTES: Final = 64 * 1024
 """What is kept of a program's output: its end."""
@@ -32,29 +32,19 @@ class CommandFailed(RuntimeError):
 
 
 def _check_agent(*, agent: str) -> None:
-    _function(agent)
+    load_callable(agent, "agent")
 
 
 @options_checked_by(_check_agent)
 async def openai_agent(ctx: Context, task: EnvTask, *, agent: str) -> None:
     """Call `agent` (`module:function`) with the row, the base URL, the key and the model's name. It may be a coroutine
     function; a plain one may block. It returns the reward, or None if there is none."""
-    function = _function(agent)
+    function = load_callable(agent, "agent")
     async with ctx.endpoint() as endpoint:
         returned = function(_row(task), endpoint.base_url, endpoint.api_key, MODEL)
         if inspect.isawaitable(returned):
             returned = await returned
     _reward(ctx, returned, f"{agent} returned")
-
-
-def _function(path: str) -> Callable[..., Any]:
-    try:
-        function = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"agent {path!r} cannot be loaded: {error}") from error
-    if not callable(function):
-        raise ValueError(f"agent {path!r} is a {type(function).__name__}, expected a function")
-    return function
 
 
 def _check_command(*, argv: Any) -> None:

@@ -39,24 +39,10 @@ def play(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("text", "ground_truth", "reward"),
-    [
-        ("3+8+0=11 #11<|im_end|>", "11", 1.0),
-        ("3+8+0=11 #12<|im_end|>", "11", 0.0),
-        ("no answer at all<|im_end|>", "11", 0.0),
-        ("#11 or rather #12<|im_end|>", "12", 1.0),
-        ("#### 1,234.<|im_end|>", "1234", 1.0),
-        ("# -7<|im_end|>", "-7.0", 1.0),
-        ("#11<|im_end|>", None, None),
-    ],
-)
-def test_single_turn_judges_the_last_answer(
-    make_episode: MakeEpisode, tokenizer: TextTokenizer, text: str, ground_truth: str | None, reward: float | None
-) -> None:
-    (answer,) = play(make_episode("single_turn", ground_truth), tokenizer.encode(text))
-    assert (answer.finish_reason, answer.reward) == ("stop", reward)
-    assert answer.token_ids.size == 0
+def test_single_turn_judges_its_only_answer(make_episode: MakeEpisode, tokenizer: TextTokenizer) -> None:
+    for said, reward in (("3+8+0=11 #11<|im_end|>", 1.0), ("3+8+0=11 #12<|im_end|>", 0.0)):
+        (answer,) = play(make_episode("single_turn", "11"), tokenizer.encode(said))
+        assert (answer.finish_reason, answer.reward, answer.token_ids.size) == ("stop", reward, 0)
 
 
 def test_calculator_answers_calls_until_the_student_ends(make_episode: MakeEpisode, tokenizer: TextTokenizer) -> None:

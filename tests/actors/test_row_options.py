@@ -63,12 +63,16 @@ async def agent(ctx: Context, task: EnvTask, *, level: int = 0, path: str = "") 
 
 
 @pytest.mark.parametrize(("env", "configured", "row"), REFUSED)
-def test_a_row_sets_nothing_that_is_not_declared(
+def test_a_row_sets_nothing_that_is_not_declared(env: str, configured: dict[str, Any], row: dict[str, Any]) -> None:
+    with pytest.raises(RowRefused):
+        options_of_row(configured, row, env)
+
+
+@pytest.mark.parametrize(("env", "configured", "row"), [REFUSED[0], REFUSED[8], REFUSED[-1]])
+def test_such_a_row_is_found_before_a_start(
     env: str, configured: dict[str, Any], row: dict[str, Any], tmp_path: Path
 ) -> None:
     """Also behind the rows that are checked first, from Parquet, and with letters of JSON written as escapes."""
-    with pytest.raises(RowRefused):
-        options_of_row(configured, row, env)
     runs = {"plain": EnvConfig(name="single_turn"), "own": EnvConfig(name=env, options=configured)}
     bad = {"prompt": "x", "env": "own", "env_options": row}
     many: list[dict[str, Any]] = [{"prompt": "x"}] * (ROWS_CHECKED + 5)

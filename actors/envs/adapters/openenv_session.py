@@ -18,7 +18,7 @@ from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.episode import EnvironmentFault
 from stillhouse.actors.envs.tool_loop import Tools, converse, read_notation, tool_schema
 from stillhouse.actors.tool_calls import ToolCall
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import load_callable
 
 
 def _check(
@@ -59,13 +59,7 @@ async def openenv_session(
 
 
 def _maker(factory: str) -> Callable[..., Any]:
-    try:
-        found = load(factory)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"factory {factory!r} cannot be loaded: {error}") from error
-    if not callable(found):
-        raise ValueError(f"factory {factory!r} is a {type(found).__name__}, expected a class or a function")
-    return found
+    return load_callable(factory, "factory", "a class or a function")
 
 
 def _agreed(of_tools: float | None, of_verify: float | None) -> float | None:

@@ -11,7 +11,7 @@ import difflib
 import random
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from stillhouse.actors.envs.adapters.shared.packages import import_package
 from stillhouse.actors.envs.base import EnvTask
 from stillhouse.actors.envs.single_turn import AnswerCheck
 from stillhouse.actors.row_options import row_may_set
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import load_callable
 
 _package = import_package("textarena", environment="textarena", package="textarena", extra="textarena")
 
@@ -196,16 +196,7 @@ def _unfinished(ctx: Context, reward: float) -> None:
 
 
 def _opponent(path: str) -> Callable[[str], str]:
-    """Raises ValueError for a path that names no function."""
-    if not path:
-        return _nobody
-    try:
-        found = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"opponent: cannot load {path!r}: {error}") from error
-    if not callable(found):
-        raise ValueError(f"opponent: {path!r} is a {type(found).__name__}, expected a function")
-    return cast(Callable[[str], str], found)
+    return load_callable(path, "opponent") if path else _nobody
 
 
 def _nobody(told: str) -> str:
