@@ -170,8 +170,7 @@ def test_a_client_of_many_episodes_names_the_key_as_its_model(tokenizer: TextTok
             assert (reply.status, reply.code) == (401, "invalid_api_key")
         other = call(episodes[0].endpoint, "v1/completions", {"model": episodes[1].endpoint.api_key}, key=KEY_IN_MODEL)
         assert other.code == "wrong_session"
-        for episode in episodes:
-            one.finish(episode)
+        one.finish(*episodes)
         assert (trained(one, 0), trained(one, 1)) == ([5, STOP], [6, STOP])
         assert ask(episodes[0].endpoint.api_key, 7).code == "session_closed"
 
@@ -433,8 +432,7 @@ def test_a_thousand_connections_of_many_episodes(tokenizer: TextTokenizer) -> No
             thread.join(300)
         for each in idle:
             each.close()
-        for episode in episodes:
-            one.finish(episode)
+        one.finish(*episodes)
         assert [len(each) for each in told] == [50] * 20
         for number, each in enumerate(told):
             assert sorted(trained(one, number)) == sorted(token for ids in each for token in ids)
