@@ -11,6 +11,7 @@ import torch
 from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.engine import TorchEngine
+from stillhouse.engines.torch.slots import RowWindow, row_windows
 from stillhouse.protocol.messages import Sampling, WeightVersion
 from tests.engines.torch.generation import (
     CONTEXT,
@@ -113,13 +114,23 @@ def test_a_rollout_longer_than_the_first_cells_of_its_slot_keeps_its_past() -> N
 
 
 @both_decoders
-def test_long_and_short_rows_attend_in_blocks_of_their_own(fused: bool) -> None:
-    requests = make_requests(24, new_tokens=5, stops=())
+def test_long_and_short_rows_attend_in_blocks_of_their_own(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two grow beyond 64 tokens beside short ones, and change their class and their row."""
+    n_blocks: list[int] = []
+
+    def noted(lengths_R: np.ndarray, max_context: int) -> list[RowWindow]:
+        blocks = row_windows(lengths_R, max_context)
+        n_blocks.append(len(blocks))
+        return blocks
+
+    monkeypatch.setattr("stillhouse.engines.torch.step.row_windows", noted)
+    random, lengths = np.random.default_rng(0), (3, 4, 60, 5, 2, 6, 58, 3, 4, 5, 6, 7)
     requests = [
-        replace(request, max_new_tokens=100) if index % 6 == 0 else request for index, request in enumerate(requests)
+        GenerationRequest(f"r{i}", random.integers(0, VOCAB, n).astype(np.int32), Sampling(seed=i), 12, ())
+        for i, n in enumerate(lengths)
     ]
-    outputs = run(make_engine(fused=fused, max_concurrent=24), requests)
-    assert_true(make_model("qwen3"), requests, outputs)
+    assert_true(make_model("qwen3"), requests, run(make_engine(fused=fused, max_concurrent=len(lengths)), requests))
+    assert {1, 2} <= set(n_blocks)
 
 
 def test_a_request_ends_where_the_context_ends() -> None:

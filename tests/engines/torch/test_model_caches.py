@@ -41,8 +41,8 @@ def _group(n: int) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_are_those_of_a_full_recompute(kind: str) -> None:
-    """Prompts of 1 to 14 tokens, some the same, through 3 slots: rows end, are refilled and move."""
-    requests = [*make_requests(4, new_tokens=4, temperature=0.8), *_group(3)]
+    """Three samples of one prompt share their passes; as they end, prompts of 1 to 14 tokens join, and rows move."""
+    requests = [*_group(3), *make_requests(4, new_tokens=4, temperature=0.8)]
     outputs = run(make_engine(kind), requests)
     assert_true(make_model(kind), requests, outputs)
 
