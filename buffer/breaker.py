@@ -58,7 +58,7 @@ class Breaker:
         when = "on trial with one item" if self._probe is not None else "waits for an item to be tried with"
         if now_s < self._open_until_s:
             when = f"tried again in {self._open_until_s - now_s:.1f} s"
-        return f"failed {len(self._against)} items in a row, {when}"
+        return f"failed {len(self._against)} items in a row, or took longer than buffer.lease_s; {when}"
 
     def sent(self, lease_id: int) -> bool:
         """Note that a lease was granted. Returns True if it is a probe."""

@@ -86,10 +86,6 @@ class TeacherConfig(ScorerSettings, frozen=True, kw_only=True):
         return kind_of(self)
 
     @property
-    def credit_tokens(self) -> int:
-        return self.max_batch_tokens * CREDIT_BATCHES
-
-    @property
     def leaving_s(self) -> float:
         """Longest time between SIGTERM and the moment from which the teacher only closes."""
         return self.drain_s + FLUSH_TIMEOUT_S

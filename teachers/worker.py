@@ -7,8 +7,9 @@ The loop (one thread; the client's own thread keeps the connection and the heart
     output  Scores | ScoreFailed, one lease each, sent again until the buffer acknowledges them
     waits   for work (unblocked by the buffer, as actors stream), never for an acknowledgement
     leaves  when asked to (SIGTERM): a credit of 0, then what it holds within `drain_s`, then Goodbye
-    credit  at most `credit_tokens` new tokens are held: without what the rollout's former item has brought. The credit
-            is renewed as items are scored
+    credit  at most CREDIT_BATCHES batches of new tokens are held: without what the rollout's former item has brought.
+            The credit is renewed as items are scored
+    batch   at most `max_batch_tokens`, and no more than can be scored in time (`_pace`)
 
 The buffer prefers to send a growing rollout to the same teacher, which may have kept its prefix; nothing but speed
 depends on it.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -62,7 +64,7 @@ from stillhouse.protocol.messages import (
 from stillhouse.protocol.payloads.aligned import REASONS, alignment_counts
 from stillhouse.protocol.turns import ALONE, Alone, EngineTurns
 from stillhouse.teachers.alignment import Aligner
-from stillhouse.teachers.config import FLUSH_TIMEOUT_S, TeacherConfig
+from stillhouse.teachers.config import CREDIT_BATCHES, FLUSH_TIMEOUT_S, TeacherConfig
 from stillhouse.teachers.held import HeldItem, Scored
 from stillhouse.teachers.leaving import on_sigterm
 from stillhouse.teachers.self_check import self_check
@@ -73,6 +75,10 @@ log = logging.getLogger(__name__)
 
 GATHER_S: Final = 0.005
 """Longest time a single item waits for others to share its batch."""
+FIRST_TOKENS: Final = 512
+"""Most tokens of the first batch, after which the engine's speed is known."""
+LEASE_SHARE: Final = 0.25
+"""A batch has the tokens that take this share of a lease. Twice as many are held, and the machine may slow down."""
 IDLE_WAIT_S: Final = 0.2
 """Longest single wait for work, and so the longest time until a request to stop is noticed."""
 CREDIT_REPEAT_S: Final = 2.0
@@ -94,11 +100,12 @@ class TeacherWorker:
         aligner: Aligner | None = None,
         forward: ForwardFlops | None = None,
         turns: EngineTurns | Alone = ALONE,
+        lease_s: float = math.inf,
     ) -> None:
         """`vocab_tokens`: number of ids of the tokenizer, if fewer than the engine's rows. `gauges`: further figures
         for the heartbeat. `aligner`: for a teacher with another tokenizer than the student. `forward`: what tokens cost
-        the teacher; None: not known. Raises EngineMismatch for an engine that cannot give what the run's payloads
-        need."""
+        the teacher; None: not known. `lease_s`: time until scores are too late. Raises EngineMismatch for an engine
+        that cannot give what the run's payloads need."""
         self._gauges = gauges or {}
         self._client = client
         self._engine = engine
@@ -113,6 +120,9 @@ class TeacherWorker:
             raise EngineMismatch(str(error)) from error
         self._held: deque[HeldItem] = deque()
         self._held_tokens = 0
+        self._lease_s = lease_s
+        self._batch_tokens = min(FIRST_TOKENS, config.max_batch_tokens)
+        """Most tokens of the next batch. A batch has one item at least."""
         self._new_weights: WeightsRef | None = None
         """The newest weights announced and not loaded yet."""
         self._version: WeightVersion | None = None
@@ -155,7 +165,7 @@ class TeacherWorker:
         while self._shutdown is None and not self.leaving:
             mine = self._turns.mine(wanted=bool(self._held or self._new_weights))
             self._receive(0.0 if self._held and mine else self._turns.wait_s(IDLE_WAIT_S))
-            if self._held and self._held_tokens < self._config.max_batch_tokens:
+            if self._held and self._held_tokens < self._batch_tokens:
                 self._receive(GATHER_S)
             if mine:
                 self._take_weights()
@@ -250,7 +260,7 @@ class TeacherWorker:
     def _next_batch(self) -> list[HeldItem]:
         batch = [self._held.popleft()]
         tokens = self._new_tokens(batch[0].item)
-        while self._held and tokens + self._new_tokens(self._held[0].item) <= self._config.max_batch_tokens:
+        while self._held and tokens + self._new_tokens(self._held[0].item) <= self._batch_tokens:
             batch.append(self._held.popleft())
             tokens += self._new_tokens(batch[-1].item)
         self._held_tokens -= tokens
@@ -274,6 +284,7 @@ class TeacherWorker:
                 self._fail(held, outcome)
         totals = self._totals
         done_s = time.monotonic()
+        self._pace(sum(self._new_tokens(held.item) for held in batch), done_s - began_s)
         totals["busy_s_total"] += done_s - began_s
         totals["score_s_total"] += sum(done_s - held.arrived_s for held, _ in good)
         totals["batches_total"] += 1
@@ -289,6 +300,13 @@ class TeacherWorker:
             items = [(held.item.rollout_id, held.item.start, held.item.end) for held, _ in good]
             tokens = sum(end - start for _, start, end in items)
             events.done("scoring", "score", began_ns, items=items, tokens=tokens, failed=len(batch) - len(good))
+
+    def _pace(self, tokens: int, busy_s: float) -> None:
+        """Let the next batch have the tokens that end in time at the speed of the last one: a large model on a CPU may
+        need minutes for `max_batch_tokens`, and what comes after its lease is lost."""
+        if tokens:
+            in_time = self._lease_s * LEASE_SHARE * tokens / max(busy_s, 1e-6)
+            self._batch_tokens = int(max(1, min(self._config.max_batch_tokens, in_time)))
 
     def _fits(self, held: HeldItem) -> bool:
         """True if the engine can score the item; otherwise fail its lease with the reason."""
@@ -362,7 +380,7 @@ class TeacherWorker:
 
     @property
     def _free_tokens(self) -> int:
-        return 0 if self.leaving else max(0, self._config.credit_tokens - self._held_tokens)
+        return 0 if self.leaving else max(0, self._batch_tokens * CREDIT_BATCHES - self._held_tokens)
 
     def _send_credit(self) -> None:
         self._credit_seq += 1
@@ -388,11 +406,20 @@ def _read(item: ScoreItem) -> tuple[int, int]:
     return (item.start + item.shift if item.start else 0), item.context_tokens
 
 
+class Leases(Protocol):
+    """The part of the buffer's configuration that a teacher reads."""
+
+    @property
+    def lease_s(self) -> float: ...
+
+
 class TeacherRunConfig(Protocol):
     """The parts of the run's configuration that a teacher reads."""
 
     @property
     def teacher(self) -> TeacherConfig: ...
+    @property
+    def buffer(self) -> Leases: ...
     @property
     def models(self) -> TeacherModel: ...
 
@@ -433,6 +460,7 @@ def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
             aligner=aligner,
             forward=forward_flops(Path(ctx.config.models.teacher)),
             turns=turns,
+            lease_s=ctx.config.buffer.lease_s,
         )
         with on_sigterm(worker.leave, config.leaving_s):
             ended_well = worker.run()

@@ -60,7 +60,8 @@ def teach(address: str, run_dir: str, pause_s: float, drain_s: float) -> None:
     """The process. Its SIGTERM handler stands for that of `launch.workers.roles`."""
     signal.signal(signal.SIGTERM, _obey)
     teacher = TeacherConfig(max_batch_tokens=10, device="cpu", drain_s=drain_s)
-    config: Any = SimpleNamespace(teacher=teacher, models=SimpleNamespace(student=run_dir, teacher=run_dir))
+    models = SimpleNamespace(student=run_dir, teacher=run_dir)
+    config: Any = SimpleNamespace(teacher=teacher, buffer=SimpleNamespace(lease_s=60.0), models=models)
     ctx = RoleContext(
         role="teacher", index=0, name="teacher-0", incarnation="first", run_id=RUN, run_dir=Path(run_dir),
         buffer_address=address, resume=False, config=config,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -22,8 +24,8 @@ from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client
 from stillhouse.teachers.alignment import Aligner
-from stillhouse.teachers.config import TeacherConfig
-from stillhouse.teachers.worker import TeacherWorker
+from stillhouse.teachers.config import CREDIT_BATCHES, TeacherConfig
+from stillhouse.teachers.worker import FIRST_TOKENS, LEASE_SHARE, TeacherWorker
 from stillhouse.weights.snapshot import write_snapshot
 from tests.patience import PATIENCE_S
 from tests.wire import ScriptedBuffer, connected, real_buffer, receive, running
@@ -72,11 +74,12 @@ def teacher(
     *,
     vocab_tokens: int | None = None,
     aligner: Aligner | None = None,
+    lease_s: float = math.inf,
 ) -> Generator[tuple[Future[bool], Client]]:
     """A teacher at work in a thread."""
     with ExitStack() as stack:
         client = stack.enter_context(connected(address, "teacher", "default"))
-        worker = TeacherWorker(client, engine, config, vocab_tokens=vocab_tokens, aligner=aligner)
+        worker = TeacherWorker(client, engine, config, vocab_tokens=vocab_tokens, aligner=aligner, lease_s=lease_s)
         yield stack.enter_context(running(worker.run)), client
 
 
@@ -151,6 +154,24 @@ def test_items_are_scored_in_order_in_batches_of_at_most_max_batch_tokens() -> N
         settled(peer, 7)
         end(peer, ended)
     assert engine.calls == [[10], [20, 30, 10], [5], [90], [20]]
+
+
+def test_a_slow_engine_holds_no_more_than_it_can_score_before_its_leases_end() -> None:
+    class Slow(Fake):
+        def score(self, requests: Sequence[ScoreRequest], options: ScoreOptions = LOGPROBS_ONLY) -> list[ScoreResult]:
+            time.sleep(2e-4 * sum(len(request.token_ids) for request in requests))
+            return super().score(requests, options)
+
+    engine, tokens_in_time = Slow(), round(0.08 * LEASE_SHARE / 2e-4)
+    config = TeacherConfig(max_batch_tokens=4096, device="cpu")
+    with ScriptedBuffer() as peer, teacher(peer.address, engine, config, lease_s=0.08) as (ended, _):
+        assert credit(peer, lambda _: True).tokens == CREDIT_BATCHES * FIRST_TOKENS
+        peer.send(*work(*[(1, [3] * 20)] * 60), to=TEACHER)
+        settled(peer, 60)
+        assert 0 < peer.got(m.ScoreCredit)[-1].message.tokens <= CREDIT_BATCHES * tokens_in_time
+        end(peer, ended)
+    first, *later = map(sum, engine.calls)
+    assert first <= FIRST_TOKENS and all(0 < tokens <= tokens_in_time for tokens in later)
 
 
 # -------------------------------------------------------------------------------------------------------- failures
