@@ -61,13 +61,13 @@ def test_whatever_was_acknowledged_is_in_the_files_of_a_killed_buffer(
         heartbeat_s=0.2, peer_timeout_s=PATIENCE_S, max_staleness=STALENESS, batch_rollouts=16, journal_log_mb=1
     )
     watched, rng = Watched(monkeypatch), Random(seed)
-    shape = Shape(n_tasks=90, group_size=2, segments=4, segment_tokens=segment_tokens, capacity=32, step_s=0.2)
+    shape = Shape(n_tasks=150, group_size=2, segments=4, segment_tokens=segment_tokens, capacity=32, step_s=0.2)
     process = BufferProcess(config, tmp_path)
     n_held = n_imaged = 0
     try:
         run = SyntheticRun(process.start(), shape, config, seed=seed)
         run.start()
-        while not run.finished and process.starts <= 3:
+        while not run.finished and process.starts <= 5:
             enough = len(watched.acknowledged) + rng.randrange(50, 400)
             eventually(lambda enough=enough: run.finished or len(watched.acknowledged) >= enough, "segments")
             if segment_tokens >= 300:  # a MiB of log comes soon
