@@ -33,8 +33,8 @@ from tests.learner.step.gradients import PLAIN, of_loss
 VOCAB: Final = 20
 """Tokens; the tiny student has 23 rows, the teachers' heads 25 and 21."""
 POOLS: Final = ("default", "math", "style")
-SETS: Final = dict.fromkeys(POOLS, "sets")
-STATES: Final = dict.fromkeys(POOLS, "states")
+SETS: Final[dict[str, str]] = dict.fromkeys(POOLS, "sets")
+STATES: Final[dict[str, str]] = dict.fromkeys(POOLS, "states")
 
 
 def config_of(**fields: Any) -> LearnerConfig:

@@ -220,6 +220,10 @@ def _bytes(one: TrainItem, body: bytes) -> TrainItem:
     return replace(_changed(one, n_bytes=len(body)), payloads=np.frombuffer(body, np.uint8))
 
 
+def _ending(cut: int, tail: bytes, one: TrainItem) -> TrainItem:
+    return _bytes(one, one.payloads.tobytes()[:-cut] + tail)
+
+
 SPOILT: dict[str, tuple[Callable[..., TrainItem], Callable[[TrainItem], TrainItem], int, str]] = {
     "missing": (with_sets, remade, VOCAB, "'default' sent no top-k set for 3 of the 3 tokens.*teacher.top_k"),
     "range": (with_sets, partial(_changed, end=3), VOCAB, "top-k sets of 3 tokens, expected 2"),
@@ -227,11 +231,11 @@ SPOILT: dict[str, tuple[Callable[..., TrainItem], Callable[[TrainItem], TrainIte
     "bytes": (with_sets, partial(_changed, n_bytes=5), VOCAB, "top-k payload: got 5 bytes"),
     "vocabulary": (with_sets, replace, 19, "token id 19, the student's vocabulary has 19 tokens"),
     "states cut": (
-        *(with_states, lambda one: _bytes(one, one.payloads.tobytes()[:-1]), VOCAB),
+        *(with_states, partial(_ending, 1, b""), VOCAB),
         "hidden-state payload: got 43 bytes",
     ),
     "states not finite": (
-        *(with_states, lambda one: _bytes(one, one.payloads.tobytes()[:-2] + b"\x80\x7f"), VOCAB),
+        *(with_states, partial(_ending, 2, b"\x80\x7f"), VOCAB),
         "hidden-state payload: got infinity or NaN in the state of token 2",
     ),
     "range of states": (with_states, partial(_changed, end=3), VOCAB, "hidden states of 3 tokens, expected 2"),
