@@ -15,7 +15,6 @@ replace the second entry, but then the launcher must import the function's modul
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
@@ -44,7 +43,7 @@ from stillhouse.learner.objectives.options import (
     TurnAdvantage,
     TurnReturns,
 )
-from stillhouse.protocol.plugins import installed
+from stillhouse.protocol.plugins import installed, load
 from stillhouse.protocol.settings import Member, Members
 
 
@@ -283,9 +282,8 @@ def find_member(group: Group, name: str) -> Callable[..., Any]:
 
 
 def _imported(group: Group, name: str, path: str) -> Any:
-    module_name, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        return load(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{group.key} = {name!r}: cannot load {path!r}: {error}") from error
 

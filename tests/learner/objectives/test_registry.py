@@ -138,6 +138,14 @@ def test_package_cannot_take_a_built_in_name(tmp_path: Path, monkeypatch: pytest
         find_member(DIVERGENCES, "own")
 
 
+def test_a_function_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rewards and environments are; Python runs with -P, without that folder."""
+    (tmp_path / "here_only.py").write_text("def cost(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert find_member(DIVERGENCES, "here_only:cost").__name__ == "cost"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
