@@ -165,11 +165,11 @@ def test_a_slow_engine_holds_no_more_than_it_can_score_before_its_leases_end() -
     engine, tokens_in_time = Slow(), round(0.08 * LEASE_SHARE / 2e-4)
     config = TeacherConfig(max_batch_tokens=4096, device="cpu")
     with ScriptedBuffer() as peer, teacher(peer.address, engine, config, lease_s=0.08) as (ended, _):
-        assert credit(peer, lambda _: True).tokens == CREDIT_BATCHES * FIRST_TOKENS
         peer.send(*work(*[(1, [3] * 20)] * 60), to=TEACHER)
         settled(peer, 60)
-        assert 0 < peer.got(m.ScoreCredit)[-1].message.tokens <= CREDIT_BATCHES * tokens_in_time
+        credits = [got.message.tokens for got in peer.got(m.ScoreCredit)]
         end(peer, ended)
+    assert credits[0] == CREDIT_BATCHES * FIRST_TOKENS and 0 < credits[-1] <= CREDIT_BATCHES * tokens_in_time
     first, *later = map(sum, engine.calls)
     assert first <= FIRST_TOKENS and all(0 < tokens <= tokens_in_time for tokens in later)
 
