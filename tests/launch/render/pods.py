@@ -33,7 +33,7 @@ class Pod:
         environment = {"POD_IP": "127.0.0.1", "JOB_COMPLETION_INDEX": str(index), "OMP_NUM_THREADS": "1"}
         for variable in container["env"]:
             if "value" in variable:
-                environment[variable["name"]] = self._here(variable["value"].replace("tcp://big:", "tcp://127.0.0.1:"))
+                environment[variable["name"]] = self._here(variable["value"])
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         command = [self._here(word) for word in container["command"]]
         self.log = own / "log"
@@ -76,7 +76,10 @@ def _files(folder: Path, content: Mapping[str, bytes], shared: Path) -> Path:
     """As a kubelet mounts them: links to files that the group may read."""
     (folder / "..data").mkdir(parents=True)
     for name, written in content.items():
-        (folder / "..data" / name).write_bytes(written.replace(b"/runs/record", f"{shared}/volume/record".encode()))
+        written = written.replace(b"/runs/record", f"{shared}/volume/record".encode())
+        if name == "join.json":
+            written = written.replace(b"tcp://big:", b"tcp://127.0.0.1:")
+        (folder / "..data" / name).write_bytes(written)
         (folder / "..data" / name).chmod(0o440)
         (folder / name).symlink_to(Path("..data") / name)
     return folder
