@@ -122,7 +122,7 @@ def become(message: dict[str, Any]) -> NoReturn:
 
 
 def main() -> None:
-    vars(local)["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
+    local.__dict__["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
     with socket.socket(fileno=int(sys.argv[1])) as control:
         forkserver.preload(["fake_roles", *LATE])
         ForkServer(control, become).serve()
