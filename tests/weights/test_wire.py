@@ -137,11 +137,14 @@ def test_a_connection_that_breaks_at_another_time_loses_no_version(learner: Flee
 
 def test_the_kernel_watches_over_the_connections_of_a_member(learner: FleetLearner) -> None:
     """In the kernel's own table: a connection that is silent, with the timer of its keepalive (2)."""
+
+    def timers() -> list[str]:
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
+        return [row[5][:2] for row in rows if row[2].endswith(f":{learner.port:04X}") and row[3] == "01"]
+
     with learner.start():
         learner.begin(NAMES)
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
-        timers = [row[5][:2] for row in rows if row[2].endswith(f":{learner.port:04X}") and row[3] == "01"]
-        assert timers == ["02"] * 6, "two of each member"
+        eventually(lambda: timers() == ["02"] * 6, "two of each member, of which nothing is on its way (1)")
 
 
 def test_a_newcomer_gets_the_newest_version_and_the_others_do_not_fetch_it_again(learner: FleetLearner) -> None:
