@@ -123,9 +123,10 @@ class Pool:
 
     def roomiest(self, new_tokens: int, may_take: Callable[[TeacherPeer], bool]) -> TeacherPeer | None:
         """The teacher with most free tokens, of those for which `may_take` is true and that have room for an item of so
-        many new tokens (`TeacherPeer.has_room`). Of several, the one that joined first."""
+        many new tokens (`TeacherPeer.has_room`). An idle one goes first: until its speed is known it asks for few. Of
+        several, the one that joined first."""
         able = (one for one in self.teachers.values() if one.has_room(new_tokens) and may_take(one))
-        return max(able, key=lambda teacher: teacher.free_tokens, default=None)
+        return max(able, key=lambda teacher: (not teacher.leases, teacher.free_tokens), default=None)
 
     def granted(self, lease: Lease) -> None:
         self.budget.granted(hedge=lease.hedge)

@@ -76,6 +76,19 @@ def test_an_item_longer_than_the_credit_goes_alone(make: Make) -> None:
     assert not work_of(driver, "t"), "it has no credit left"
 
 
+def test_an_idle_teacher_is_asked_before_one_with_more_room(make: Make) -> None:
+    """One whose speed is not known yet asks for little, and would stay unknown."""
+    driver = make(peers=False, staleness=1, batch=4)
+    driver.actor()
+    driver.join("learner", "learner")
+    driver.teacher("t", tokens=100)
+    driver.teacher("u", tokens=10)
+    driver.offer(0, 1)
+    for task_id in range(2):
+        driver.write(f"train-{task_id}-0-0", 2)
+    assert [name for name, _, _ in driver.work.values()] == ["t", "u"]
+
+
 def test_work_waits_for_a_teacher_that_has_credit(make: Make) -> None:
     driver = make(peers=False)
     driver.actor()

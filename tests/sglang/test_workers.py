@@ -41,6 +41,7 @@ settings = dict(engine="sglang", sglang=dict(start_timeout_s=1.0, health_every_s
 config = SimpleNamespace(
     actor=msgspec.convert(settings, ActorConfig),
     teacher=msgspec.convert(settings, TeacherConfig),
+    buffer=SimpleNamespace(lease_s=60.0),
     models=SimpleNamespace(student={student!r}, teacher={teacher!r}),
     weights=WeightsConfig(),
     learner=SimpleNamespace(tasks=SimpleNamespace(env="single_turn")),
