@@ -124,10 +124,10 @@ def main(arguments: Sequence[str]) -> None:
         wanted = [("student", replace(STUDENT, hybrid=True), args.hybrid)]
     else:
         DATA_DIR.mkdir(exist_ok=True)
-    write_problems(TRAIN_JSONL, sets.train)
-    write_problems(EVAL_JSONL, sets.eval)
-    write_problems(CALCULATOR_TRAIN_JSONL, sets.calculator_train)
-    write_problems(CALCULATOR_EVAL_JSONL, sets.calculator_eval)
+        write_problems(TRAIN_JSONL, sets.train)
+        write_problems(EVAL_JSONL, sets.eval)
+        write_problems(CALCULATOR_TRAIN_JSONL, sets.calculator_train)
+        write_problems(CALCULATOR_EVAL_JSONL, sets.calculator_eval)
     measured: dict[str, Accuracy] = {}
     columns = (
         TextColumn("{task.description}"),

@@ -7,15 +7,16 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR
+from stillhouse.builtin import EVAL_JSONL, STUDENT_DIR, TEACHER_DIR, build
 from stillhouse.builtin.addition import Chain, Problem, read_problems
 from stillhouse.builtin.build import draw_problem_sets
-from stillhouse.builtin.measure import accuracy, calculator_accuracy
+from stillhouse.builtin.measure import Accuracy, accuracy, calculator_accuracy
 from stillhouse.builtin.sft import IGNORED, HeldOut, Recipe, encode_example, example_stream, new_model, train
 
 TINY = Recipe(hidden=32, mlp=64, steps=12, learning_rate=3e-3, seed=5, init_std=0.08, warmup_steps=2)
@@ -87,3 +88,16 @@ def test_the_shipped_teacher_is_right_and_the_student_is_not_yet(tokenizer: PreT
 def test_the_shipped_teacher_uses_the_calculator(tokenizer: PreTrainedTokenizerFast) -> None:
     tasks = [Chain((12, 34)), Chain((123, 45, 678)), Chain((99, 11)), Chain((55, 12, 310))]
     assert calculator_accuracy(load(TEACHER_DIR), tokenizer, tasks) >= 0.5
+
+
+@pytest.mark.parametrize("option", ["--hybrid", "--pairs"])
+def test_one_model_in_a_folder_of_its_own_leaves_the_packages_problems_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    writes, saves = Mock(), Mock()
+    monkeypatch.setattr(build, "write_problems", writes)
+    monkeypatch.setattr(build, "build_model", Mock())
+    monkeypatch.setattr(build, "save", saves)
+    monkeypatch.setattr(build, "measure", Mock(return_value=Accuracy(0.0, 0.0, 0.0)))
+    build.main([option, str(tmp_path)])
+    assert saves.call_args.args[-1] == tmp_path and not writes.called
