@@ -148,7 +148,7 @@ def run(
 ) -> int:
     """Run in an open folder and write summary.json there, whatever happens. `found`: the checkpoint that a resumed run
     continues from. Returns the exit code."""
-    # Imported here: --help, --check and a refusal do without, and are there a third sooner.
+    # Imported here: --help, --check and a refusal do without, and are there a quarter sooner.
     from stillhouse.launch.report.status import make_status
     from stillhouse.launch.report.summary import add_teachers, write_summary
     from stillhouse.launch.report.summary_table import print_summary

@@ -56,7 +56,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         _log.warning(
             "%s: transformers loads this tokenizer as %s, which gives text other ids than its tokenizer.json; it is "
             "taken as the file has it",
-            *(name, type(tokenizer).__name__),
+            name,
+            type(tokenizer).__name__,
         )
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=local_only)
     tokenizer.clean_up_tokenization_spaces = False  # takes spaces out of what the student wrote

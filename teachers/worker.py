@@ -133,22 +133,7 @@ class TeacherWorker:
         self._credit_seq = 0
         self._credit_reach = -1
         """How many tokens the buffer may have sent in all, by the last credit."""
-        self._totals = {
-            "scored_tokens_total": 0.0,
-            "scored_items_total": 0.0,
-            "context_tokens_total": 0.0,
-            "batches_total": 0.0,
-            "failed_items_total": 0.0,
-            "expired_items_total": 0.0,
-            "top_k_bytes_total": 0.0,
-            **({"flops_total": 0.0} if forward else {}),
-            **({f"unaligned_{reason}_tokens_total": 0.0 for reason in REASONS[:-1]} if aligner else {}),
-            **(dict.fromkeys(("sets_total", "sets_mass_total", "spans_total"), 0.0) if aligner else {}),
-            "weights_loaded_total": 0.0,
-            "weights_refused_total": 0.0,
-            "busy_s_total": 0.0,
-            "score_s_total": 0.0,
-        }
+        self._totals = _no_totals(counts_flops=forward is not None, aligned=aligner is not None)
         self._started_s = time.monotonic()
         self._credit_sent_s = 0.0
         self._shutdown: Shutdown | None = None
@@ -399,6 +384,25 @@ class TeacherWorker:
         stats["held_tokens"] = float(self._held_tokens)
         stats["draining"] = float(self.leaving)
         self._client.set_heartbeat(self._version, stats)
+
+
+def _no_totals(*, counts_flops: bool, aligned: bool) -> dict[str, float]:
+    return {
+        "scored_tokens_total": 0.0,
+        "scored_items_total": 0.0,
+        "context_tokens_total": 0.0,
+        "batches_total": 0.0,
+        "failed_items_total": 0.0,
+        "expired_items_total": 0.0,
+        "top_k_bytes_total": 0.0,
+        **({"flops_total": 0.0} if counts_flops else {}),
+        **({f"unaligned_{reason}_tokens_total": 0.0 for reason in REASONS[:-1]} if aligned else {}),
+        **(dict.fromkeys(("sets_total", "sets_mass_total", "spans_total"), 0.0) if aligned else {}),
+        "weights_loaded_total": 0.0,
+        "weights_refused_total": 0.0,
+        "busy_s_total": 0.0,
+        "score_s_total": 0.0,
+    }
 
 
 def _read(item: ScoreItem) -> tuple[int, int]:

@@ -41,6 +41,7 @@ from typing import Any, Final, cast
 import msgspec
 
 from bench.faults.chaos_audit import audit_runs
+from stillhouse.launch.workers.crew import ROLES
 from tests.sim.chaos.campaign import reference, run_campaign
 from tests.sim.chaos.faults import KINDS, UNUSUAL, Fault, Kind, partitions
 from tests.sim.chaos.limits import HOME
@@ -111,7 +112,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--faults", type=int, default=30, help="faults in each run")
     parser.add_argument("--runs", type=int, default=0, help="number of audited runs, each with different settings")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--roles", default="actor,buffer,learner,teacher", help="whose death the run must survive")
+    parser.add_argument("--roles", default=",".join(sorted(ROLES)), help="whose death the run must survive")
     parser.add_argument("--kinds", default="", help=f"default: {','.join(USUAL)}, and with --hosts partition")
     parser.add_argument(
         "--surely-kill", default="", metavar="ROLES", help="of each named role worker 0, whatever is drawn"

@@ -15,8 +15,13 @@ from stillhouse.protocol.messages import Sampling
 from stillhouse.weights.manifest import WeightBucket
 
 _NEUTRAL: Final[dict[str, Any]] = {
-    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_new_tokens": 0},
-    **{"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
 }
 """Said in each request, because a server may have defaults of its own (--preferred-sampling-params)."""
 

@@ -96,11 +96,23 @@ COST_TRANSFORMS = Group(
 IMPORTANCE = Group(
     "importance",
     "stillhouse.importance",
-    {"none": f"{_HERE}.importance:no_weights"}
-    | {name: f"{_HERE}.importance:{name}" for name in ("truncated", "sequence", "geometric")}
-    | {name: f"{_HERE}.importance:{name}" for name in ("cispo", "ppo", "gspo", "decoupled")},
-    sections=dict.fromkeys(("truncated", "sequence", "geometric"), Capped)
-    | {"cispo": Cispo, "ppo": Clipped, "gspo": Gspo, "decoupled": Decoupled},
+    {
+        "none": f"{_HERE}.importance:no_weights",
+        "truncated": f"{_HERE}.importance:truncated",
+        "sequence": f"{_HERE}.importance:sequence",
+        "geometric": f"{_HERE}.importance:geometric",
+        "cispo": f"{_HERE}.importance:cispo",
+        "ppo": f"{_HERE}.importance:ppo",
+        "gspo": f"{_HERE}.importance:gspo",
+        "decoupled": f"{_HERE}.importance:decoupled",
+    },
+    sections={
+        **dict.fromkeys(("truncated", "sequence", "geometric"), Capped),
+        "cispo": Cispo,
+        "ppo": Clipped,
+        "gspo": Gspo,
+        "decoupled": Decoupled,
+    },
 )
 """Weights of tokens from an older policy: `learner.objectives.importance.ImportanceFn`."""
 
@@ -115,8 +127,12 @@ REJECTIONS = Group(
 ADVANTAGES = Group(
     "advantage",
     "stillhouse.advantages",
-    {"none": f"{_HERE}.advantages:no_advantage"}
-    | {name: f"{_HERE}.advantages:{name}" for name in ("grpo", "reinforce_pp", "reinforce_pp_baseline")},
+    {
+        "none": f"{_HERE}.advantages:no_advantage",
+        "grpo": f"{_HERE}.advantages:grpo",
+        "reinforce_pp": f"{_HERE}.advantages:reinforce_pp",
+        "reinforce_pp_baseline": f"{_HERE}.advantages:reinforce_pp_baseline",
+    },
     sections={"grpo": Grpo},
 )
 """From rewards of rollouts: `learner.objectives.advantages.AdvantageFn`."""

@@ -11,12 +11,31 @@ import msgspec
 
 Setting: TypeAlias = str | float | bool
 MAIN: Final = (
-    *("models.student", "models.teacher", "steps", "seed", "actors", "teachers"),
-    *("learner.lr", "learner.schedule", "learner.updates_per_batch", "learner.lora.rank"),
-    *(f"learner.objective.{name}" for name in ("divergence.name", "importance.name", "advantage.name", "coef")),
-    *(f"learner.tasks.{name}" for name in ("prompts", "env", "group_size", "max_new_tokens")),
-    *("learner.offline.student_fraction", "buffer.max_staleness", "buffer.batch_rollouts", "buffer.release"),
-    *("teacher.top_k", "actor.engine", "teacher.engine"),
+    "models.student",
+    "models.teacher",
+    "steps",
+    "seed",
+    "actors",
+    "teachers",
+    "learner.lr",
+    "learner.schedule",
+    "learner.updates_per_batch",
+    "learner.lora.rank",
+    "learner.objective.divergence.name",
+    "learner.objective.importance.name",
+    "learner.objective.advantage.name",
+    "learner.objective.coef",
+    "learner.tasks.prompts",
+    "learner.tasks.env",
+    "learner.tasks.group_size",
+    "learner.tasks.max_new_tokens",
+    "learner.offline.student_fraction",
+    "buffer.max_staleness",
+    "buffer.batch_rollouts",
+    "buffer.release",
+    "teacher.top_k",
+    "actor.engine",
+    "teacher.engine",
 )
 """Keys that are shown for every run, so that runs which differ in them can be compared. TensorBoard shows the columns
 of the first run that it finds."""
