@@ -8,7 +8,7 @@
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then command -v $$python; break; fi; \
 	done)
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 AGENTS_INSTALLED := $(VENV)/.agents

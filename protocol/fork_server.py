@@ -28,6 +28,8 @@ from stillhouse.protocol.children import die_with_parent, kill_group, reap
 
 READ_BYTES: Final = 65536
 END_POLL_S: Final = 0.025
+INHERITED: Final = (signal.SIGCHLD, signal.SIGTERM)
+"""Signals that this process handles and a child must not."""
 
 
 class ForkServer:
@@ -98,19 +100,23 @@ class ForkServer:
             self.send("ForkRefused", **who, reason=reason)
             return
         parent_pid = os.getpid()
+        # A SIGTERM for the child waits until its own handlers are in place: those of this process would swallow it.
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, INHERITED)
         pid = os.fork()
         if pid == 0:
-            self._child(message, parent_pid)
+            self._child(message, parent_pid, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
         self._children.add(pid)
         self.send("Forked", **who, pid=pid)
 
-    def _child(self, message: dict[str, Any], parent_pid: int) -> NoReturn:
+    def _child(self, message: dict[str, Any], parent_pid: int, mask: set[signal.Signals | int]) -> NoReturn:
         try:
             os.setsid()
             die_with_parent(parent_pid)
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM):
+            for signum in INHERITED:
                 signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for inherited in (self._control, self._woken, self._wake):
                 inherited.close()
             self._become(message)

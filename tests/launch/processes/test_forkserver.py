@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +23,35 @@ def test_forked_workers_share_the_warmed_parents_memory(start_launcher: StartLau
     launcher.finish()
     assert launcher.wait() == 0, launcher.said
     assert launcher.summary()["peak_memory_bytes"] < 1 << 30  # 13 processes; torch alone takes some 200 MiB in each
+
+
+FORK_THAT_IS_TERMINATED_AT_ONCE = """
+import os, signal, socket, sys, time
+from stillhouse.protocol.fork_server import ForkServer
+fork = os.fork
+def forked():
+    pid = fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return pid
+os.fork = forked
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ForkServer(socket.socket(fileno=int(sys.argv[1])), lambda message: time.sleep(20)).serve()
+"""
+
+
+def test_a_child_that_is_terminated_before_it_has_begun_leaves() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-c", FORK_THAT_IS_TERMINATED_AT_ONCE, str(theirs.fileno())]
+        server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        ours.settimeout(60)
+        ours.sendall(b'{"type": "Fork", "name": "a", "incarnation": "b"}\n')
+        with ours.makefile() as lines:
+            exited = next(message for line in lines if (message := json.loads(line))["type"] == "Exited")
+    assert server.wait(60) == 0
+    assert exited["code"] == -signal.SIGTERM
 
 
 def test_a_process_with_threads_refuses_to_fork() -> None:
