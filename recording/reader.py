@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.recording.format import (
     BatchRecord,
     Branches,
@@ -83,9 +84,16 @@ class Recording:
         """Raise RecordError if the file has no top-k sets of a pool that needs them. `needed_for`: pool -> key and
         value that need them, or an empty text."""
         sent: dict[str, bool] = {}
-        for item in (one.item for batch in self.batches for one in batch.record.items):
-            senders = {item.teachers[piece.teacher] for piece in item.top_k if piece.teacher >= 0}
-            sent |= {pool: sent.get(pool, False) or pool in senders for pool in item.teachers}
+        seen: set[str] = set()
+        for batch in self.batches:
+            for index, item in enumerate(one.item for one in batch.record.items):
+                sent, at = dict.fromkeys(item.teachers, False) | sent, 0
+                for piece in item.top_k:
+                    if piece.teacher >= 0 and (pool := item.teachers[piece.teacher]) not in seen:
+                        seen.add(pool)
+                        payload = self.rollout(batch, index).arrays[-1][at : at + piece.n_bytes]
+                        sent[pool] = kind_of_bytes(payload.data).distributions
+                    at += piece.n_bytes
         for pool in [pool for pool, has_sets in (sent or {"": False}).items() if not has_sets]:
             if why := needed_for(pool):
                 raise RecordError(

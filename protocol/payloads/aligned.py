@@ -107,7 +107,7 @@ class AlignedScores(PayloadKind):
     def read(cls, teacher: str, pieces: Sequence[PayloadPart], vocab_tokens: int) -> AlignedRows:
         found, sets = list[Codes](), list[PayloadPart]()
         for one in pieces:
-            code_T, body = _checked(one.body, cls.magic)
+            code_T, body = decode_aligned(one.body, cls.magic)
             if len(code_T) != one.n_tokens:
                 raise PayloadError(f"teacher {teacher!r}: aligned scores of {len(code_T)} tokens, not {one.n_tokens}")
             code_R = _only_whole(code_T, one.rows, NOT_WHOLE)
@@ -251,13 +251,8 @@ def encode_aligned(code_T: Codes, sets: bytes | None = None) -> bytes:
     return _HEADER.pack(magic, _VERSION, len(code_T)) + code_T.astype(np.uint8).tobytes() + (sets or b"")
 
 
-def decode_aligned(payload: Packed) -> Codes:
-    """[T] Raises only MalformedMessage, whatever the bytes are."""
-    return _checked(payload, AlignedScores.magic)[0]
-
-
-def _checked(payload: Packed, magic: bytes) -> tuple[Codes, Packed]:
-    """(codes, the bytes behind them)."""
+def decode_aligned(payload: Packed, magic: bytes = AlignedScores.magic) -> tuple[Codes, Packed]:
+    """(codes [T], the bytes behind them). Raises only MalformedMessage, whatever the bytes are."""
     code_T, body = _codes(payload, magic)
     plain_T, set_T = plain(code_T), (code_T & SET) > 0
     if len(code_T) and plain_T.max() > NOT_WHOLE:

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from stillhouse.builtin import STUDENT_DIR, TEACHER_DIR
 from stillhouse.protocol.topk_codec import decode_top_k
 from stillhouse.recording.reader import Recording
+from stillhouse.replay import command as replay
 from tests.integration.conftest import Launched
+from tests.integration.test_replay import lines
 from tests.integration.test_whole_run import assert_balanced
 from tests.teachers.tiny_tokenizers import far_model
 
@@ -78,12 +80,19 @@ def test_the_sets_of_a_run_are_the_students_when_it_sampled(launch: Launch, tmp_
 def test_a_run_trains_on_parts_of_rollouts_that_a_teacher_with_another_tokenizer_scores(
     launch: Launch, tmp_path: Path
 ) -> None:
-    other = ("--teacher.tokenizer=other", f"--models.teacher={far_model(tmp_path)}", "--divergence=k1")
+    """A replay makes the same updates, and by the sampled text alone, others."""
+    other = ("--teacher.tokenizer=other", f"--models.teacher={far_model(tmp_path)}", "--divergence=reverse_kl")
     parts = ("--buffer.release=segment", "--max-staleness=2", "--actor.segment_tokens=16")
-    run = launch(*SETS[1:], *other, *parts, "--steps=3")
+    run = launch(*SETS, *other, *parts, "--steps=3")
     assert run.wait() == 0, run.text()
     assert_balanced(run.summary())
     assert run.summary()["tokens"]["masked"].get("unscorable", 0) == 0
     rows = run.steps()
     assert all(0.0 < row["train/tokens_unscored"] < 0.3 * row["train/tokens"] for row in rows)
     assert all(row["train/reverse_kl"] > 1.0 for row in rows)
+    weights = Path("checkpoints", "step_000003", "model.safetensors")
+    for flags, same in (((), True), (("--objective=k1",), False)):
+        again = tmp_path / f"again-{len(flags)}"
+        assert replay.main([str(run.record), f"--run-dir={again}", *flags]) == 0
+        assert ((again / weights).read_bytes() == (run.run_dir / weights).read_bytes()) is same
+        assert lines(again)[0]["train/reverse_kl"] == rows[0]["train/reverse_kl"]

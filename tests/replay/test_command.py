@@ -29,6 +29,7 @@ from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.messages import TopKPiece
+from stillhouse.protocol.payloads.aligned import END, encode_aligned
 from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.recording.format import RecordedRollout, Writer
 from stillhouse.replay import command as replay
@@ -174,6 +175,22 @@ def test_hidden_states_meet_the_head_of_the_recorded_teacher_or_none(
     assert (
         replay.main([str(file), f"--run-dir={tmp_path / 'third'}"]) == 2 and "models.teacher" in capsys.readouterr().err
     )
+
+
+def test_scores_of_a_teacher_with_another_tokenizer_are_replayed_and_are_no_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    item, arrays = rollout("r", 8)[:2]
+    payload = np.frombuffer(encode_aligned(np.full(8, END, np.uint8)), np.uint8)
+    item = msgspec.structs.replace(item, top_k=(TopKPiece(0, 2, 10, len(payload)),))
+    settings = plain()
+    settings["teacher"]["tokenizer"] = "other"
+    scored = [RecordedRollout(item, (*arrays, payload))]
+    file = str(record(tmp_path / "r", [scored], vocab_fingerprint=FINGERPRINT, config=settings))
+    sets = ("--objective=reverse_kl", "--teacher.top_k=64")
+    assert replay.main([file, f"--run-dir={tmp_path / 'run'}"]) == 0
+    assert replay.main([file, f"--run-dir={tmp_path / 'other'}", *sets]) == 2
+    assert "holds no top-k sets" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from stillhouse.builtin import STUDENT_DIR
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
-from stillhouse.protocol import messages as m
 from stillhouse.protocol.payloads.aligned import ALONE, END, SET, AlignedRows, AlignedSets, plain
 from stillhouse.protocol.payloads.kind import PayloadPart, ScoreResult
 from stillhouse.teachers import alignment
@@ -27,12 +26,10 @@ from stillhouse.teachers.config import TeacherConfig
 from stillhouse.teachers.first_tokens import NONE
 from tests.teachers.test_alignment import PAIRS, TEXT, bytes_of, middle_ids
 from tests.teachers.test_alignment import aligner as aligner_of
-from tests.teachers.test_other_tokenizer import PROMPT, item
+from tests.teachers.test_other_tokenizer import PROMPT, item, sent_by
 from tests.teachers.test_other_tokenizer import TEXT as ANSWER
-from tests.teachers.test_worker import TEACHER, end, teacher
 from tests.teachers.tiny_tokenizers import END as STOP
 from tests.teachers.tiny_tokenizers import far_model, tiny
-from tests.wire import ScriptedBuffer
 
 K = 6
 CONFIG = TeacherConfig(device="cpu", tokenizer="other", top_k=K, top_mass=1.0)
@@ -127,14 +124,9 @@ def sent_rows(folder: Path) -> tuple[np.ndarray, AlignedRows, list[int], list[in
     n = len(ours.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=False))
     prompt = list(theirs.apply_chat_template(PROMPT, add_generation_prompt=True, return_dict=False))
     answer = [*ours.encode(ANSWER, add_special_tokens=False), ours.eos_token_id]
-    work = item(n, len(prompt), 0, n + len(answer), last=True)
-    engine = TorchScorer.load(folder, CONFIG)
+    work = (item(n, len(prompt), 0, n + len(answer), last=True), [*prompt, *answer])
     aligner = Aligner(FileTokenizer(STUDENT_DIR), FileTokenizer(folder))
-    with ScriptedBuffer() as peer, teacher(peer.address, engine, CONFIG, aligner=aligner) as (ended, _):
-        peer.send(m.ScoreWork((work,)), [np.array([*prompt, *answer], np.int32)], to=TEACHER)
-        peer.expect(m.Scores, 1)
-        end(peer, ended)
-    ((logprobs, payload),) = [got.arrays for got in peer.got(m.Scores)]
+    ((logprobs, payload),) = sent_by(TorchScorer.load(folder, CONFIG), CONFIG, aligner, work)
     assert AlignedSets.n_tokens(payload.tobytes()) == len(answer)
     part = PayloadPart(payload.data, len(answer), np.arange(len(answer)))
     return logprobs[n:], AlignedSets.read("far", [part], len(ours)), prompt, answer, {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from stillhouse.builtin import STUDENT_DIR
+from stillhouse.engines.base import ScoringEngine
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol import messages as m
@@ -40,17 +42,24 @@ def item(n_student_prompt: int, n_prompt: int, start: int, stop: int, **more: bo
     )
 
 
-def scored(folder: Path, *work: tuple[m.ScoreItem, list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(log-probs, codes) that the teacher sends for each item, one after the other."""
-    aligner = Aligner(FileTokenizer(STUDENT_DIR), FileTokenizer(folder))
-    engine = TorchScorer.load(folder, CONFIG)
-    with ScriptedBuffer() as peer, teacher(peer.address, engine, CONFIG, aligner=aligner) as (ended, _):
+def sent_by(
+    engine: ScoringEngine, config: TeacherConfig, aligner: Aligner, *work: tuple[m.ScoreItem, list[int]]
+) -> Sequence[Sequence[np.ndarray]]:
+    """What such a teacher sends for each item, one after the other."""
+    with ScriptedBuffer() as peer, teacher(peer.address, engine, config, aligner=aligner) as (ended, _):
         for n, (one, ids) in enumerate(work, start=1):
             peer.send(m.ScoreWork((one,)), [np.array(ids, np.int32)], to=TEACHER)
             peer.expect(m.Scores, n)
         sent = [got.arrays for got in peer.got(m.Scores)]
         end(peer, ended)
-    return [(logprobs, decode_aligned(payload.tobytes())) for logprobs, payload in sent]
+    return sent
+
+
+def scored(folder: Path, *work: tuple[m.ScoreItem, list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(log-probs, codes) of each item."""
+    aligner = Aligner(FileTokenizer(STUDENT_DIR), FileTokenizer(folder))
+    sent = sent_by(TorchScorer.load(folder, CONFIG), CONFIG, aligner, *work)
+    return [(logprobs, decode_aligned(payload.tobytes())[0]) for logprobs, payload in sent]
 
 
 def slow_scores(folder: Path, tokenizer: PreTrainedTokenizerFast, prompt: list[int], texts: list[str]) -> list[float]:

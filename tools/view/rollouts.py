@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.messages import BatchItem, VersionSpan, WeightVersion
+from stillhouse.protocol.payloads.aligned import NOT_SCORED
 from stillhouse.recording.format import RecordedRollout
 from stillhouse.recording.reader import KeptBatch, Recording
 from stillhouse.tools.write.given import DATA
@@ -163,7 +164,7 @@ def read(recording: Recording, found: FoundRollout) -> Read:
         behaviour_known=not given or bool(behaviour_L[sampled_L].any()),
         teacher_ML=teacher_ML,
         # A token that a batch was to train was scored, also if q is 0. Another one was scored if q is not 0.
-        scored_ML=(sampled_L & (in_batch_L | (teacher_ML != 0))) & (not unscored),
+        scored_ML=sampled_L & (in_batch_L | (teacher_ML != 0)) & (teacher_ML != NOT_SCORED) & (not unscored),
         trained=tuple(trained),
         parts=tuple(parts),
     )

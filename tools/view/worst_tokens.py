@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stillhouse.protocol.errors import MalformedMessage
+from stillhouse.protocol.payloads.aligned import SET, AlignedSets, decode_aligned
 from stillhouse.protocol.payloads.registry import kind_of_bytes
 from stillhouse.protocol.topk_codec import TopK, decode_top_k
 from stillhouse.tools.view.heads import Heads
@@ -29,6 +30,14 @@ class Alternative(NamedTuple):
     logprob: float
 
 
+class _Sets(NamedTuple):
+    """The sets of a payload."""
+
+    top: TopK
+    has_T: npt.NDArray[np.bool_]
+    """Which of its tokens have one: of a teacher with another tokenizer, the first of a span."""
+
+
 class Worst(NamedTuple):
     """A token at which student and teacher differ most."""
 
@@ -45,14 +54,14 @@ def worst_tokens(one: Read, heads: Heads | None = None) -> Iterator[Worst]:
     gap_ML = one.gaps
     for teacher in range(len(gap_ML)):
         gap_L = np.where(np.isfinite(gap_ML[teacher]), gap_ML[teacher], -np.inf)
-        decoded: dict[bytes, TopK | None] = {}
+        decoded: dict[bytes, _Sets | None] = {}
         for at in np.argsort(-gap_L, kind="stable")[:WORST].tolist():
             if gap_L[at] >= LEAST_GAP:
                 yield Worst(teacher, at, _alternatives(one, teacher, at, decoded, heads))
 
 
 def _alternatives(
-    one: Read, teacher: int, at: int, decoded: dict[bytes, TopK | None], heads: Heads | None
+    one: Read, teacher: int, at: int, decoded: dict[bytes, _Sets | None], heads: Heads | None
 ) -> tuple[Alternative, ...] | None:
     for part in reversed(one.parts):
         if (found := payload_rows(part, teacher, at)) is None:
@@ -65,9 +74,10 @@ def _alternatives(
             continue
         if payload not in decoded:
             decoded[payload] = _decode(payload, n_tokens)
-        if (top := decoded[payload]) is not None:
-            start = int(top.counts_T[:row].sum())
-            some = slice(start, start + int(top.counts_T[row]))
+        if (sets := decoded[payload]) is not None and sets.has_T[row]:
+            top, which = sets.top, int(sets.has_T[:row].sum())
+            start = int(top.counts_T[:which].sum())
+            some = slice(start, start + int(top.counts_T[which]))
             return _likeliest(top.ids_S[some], top.logprobs_S[some])
     return None
 
@@ -77,10 +87,14 @@ def _likeliest(ids: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> tuple[Alter
     return tuple(Alternative(int(ids[i]), round(float(logprobs[i]), 3)) for i in best)
 
 
-def _decode(payload: bytes, n_tokens: int) -> TopK | None:
-    """None for what the learner could not read either."""
+def _decode(payload: bytes, n_tokens: int) -> _Sets | None:
+    """None for what the learner could not read either, and for scores without sets."""
+    has_T, body = np.ones(n_tokens, np.bool_), memoryview(payload)
     try:
-        top = decode_top_k(payload)
+        if kind_of_bytes(payload) is AlignedSets:
+            codes_T, body = decode_aligned(payload, AlignedSets.magic)
+            has_T = (codes_T & SET) > 0
+        top = decode_top_k(body)
     except MalformedMessage:
         return None
-    return top if len(top.counts_T) == n_tokens else None
+    return _Sets(top, has_T) if len(has_T) == n_tokens and len(top.counts_T) == has_T.sum() else None

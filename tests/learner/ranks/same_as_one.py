@@ -32,12 +32,14 @@ from stillhouse.learner.step.optimizer import OptimizerState
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.packed import set_way
 from stillhouse.protocol.messages import Branch
+from stillhouse.protocol.payloads.aligned import EDGE, SPECIAL
 from stillhouse.weights.staged_weights import tensor_of
 from tests.learner.conftest import VOCAB, build_hybrid, make_item, tiny_student
 from tests.learner.ranks.processes import group_of
 from tests.learner.settings import learner_config
 from tests.learner.step.payload_batches import VOCAB as TOP_K_VOCAB
 from tests.learner.step.payload_batches import head_of, with_sets, with_states
+from tests.learner.step.test_aligned import IN, ONE, SE, SI, E, with_spans
 from tests.learner.step.test_mixture_of_experts import student
 from tests.learner.step.test_peak_memory import expected_and_measured
 from tests.learner.step.test_routing_replay import rows_for, with_rows
@@ -63,6 +65,8 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "drawn": {"divergence": ("multi_sample", {"samples": 3})},
     "context weights": {"divergence": ("jsd", {"context_cap": 2.0}), "importance": ("sequence", {})},
     "hidden states": {"divergence": "reverse_kl"},
+    "spans": {"updates_per_batch": 2, "importance": "decoupled"},
+    "sets of spans": {"divergence": ("multi_sample", {"samples": 3})},
     "divergences of pools": {
         "divergence": ("k1", {"baseline": "expected_cost"}),
         "teacher_divergences": {"math": ("jsd", {"context_cap": 2.0}), "style": "k3"},
@@ -84,10 +88,16 @@ CASES: Final[dict[str, dict[str, Any]]] = {
 
 
 def items_of(
-    *, seed: int, top_k: bool, hidden: bool = False, divided: bool = False, pools: bool = False
+    *,
+    seed: int,
+    top_k: bool,
+    hidden: bool = False,
+    divided: bool = False,
+    pools: bool = False,
+    spans: bool = False,
 ) -> list[TrainItem]:
-    """`hidden`: teachers send hidden states in place of top-k sets. `divided`: also a sequence of one token, and
-    one with branches. `pools`: some are scored by other pools, and one by two."""
+    """`hidden`: teachers send hidden states in place of top-k sets. `spans`: they have another tokenizer. `divided`:
+    also a sequence of one token, and one with branches. `pools`: some are scored by other pools, and one by two."""
     vocab, two, other = TOP_K_VOCAB, ("default", "math") if pools else ("default",), "style" if pools else "default"
     made = [
         make_item("a", [0, 0, 1, 1, 1], task_id=1, reward=1.0, seed=seed, vocab=vocab),
@@ -103,9 +113,19 @@ def items_of(
         branched(make_item("h", [0, 0, 1, 1, 1, 0, 1, 1], task_id=3, reward=1.5, seed=seed + 7, vocab=vocab)),
     ]
     made += more if divided else []
+    if spans:
+        return [spanned(one, 6 * top_k) if one.item.teachers and one.n_trained else one for one in made]
     if hidden:
         return [with_states(one, cut=3) for one in made]
     return [with_sets(one, k=6, cut=3) for one in made] if top_k else made
+
+
+def spanned(one: TrainItem, k: int) -> TrainItem:
+    """Spans of three, one, one and two tokens, two without a score, and so on; the last token ends one."""
+    n = int(np.ptp(np.flatnonzero(one.train_mask_L))) + 1
+    codes = np.resize([SI, IN, E, SE, ONE, IN, E, int(EDGE), int(SPECIAL)], n).tolist()
+    codes[-1] = {SI: SE, IN: E}.get(codes[-1], codes[-1])
+    return with_spans(one, codes, k)
 
 
 def branched(one: TrainItem) -> TrainItem:
@@ -175,7 +195,7 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
     mixture = name == "experts"
     dtype = torch.float32 if config.dtype == "bfloat16" or mixture else torch.float64
     by_one = msgspec.structs.replace(config, moments="device")
-    hidden, recurrent = name == "hidden states", name == "recurrent layers"
+    hidden, recurrent, spans = name == "hidden states", name == "recurrent layers", "spans" in name
     alone = trainer_of(by_one, Ranks(), dtype, recurrent=recurrent, mixture=mixture)
     together = trainer_of(config, ranks, dtype, recurrent=recurrent, mixture=mixture)
     figures = gradients = 0.0
@@ -183,7 +203,8 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
         divided = ranks.context_group is not None
         top_k = any(map(config.objective.needs_top_k_for, config.tasks.routes))
         pools = bool(config.objective.teacher_divergences)
-        items = items_of(seed=10 * step, top_k=top_k, hidden=hidden, divided=divided, pools=pools)
+        more = {"hidden": hidden, "divided": divided, "pools": pools, "spans": spans}
+        items = items_of(seed=10 * step, top_k=top_k, **more)
         if mixture:
             items = [with_rows(one, rows_for(len(one.tokens_L), step), branches=one.item.branches) for one in items]
         if step == 2:  # one rollout has tokens to train: all ranks but one have nothing to do
@@ -198,9 +219,9 @@ def of_steps(ranks: Ranks, name: str, settings: dict[str, Any]) -> dict[str, flo
             made.as_dict() | made.of_pools() for made in (t.step(items, offline) for t in (alone, together))
         )
         assert mine.keys() == theirs.keys()
-        for name in mine.keys() - {"step_s", "microbatches", "tokens_per_s", "train/step_s"}:
-            if isinstance(mine[name], float) and "_s" not in name:
-                a, b = float(mine[name] or 0.0), float(theirs[name] or 0.0)
+        for figure in mine.keys() - {"step_s", "microbatches", "tokens_per_s", "train/step_s"}:
+            if isinstance(mine[figure], float) and "_s" not in figure:
+                a, b = float(mine[figure] or 0.0), float(theirs[figure] or 0.0)
                 figures = max(figures, abs(a - b) / max(1.0, abs(a)))
     return {"gradients": gradients, "figures": figures, "after": difference(tensors_of(alone), tensors_of(together))}
 

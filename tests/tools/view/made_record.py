@@ -13,6 +13,7 @@ from tokenizers.models import WordLevel
 
 from stillhouse.protocol.handshake import vocab_fingerprint
 from stillhouse.protocol.messages import BatchItem, Branch, TopKPiece, TurnReward, VersionSpan, WeightVersion
+from stillhouse.protocol.payloads.aligned import END, INSIDE, NOT_SCORED, SET, SPECIAL, encode_aligned
 from stillhouse.protocol.topk_codec import encode_top_k
 from stillhouse.recording.format import RecordedRollout, encode_batch, encode_header, encode_resumed
 from tests.learner.records import header
@@ -61,10 +62,11 @@ def rollout(
     branches: tuple[Branch, ...] = (),
     turn_rewards: tuple[TurnReward, ...] = (),
     sets: dict[tuple[int, int], tuple[list[int], list[float]]] | None = None,
+    aligned: bool = False,
 ) -> RecordedRollout:
     """Turns are (sampled tokens, tokens of the environment after them); the version rises by one from turn to turn.
     `sets`: not None for one with top-k sets, a payload for each turn and teacher; (teacher, token) -> (ids, log-probs)
-    is entered."""
+    is entered. `aligned`: of teachers with another tokenizer: spans of two tokens, then a special one."""
     spans, at = list[VersionSpan](), len(prompt)
     for number, (n_sampled, n_given) in enumerate(turns):
         spans.append(VersionSpan(WeightVersion(epoch, version + number), at, at + n_sampled))
@@ -83,10 +85,16 @@ def rollout(
     payloads = b""
     for span in spans if sets is not None else ():
         for teacher in range(len(teachers)):
-            payload, set_ids, logprobs = top_k(random, span.end - span.start)
+            tokens = np.arange(span.start, span.end)
+            codes = np.resize(np.array([INSIDE | SET, END, SPECIAL], np.uint8), len(tokens))
+            have = tokens[(codes & SET) > 0] if aligned else tokens
+            payload, set_ids, logprobs = top_k(random, len(have))
+            if aligned:
+                payload = encode_aligned(codes, payload)
+                arrays[3][teacher, tokens[codes == SPECIAL]] = NOT_SCORED
             pieces.append(TopKPiece(teacher, span.start, span.end, len(payload)))
             payloads += payload
-            for row, token in enumerate(range(span.start, span.end)):
+            for row, token in enumerate(have.tolist()):
                 sets[teacher, token] = (set_ids[row].tolist(), logprobs[row].tolist())  # pyright: ignore[reportOptionalSubscript]
     if pieces:
         arrays.append(np.frombuffer(payloads, np.uint8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from stillhouse.builtin import TEACHER_DIR
 from stillhouse.protocol.messages import Branch
+from stillhouse.protocol.payloads.aligned import NOT_SCORED
 from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.tools.view.command import main
 from stillhouse.tools.view.heads import Heads
@@ -66,22 +68,28 @@ def test_every_token_is_as_a_reader_that_shares_no_code_finds_it_in_the_record(t
     assert any(token.version and token.teachers == [None] for token in expected["train-5-0-0"].tokens)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 def test_the_worst_tokens_are_those_with_the_largest_difference_and_what_the_teacher_would_have_written(
-    tmp_path: Path,
+    tmp_path: Path, aligned: bool
 ) -> None:
     sets: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
-    turns = ((15, 2), (14, 0))
-    one = made.rollout(np.random.default_rng(3), "a", prompt=[7], turns=turns, teachers=("x", "y"), sets=sets)
+    two: dict[str, Any] = {"turns": ((15, 2), (14, 0)), "teachers": ("x", "y")}
+    one = made.rollout(np.random.default_rng(3), "a", prompt=[7], **two, sets=sets, aligned=aligned)
     page = page_of(made.write_run(tmp_path, made.batch((0, 0), [one])))
     found = page.details(0)["worst"]
     sampled = [i for i in range(one.item.end) if one.arrays[2][i]]
     expected: list[tuple[int, int]] = []
     for teacher in range(2):
-        gaps = {i: float(one.arrays[1][i]) - float(one.arrays[3][teacher, i]) for i in sampled}
+        scores = {i: float(one.arrays[3][teacher, i]) for i in sampled if one.arrays[3][teacher, i] != NOT_SCORED}
+        assert len(scores) == (20 if aligned else 29)
+        gaps = {i: float(one.arrays[1][i]) - q for i, q in scores.items()}
         expected += [(teacher, i) for i in sorted(gaps, key=lambda i: -gaps[i])[:8] if gaps[i] >= 0.1]
     assert [(teacher, at) for teacher, at, _ in found] == expected
     assert {(teacher, at > 16) for teacher, at in expected} == {(0, False), (0, True), (1, False), (1, True)}
     for teacher, at, others in found:
+        if aligned and (teacher, at) not in sets:
+            assert others is None
+            continue
         ids, logprobs = sets[teacher, at]
         assert [page.piece(number) for number, _ in others] == [made.WORDS[i] for i in ids[:5]]
         assert np.allclose([value for _, value in others], logprobs[:5], atol=0.02)
