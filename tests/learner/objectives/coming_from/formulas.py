@@ -300,6 +300,26 @@ def prime_distillation(given: Given, batch: Batch) -> Tensor:
     return token_mean([-(r.q - r.s).detach() * (r.s - r.mu).exp() for r in batch.rollouts])
 
 
+# ------------------------------------------------------------------------------------------------------------ MiniLLM
+
+
+def minillm(given: Given, batch: Batch) -> Tensor:
+    """Loss._pg_loss in the first of the --ppo-epochs, on the rewards of PPOSampler.run_sample. `mu` is the mixture's.
+    Advantages are not whitened."""
+    assert given.pop("teacher_mixed_alpha") > 0
+    gamma, scale, limit = given.pop("gamma"), given.pop("reward_scaling"), given.pop("cliprange_reward")
+    clip = given.pop("cliprange")
+    losses: list[Tensor] = []
+    for rollout in batch.rollouts:
+        old, n = rollout.start, len(rollout.s)
+        rewards = ((rollout.q - old) / scale).clip(-limit, limit)
+        returns = [sum(gamma ** (u - t) * rewards[u] for u in range(t, n)) for t in range(n)]
+        advantages = torch.stack([torch.as_tensor(total) / (n - t) for t, total in enumerate(returns)])
+        ratio = (rollout.s - old).exp() * (old - rollout.mu).exp()
+        losses.append(surrogate(ratio, advantages, 1 - clip, 1 + clip, None))
+    return token_mean(losses)
+
+
 FORMULAS: dict[str, Formula] = {
     "trl-grpo": trl_grpo,
     "trl-distillation": divergences.trl_distillation,
@@ -316,4 +336,5 @@ FORMULAS: dict[str, Formula] = {
     "areal-distillation": areal_distillation,
     "tinker": tinker,
     "prime-rl": prime_distillation,
+    "minillm": minillm,
 }
