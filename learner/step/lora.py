@@ -174,9 +174,10 @@ class Adapters:
         set_peft_model_state_dict(self._wrapped, tensors)
 
     def merge(self) -> PreTrainedModel:
-        """Add the adapters to the weights in place and remove them; those in 4 bits to a new model, in float32. This
-        object cannot be used afterwards. Raises what loading raises."""
-        if self.base.quantize != "none":
+        """Add the adapters to the weights in place and remove them; those in fewer bits than float32 to a new model, in
+        float32: a sum in bfloat16 is not what was trained. This object cannot be used afterwards. Raises what loading
+        raises."""
+        if any(parameter.dtype != torch.float32 for parameter in self._model.parameters()):
             return self._in_full()
         self._layers = {}
         return cast(PreTrainedModel, self._wrapped.merge_and_unload())  # pyright: ignore[reportCallIssue]
@@ -186,7 +187,10 @@ class Adapters:
         model = load_causal_lm(self.base.path, device="cpu", dtype="float32", attention="sdpa")
         parameters = dict(model.named_parameters())
         for name, weight in self.published():
-            parameters[name].copy_(tensor_of(weight))
+            if isinstance(weight, Merged) and not weight.base.is_meta:
+                parameters[name].add_(weight.delta().cpu())
+            else:
+                parameters[name].copy_(tensor_of(weight))
         return model
 
 

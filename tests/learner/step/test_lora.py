@@ -5,17 +5,20 @@ from __future__ import annotations
 import weakref
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint
 from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.export import export as export_run
 from stillhouse.learner.step.lora import Adapters, LoraError
 from stillhouse.learner.step.train_step import Trainer
 from stillhouse.models.loading import load_causal_lm, save_hf
@@ -39,11 +42,11 @@ def base(request: pytest.FixtureRequest, small_tokenizer: PreTrainedTokenizerFas
     return folder
 
 
-def make_trainer(base: Path, lora: LoraConfig = LORA) -> Trainer:
+def make_trainer(base: Path, lora: LoraConfig = LORA, **changes: Any) -> Trainer:
     model = load_causal_lm(base, device="cpu", dtype="float32", attention="packed", train=True)
     torch.manual_seed(0)
     adapters = Adapters(model, lora, base=str(base))
-    return Trainer(model, CONFIG, total_steps=9, adapters=adapters)
+    return Trainer(model, msgspec.structs.replace(CONFIG, **changes), total_steps=9, adapters=adapters)
 
 
 def batch(name: str = "a") -> list[TrainItem]:
@@ -154,6 +157,20 @@ def test_a_checkpoint_holds_adapters_and_goes_on_exactly(
     assert {**one, "step_s": 0} == {**other, "step_s": 0}
     expected = published(trainer)
     assert all(torch.equal(value, expected[name]) for name, value in published(resumed).items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_what_a_run_in_bfloat16_leaves_is_what_peft_merges_in_float32(
+    base: Path, small_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    trainer = make_trainer(base, dtype="bfloat16")
+    trainer.step(batch())
+    assert trainer.adapters is not None
+    export_run(trainer.adapters, small_tokenizer, tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    by_peft = peft.PeftModel.from_pretrained(plain, str(tmp_path / "out" / "adapter")).merge_and_unload()
+    merged = load_file(tmp_path / "out" / "merged" / "model.safetensors")
+    assert all(torch.equal(value, merged[name]) for name, value in by_peft.named_parameters())
 
 
 @pytest.mark.parametrize("base", STUDENTS, indirect=True)
