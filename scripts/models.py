@@ -72,6 +72,7 @@ _MORE: Final[Mapping[str, Mapping[str, Any]]] = {
             name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", "sliding_attention")
         }
     },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {
@@ -90,7 +91,12 @@ _MORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "ministral": {"head_dim": 8},
-    "dots3_note_text": {"head_dim": 16, "swa_head_dim": 16},
+    "dots3_note_text": {
+        **{"head_dim": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8, "swa_q_lora_rank": 16},
+        **{"swa_kv_lora_rank": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32, "downsample_hidden_size": 8},
+    "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32, "pyramid_num_routed": [-1, 4]},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {
@@ -98,9 +104,18 @@ _MORE: Final[Mapping[str, Mapping[str, Any]]] = {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16},
         "indexer_compress_ratio": 4,
     },
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "attention_hidden_size": 64, "attention_head_dim": 16},
 }
 """What the defaults leave out (layers of each kind, experts, heads) or what these sizes do not divide."""
+NEVER: Final[Mapping[str, str]] = {
+    "gemma3n": "its image tower needs the package timm; its text model is gemma3n_text",
+    "gemma4_assistant": "it drafts for another model, whose keys and values it reads",
+    "gemma4_unified_assistant": "it drafts for another model, whose keys and values it reads",
+    "musicgen": "transformers gives its class the whole configuration, and it reads that of its decoder",
+    "musicgen_melody": "transformers gives its class the whole configuration, and it reads that of its decoder",
+}
+"""Why a tiny model of these cannot be made."""
 _IDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -216,13 +231,13 @@ def table(model_types: Sequence[str]) -> list[str]:
         try:
             rows.append(try_model(model_type, known))
         except Exception as error:  # whatever a class of transformers raises for sizes that it was not made for
-            left.append(f"`{model_type}` ({type(error).__name__})")
+            left.append(f"`{model_type}` ({NEVER.get(model_type, type(error).__name__)})")
         finally:
             signal.alarm(0)
     lines = ["| model type | student, teacher | engine | LoRA | ranks | SGLang |", "|---|---|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
     if left:
-        lines += ["", f"No tiny model of these could be made or tried, so nothing is known: {', '.join(left)}."]
+        lines += ["", f"No tiny model of these could be made or tried, so nothing is known: {'; '.join(left)}."]
     return lines
 
 

@@ -21,7 +21,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("models", None)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "qwen3_5_moe_text", "bloom", "bert"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_5_text", "qwen3_5_moe_text", "bloom", "bert", "whisper"])
 def test_the_page_says_what_the_script_finds(script: Any, model_type: str) -> None:
     rows = [line for line in (ROOT / "docs" / "models.md").read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
     said = next(line for line in rows if line.startswith(f"| {model_type} |"))

@@ -23,7 +23,7 @@ from stillhouse.engines.torch.kv_cache import IMPLEMENTATION, SlotCache, Unsuppo
 from stillhouse.engines.torch.model_caches import ModelCaches
 from stillhouse.engines.torch.slot_experts import SlotExperts
 from stillhouse.engines.torch.step import DecodeStep, Int64s, Prefill, plan_step
-from stillhouse.models.packed import FAILURES, PackingError, set_way, unpackable
+from stillhouse.models.packed import FAILURES, set_way, unpackable
 from stillhouse.models.precision import full_float32, relative_tolerance, tf32_forced, tolerance_name
 from stillhouse.models.rotary import moving_rope
 
@@ -141,7 +141,7 @@ def build_slots(model: PreTrainedModel, n_slots: int, max_context: int, *, fused
             few = SlotCache(len(probe_ids), min(max_context, 16), model.device)
             _compare(model, CachedSlots(decoder, few, model.device), probe_ids, expected)
             return CachedSlots(decoder, SlotCache(n_slots, max_context, model.device), model.device)
-        except (UnsupportedModelError, PackingError) as error:
+        except (*FAILURES, UnsupportedModelError) as error:
             reason = str(error)
     set_way(model, "padded")  # attention is transformers' own
     for batched in (True, False):
