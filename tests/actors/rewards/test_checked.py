@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stillhouse.actors.rewards import Answered, checkers, make_reward
+from stillhouse.actors.rewards import Answered, checked, checkers, make_reward
 from stillhouse.actors.rewards.base import Verdict
 from stillhouse.actors.rewards.checked import _PLAIN  # pyright: ignore[reportPrivateUsage]
 from stillhouse.actors.rewards.checkers import CHECKERS, CheckerLost, Checkers
@@ -83,6 +83,12 @@ def test_math_works_on_threads_side_by_side(judge: Judge) -> None:
     with ThreadPoolExecutor(8) as threads:
         verdicts = list(threads.map(of, range(16)))
     assert [verdict.reward for verdict in verdicts] == [1.0, 0.0] * 8
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine half a second of a processor takes long, and an answer that takes longer is unscored."""
+    monkeypatch.setattr(checked, "WAIT_S", PATIENCE_S)
 
 
 def test_a_formula_without_end_is_wrong_and_counted_and_the_next_one_is_judged(judge: Judge) -> None:
