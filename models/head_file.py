@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -16,9 +15,7 @@ from transformers import PreTrainedModel
 from stillhouse.models.description import DtypeName
 from stillhouse.models.loading import ModelError, load_causal_lm, load_config, outline, resolve_path
 from stillhouse.models.logprobs import LmHead, lm_head
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from stillhouse.models.safetensors_header import read_headers
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +73,4 @@ def _tensor(file: Path, name: str) -> Tensor:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    if (folder / INDEX_FILE).is_file():
-        placed = cast(dict[str, str], json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"])
-        return {name: folder / file for name, file in placed.items()}
-    if not (folder / SINGLE_FILE).is_file():
-        return {}
-    with safe_open(folder / SINGLE_FILE, framework="pt") as file:  # pyright: ignore[reportUnknownVariableType]
-        return {str(name): folder / SINGLE_FILE for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return {name: file for file, header in read_headers(folder).items() for name in header.tensors}

@@ -8,6 +8,7 @@ server among them, may end. Format: https://github.com/huggingface/safetensors#f
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 LENGTH_BYTES: Final = 8
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
 _EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """The bits of a number, and those of its exponent: all are set in infinity and NaN."""
 HEADS: Final = ("lm_head.weight", "embed_out.weight")
@@ -104,9 +107,28 @@ class _Place(NamedTuple):
                 yield stream.read(min(_BLOCK_BYTES, end - at))
 
 
+def indexed_files(folder: Path) -> list[str]:
+    """The files that the index of a folder names, ascending; empty without one. Raises ValueError and OSError."""
+    if not (folder / INDEX_FILE).is_file():
+        return []
+    try:
+        placed: dict[str, str] = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(placed.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / INDEX_FILE} is not an index of safetensors files: {error!r}") from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers reads for a model: the single one, else those of the index, else all.
+    What lies beside them (an optimizer's state, other shards) is none of the model's. Raises as `indexed_files`."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    return [folder / name for name in indexed_files(folder)] or sorted(folder.glob("*.safetensors"))
+
+
 def read_headers(folder: Path) -> dict[Path, Header]:
-    """Those of all safetensors files of a folder, in order of their names. Raises as `read_header`."""
-    return {file: known_header(file) for file in sorted(folder.glob("*.safetensors"))}
+    """Those of a model's files, in order of their names. Raises as `read_header` and `weight_files`."""
+    return {file: known_header(file) for file in weight_files(folder)}
 
 
 def known_header(file: Path) -> Header:

@@ -68,6 +68,7 @@ from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.models.description import BYTES, CHOSEN_EXPERTS, NF4_BYTES, resolve_dtype, vocabulary_size
+from stillhouse.models.safetensors_header import weight_files
 from stillhouse.weights.config import bucket_size, sent_dtype, staged_in
 
 IMPORTED_GIB: Final = 0.3
@@ -147,7 +148,7 @@ def read_shape(folder: Path) -> ModelShape | None:
     try:
         content = cast(dict[str, Any], json.loads((folder / "config.json").read_text(encoding="utf-8")))
         shape = shape_of(content, parameters or _counted(folder), vocabulary_size(folder))
-        files = folder.glob("*.safetensors") if content.get("quantization_config") else ()
+        files = weight_files(folder) if content.get("quantization_config") else ()
         return shape._replace(quantized_bytes=float(sum(file.stat().st_size for file in files)))
     except (OSError, KeyError, TypeError, ValueError):
         return None

@@ -19,10 +19,10 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import BUILTIN
 from stillhouse.launch.errors import ConfigError
 from stillhouse.models.description import known_vocabulary_size
-from stillhouse.models.safetensors_header import known_header
+from stillhouse.models.safetensors_header import INDEX_FILE, SINGLE_FILE, indexed_files, known_header, weight_files
 from stillhouse.protocol.handshake import vocab_fingerprint, vocab_tokens
 
-INDEX_FILE: Final = "model.safetensors.index.json"
+ADAPTER: Final = "adapter_config.json"
 NAMED: Final = 3
 """Number of differing tokens that a message names."""
 Json = Mapping[str, object]
@@ -115,9 +115,8 @@ class WeightFiles(NamedTuple):
 def check_weights(key: str, folder: Path) -> WeightFiles:
     """Check the safetensors files of a folder; other formats are not checked. Mistakes begin with `key`, a key of the
     configuration."""
-    mistakes = list(_missing_files(key, folder))
-    parameters = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    mistakes, parameters = [f"{key}: {found}" for found in _wrong_files(folder)], 0
+    for file in weight_files(folder) if not mistakes else ():
         try:
             parameters += known_header(file).parameters
         except (OSError, ValueError) as error:
@@ -125,18 +124,24 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     return WeightFiles(mistakes, parameters)
 
 
-def _missing_files(key: str, folder: Path) -> Iterator[str]:
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        return
+def _wrong_files(folder: Path) -> Iterator[str]:
     try:
-        placed = cast(Mapping[str, str], json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-        names = sorted(set(placed.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        yield f"{key}: {index} is not an index of safetensors files: {error!r}"
+        names = indexed_files(folder)
+    except (OSError, ValueError) as error:
+        yield str(error)
         return
-    if lacking := [name for name in names if not (folder / name).is_file()]:
-        yield f"{key}: {folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
+    if names and SINGLE_FILE not in names and (folder / SINGLE_FILE).is_file():
+        yield (
+            f"{folder} holds {SINGLE_FILE} and a {INDEX_FILE} of other files ({names[0]}, ...): transformers reads the "
+            "first, SGLang and vLLM the others; move what is old out of the folder"
+        )
+    elif lacking := [name for name in names if not (folder / name).is_file()]:
+        yield f"{folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
+    if (folder / ADAPTER).is_file():
+        yield (
+            f"{folder} holds {ADAPTER} beside whole weights: transformers reads the adapters, and the weights that they "
+            "name, in place of those; move them out of the folder, or merge them first"
+        )
 
 
 def check_teachers(student: Path, teachers: Mapping[str, Path]) -> list[str]:

@@ -1,6 +1,7 @@
 """Checkpoints that are complete or absent: `checkpoints/step_000040/`.
 
     config.json, model.safetensors, generation_config.json, tokenizer ...   a Hugging Face folder, loadable as it is
+    model.safetensors.index.json                                            says that only the former are the model
     optimizer.safetensors                                                   the optimizer's state by parameter name
     ema.safetensors                                                         the student's average, with learner.ema
     value_head.safetensors                                                  with a value function: head and its AdamW
@@ -61,6 +62,7 @@ from stillhouse.learner.checkpoints.tensor_file import layout_of, write_share
 from stillhouse.learner.config import ADAPTER_WEIGHTS
 from stillhouse.learner.step.optimizer import OptimizerState
 from stillhouse.models.loading import describe_hf
+from stillhouse.models.safetensors_header import INDEX_FILE
 from stillhouse.models.transfer import Shares
 from stillhouse.protocol.atomic_file import usual_permissions
 from stillhouse.protocol.messages import Ledger, WeightVersion
@@ -205,6 +207,9 @@ def write_checkpoint(
             describe_hf(model if adapters is None else None, tokenizer, draft)
             if adapters is not None:
                 adapters.describe(draft)
+            else:  # without an index SGLang and vLLM read every safetensors file as weights
+                placed = dict.fromkeys(sorted(contents.weights.tensors), WEIGHTS)
+                (draft / INDEX_FILE).write_bytes(msgspec.json.encode({"metadata": {}, "weight_map": placed}))
             if contents.ema:
                 save_file(dict(contents.ema), draft / EMA)
             if contents.value_head:

@@ -12,11 +12,12 @@ import pytest
 from safetensors import safe_open
 
 from stillhouse import builtin
-from stillhouse.launch.checks.model_files import INDEX_FILE, check_weights
+from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.checks.preflight import check
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.config.tree import build
 from stillhouse.launch.errors import ConfigError
+from stillhouse.models.safetensors_header import INDEX_FILE
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ def test_the_parameters_of_whole_files_are_counted(model: Path) -> None:
     ("index", "told"),
     [
         ({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}, "lacks 1 of the 2 files"),
+        ({"weight_map": {"a": "model-1.safetensors"}}, "transformers reads the first, SGLang and vLLM the others"),
         ({}, "is not an index of safetensors files"),
         ({"weight_map": ["model.safetensors"]}, "is not an index of safetensors files"),
     ],
@@ -69,6 +71,16 @@ def test_files_that_the_index_names_must_be_there(model: Path, index: Any, told:
     assert told in mistake
 
 
-def test_an_index_of_files_that_are_there_is_fine(model: Path) -> None:
-    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
-    assert check_weights("models.student", model).mistakes == []
+def test_what_lies_beside_the_files_of_the_model_is_not_counted(model: Path) -> None:
+    expected = check_weights("models.student", model).parameters
+    shutil.copyfile(model / "model.safetensors", model / "optimizer.safetensors")
+    assert check_weights("models.student", model) == ([], expected)
+    shutil.move(model / "model.safetensors", model / "model-1.safetensors")
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert check_weights("models.student", model) == ([], expected)
+
+
+def test_an_adapter_beside_whole_weights_is_refused(model: Path) -> None:
+    (model / "adapter_config.json").write_text("{}")
+    (mistake,) = check_weights("models.student", model).mistakes
+    assert mistake.startswith("models.student: ") and "in place of those" in mistake
