@@ -14,7 +14,7 @@ import random
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from string import ascii_lowercase
+from string import ascii_letters
 from typing import Final
 
 ANSWER_DIGITS: Final = 4
@@ -22,6 +22,8 @@ DIGITS: Final = (1, 5)
 """Smallest and largest digit. Small models learn these 50 sums in minutes; all 100 took several times as long."""
 TERMS: Final = (12, 18)
 """Fewest and most digits of a prompt; an answer takes 7 tokens for each, and 6."""
+LONG_TERMS: Final = (28, 42)
+"""The same of long tallies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Tally:
 
     @property
     def prompt(self) -> str:
-        return "".join(f"{label}{digit}" for label, digit in zip(ascii_lowercase, self.digits, strict=False))
+        return "".join(f"{label}{digit}" for label, digit in zip(ascii_letters, self.digits, strict=False))
 
     @property
     def sums(self) -> list[int]:
@@ -46,16 +48,16 @@ class Tally:
     @property
     def solution(self) -> str:
         before = [0, *self.sums[:-1]]
-        rows = zip(ascii_lowercase, before, self.digits, self.sums, strict=False)
+        rows = zip(ascii_letters, before, self.digits, self.sums, strict=False)
         return "".join(f"{label}{old}+{digit}={new};" for label, old, digit, new in rows) + f" #{self.answer}"
 
 
 def tallies(seed: int, *, terms: tuple[int, int] = TERMS, exclude: Collection[Tally] = ()) -> Iterator[Tally]:
     """Endless stream of tasks; the number of digits is uniform in `terms`. The same arguments give the same stream.
-    Raises ValueError unless ANSWER_DIGITS <= lo <= hi <= 26."""
+    Raises ValueError unless ANSWER_DIGITS <= lo <= hi <= 52."""
     lo, hi = terms
-    if not ANSWER_DIGITS <= lo <= hi <= len(ascii_lowercase):
-        raise ValueError(f"terms: got {terms}, expected (lo, hi) with {ANSWER_DIGITS} <= lo <= hi <= 26")
+    if not ANSWER_DIGITS <= lo <= hi <= len(ascii_letters):
+        raise ValueError(f"terms: got {terms}, expected (lo, hi) with {ANSWER_DIGITS} <= lo <= hi <= 52")
     rng = random.Random(seed)
     while True:
         task = Tally(tuple(rng.randint(*DIGITS) for _ in range(rng.randint(lo, hi))))

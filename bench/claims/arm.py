@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.claims.facts import Fact, documents, facts
 from bench.claims.student import TOKENIZER, Rollout, Student, Teacher, Writer, document, flops_of, item_of
-from stillhouse.builtin.tally import Tally, tallies
+from stillhouse.builtin.tally import LONG_TERMS, TERMS, Tally, tallies
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.objectives.config import ObjectiveConfig, OfflineConfig
@@ -34,8 +34,12 @@ EVAL_PROMPTS: Final = 96
 """During an arm, sampled. At its end twice as many, and as many greedy."""
 TEXTS_SEED: Final = 50
 WARMUP_STEPS: Final = 5
-OF_PAIR: Final = {name: f"pair-{name}" for name in ("teacher", "start", "small")}
+LONG: Final = "long-"
+"""Begins the names of models and texts of long tallies."""
+OF_PAIR: Final = {name: f"pair-{name}" for name in ("teacher", "start", "small", "long-teacher", "long-start")}
 """Model of bench.claims.pair -> the arm that builds it."""
+TEXTS_OF: Final = {"texts": "pair-teacher", "long-texts": "pair-long-teacher"}
+"""Texts -> the arm that builds the teacher that writes them."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,14 @@ class Arm:
         return "".join(c if c.isalnum() or c in "-." else "_" for c in words)
 
     @property
+    def kind(self) -> str:
+        """Before the names of the teacher and of its texts."""
+        return LONG if self.start.startswith(LONG) else ""
+
+    @property
     def needs(self) -> set[str]:
         """Arms that must be done before."""
-        texts = {"texts"} if any(reads_texts(one) for one in self.phases) else set[str]()
+        texts = {f"{self.kind}texts"} if any(reads_texts(one) for one in self.phases) else set[str]()
         return texts | {OF_PAIR.get(name, name) for name in (self.start, *self.teacher, *self.rate_of)}
 
 
@@ -127,13 +136,18 @@ def config_of(phase: Phase) -> LearnerConfig:
     )
 
 
+def terms_of(name: str) -> tuple[int, int]:
+    """Fewest and most digits for a model, or for texts, of that name."""
+    return LONG_TERMS if name.startswith(LONG) else TERMS
+
+
 @cache
-def eval_tasks(count: int) -> list[Tally]:
-    return list(islice(tallies(EVAL_SEED), count))
+def eval_tasks(count: int, terms: tuple[int, int]) -> list[Tally]:
+    return list(islice(tallies(EVAL_SEED, terms=terms), count))
 
 
-def prompts_of(phase: Phase, seed: int, number: int) -> Iterator[Tally]:
-    fresh = tallies(1_000 + 100 * number + seed)
+def prompts_of(phase: Phase, seed: int, number: int, terms: tuple[int, int]) -> Iterator[Tally]:
+    fresh = tallies(1_000 + 100 * number + seed, terms=terms)
     return cycle(list(islice(fresh, phase.prompts))) if phase.prompts else fresh
 
 
@@ -195,7 +209,7 @@ class Run:
         self._student = student
         if number == 0:
             self._evaluate()
-        prompts, texts = prompts_of(phase, self._arm.seed, number), self._texts(phase)
+        prompts, texts = prompts_of(phase, self._arm.seed, number, terms_of(self._arm.start)), self._texts(phase)
         behind: deque[list[tuple[str, Any]]] = deque([student.copied()], phase.staleness + 1)
         for step in range(1, phase.steps + 1):
             self._step(student, phase, prompts, texts)
@@ -223,7 +237,7 @@ class Run:
         """A teacher has the log-probs and states of what it writes, so their second computation is not counted."""
         if of_teacher := [one for one in read if not isinstance(one.task, Fact)]:
             student.tokens["teacher"] += sum(one.written for one in of_teacher)
-            teacher = flops_of(model_folder(self._folder, "teacher"))
+            teacher = flops_of(model_folder(self._folder, f"{self._arm.kind}teacher"))
             student.flops["teacher"] += sum(teacher.of(0, len(one.ids_L)) for one in of_teacher)
         if student.teacher is not None:
             graded = student.teacher.grade(read)
@@ -238,7 +252,7 @@ class Run:
         """Those of the file, each seed from another place, and documents of the seed's own facts among them."""
         texts: Iterator[Rollout] = iter(())
         if reads_texts(phase):
-            all_texts = read_texts(self._folder / "texts.npz")
+            all_texts = read_texts(self._folder / f"{self._arm.kind}texts.npz")
             first = len(all_texts) * self._arm.seed // 3
             rotated = all_texts[first:] + all_texts[:first]
             texts = cycle(rotated[: phase.prompts] if phase.prompts else rotated)
@@ -250,7 +264,7 @@ class Run:
         student, began_s = self._student, time.process_time()
         assert student is not None
         student.writer.take((name, tensor.detach()) for name, tensor in student.trainer.model.named_parameters())
-        tasks = eval_tasks(EVAL_PROMPTS * (1 + last))
+        tasks = eval_tasks(EVAL_PROMPTS * (1 + last), terms_of(self._arm.start))
         line: dict[str, Any] = {
             "step": self._steps,
             "sampled": student.writer.accuracy(tasks, greedy=False, seed=self._arm.seed),
@@ -305,14 +319,15 @@ def last_sampled(folder: Path, name: str) -> float:
     return 1.0 if lines is None else float(lines[-2]["sampled"] + lines[-2].get("facts", 0.0))
 
 
-def write_texts(folder: Path, number: int) -> None:
+def write_texts(folder: Path, number: int, name: str = "texts") -> None:
     """What the teacher of the pair writes, sampled, right or wrong."""
-    writer, tasks = Writer(model_folder(folder, "teacher")), tallies(TEXTS_SEED)
+    teacher = TEXTS_OF[name].removeprefix("pair-")
+    writer, tasks = Writer(model_folder(folder, teacher)), tallies(TEXTS_SEED, terms=terms_of(name))
     began_s, parts = time.process_time(), list[Rollout]()
     for first in range(0, number, 256):
         some = list(islice(tasks, min(256, number - first)))
         parts += writer.write(some, [TEXTS_SEED * 10**6 + first + n for n in range(len(some))])
-    draft = folder / "texts.draft.npz"
+    draft = folder / f"{name}.draft.npz"
     np.savez(
         draft,
         ids=np.concatenate([one.ids_L for one in parts]),
@@ -320,10 +335,10 @@ def write_texts(folder: Path, number: int) -> None:
         lengths=np.array([len(one.ids_L) for one in parts]),
         prompts=np.array([one.prompt_tokens for one in parts]),
     )
-    draft.replace(folder / "texts.npz")
+    draft.replace(folder / f"{name}.npz")
     right = sum(one.reward for one in parts) / len(parts)
     cpu_s = time.process_time() - began_s
-    write_lines(result_file(folder, "texts"), [{"texts": number, "sampled": right}, {"done": True, "cpu_s": cpu_s}])
+    write_lines(result_file(folder, name), [{"texts": number, "sampled": right}, {"done": True, "cpu_s": cpu_s}])
 
 
 def read_texts(path: Path) -> list[Rollout]:
@@ -331,5 +346,5 @@ def read_texts(path: Path) -> list[Rollout]:
         ends = np.cumsum(file["lengths"])[:-1]
         ids, logprobs = (np.split(file[name], ends) for name in ("ids", "logprobs"))
         prompts = file["prompts"].tolist()
-    tasks = islice(tallies(TEXTS_SEED), len(prompts))
+    tasks = islice(tallies(TEXTS_SEED, terms=terms_of(path.stem)), len(prompts))
     return [Rollout(task, n, own, mu, "stop") for task, n, own, mu in zip(tasks, prompts, ids, logprobs, strict=True)]

@@ -7,7 +7,7 @@ Changed once, when the GRPO arms of seed 0 and six arms of claim 2 had been run:
 student, from which no row came above 0.08 with 12 steps (docs/results/claims.md shows these arms). They begin at S now,
 with 10 steps. And rates are chosen with seed 0 alone.
 
-Added when all arms of claims 1, 2, 3, 4 and 6 were known, their own rules before their own arms: 2b, 3b and 5.
+Added when all arms of claims 1, 2, 3, 4 and 6 were known, their own rules before their own arms: 2b, 3b and 5; then 2c.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ RULES: Final = {
         "of SFT). **Held** (on-policy is worth its FLOPs) if all three rows are above; **partly** if one or two are, "
         "and none is below; else **not held**. A row of 10x has more FLOPs than the curve has; that is in its favour.",
     ),
+    "2c": (
+        "On-policy against more off-policy text, longer answers",
+        "The comparisons of 2 and 2b on tallies of 28 to 42 digits (answers of 202 to 300 tokens), with a teacher and "
+        "a start of their own, at the rates that 2 and 2b chose, so that none is chosen here: reverse KL, 1x and 5x, "
+        "against SFT, 1x, 2x, 5x and 10x. The curve is that of 2b, through these rows of SFT. **Held** if the least "
+        "SFT that has the mean sampled accuracy of reverse KL, 1x, costs at least 9 times its FLOPs, or none up to 10x "
+        "has it, and both rows of reverse KL are above the curve. **Partly** if one at least is above it, and none "
+        "below. Else **not held**. If SFT, 10x, is not at least 0.1 above the start, the claim is **not tested**.",
+    ),
     "3": (
         "Order",
         "At about equal FLOPs (10 steps of 32 texts) from S: SFT, off-policy KD (forward and reverse KL on the "
@@ -107,13 +116,12 @@ RULES: Final = {
         "**partly** if for some; else **not held**.",
     ),
 }
-NOT_RUN: Final = "2 with longer answers (200 to 300 tokens)"
 
 
 def grid() -> list[Arm]:
     """In the order in which they are made."""
     arms = [arm for seed in SEEDS for arm in dense(seed)]
-    for claim in (off_policy_and_order, further, controls, reuse, shares, longer, smaller, recovery):
+    for claim in (off_policy_and_order, further, controls, reuse, shares, longer, smaller, recovery, long_answers):
         arms += [arm for seed in SEEDS for arm in claim(seed)]
     return arms
 
@@ -200,6 +208,15 @@ def _order(claim: str, seed: int) -> list[Arm]:
 def longer(seed: int) -> list[Arm]:
     arms = [_row("2b", f"{OPD}, {n}x", seed, _base("reverse_kl", steps=BASE_STEPS * n)) for n in TIMES[1:]]
     return [one for arm in arms for one in at_rates(arm)]
+
+
+def long_answers(seed: int) -> list[Arm]:
+    rows: tuple[tuple[str, Method, int, float], ...] = (
+        *((OPD, "reverse_kl", n, lr) for n, lr in ((1, 5e-4), (5, 2e-3))),
+        *(("SFT", "seq_kd", n, lr) for n, lr in zip(TIMES, (5e-4, 2e-3, 2e-3, 2e-3), strict=True)),
+    )
+    arms = [_row("2c", f"{w}, {n}x", seed, Phase(m, BASE_STEPS * n, lr, own=float(w == OPD))) for w, m, n, lr in rows]
+    return [replace(arm, start="long-start", teacher=("long-teacher",) if arm.teacher else ()) for arm in arms]
 
 
 def smaller(seed: int) -> list[Arm]:

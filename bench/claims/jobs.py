@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from transformers.utils import logging
 
-from bench.claims.arm import OF_PAIR, Run, result_file, write_texts
+from bench.claims.arm import OF_PAIR, TEXTS_OF, Run, result_file, write_texts
 from bench.claims.grid import TEXTS, grid
 from bench.claims.pair import build
 
@@ -29,15 +29,15 @@ def make(name: str, folder: Path, commit: str = "") -> None:
     logging.disable_progress_bar()
     if name in OF_PAIR.values():
         build(name.removeprefix("pair-"), folder)
-    elif name == "texts":
-        write_texts(folder, TEXTS)
+    elif name in TEXTS_OF:
+        write_texts(folder, TEXTS, name)
     else:
         Run(next(arm for arm in grid() if arm.name == name), folder).make(commit)
 
 
 def fill(folder: Path, jobs: int, claims: set[str] | None) -> list[str]:
     """Make all missing arms, `jobs` at a time, in the order of the grid. Returns those that failed."""
-    every: dict[str, set[str]] = {name: set() for name in OF_PAIR.values()} | {"texts": {"pair-teacher"}}
+    every = {name: set[str]() for name in OF_PAIR.values()} | {texts: {of} for texts, of in TEXTS_OF.items()}
     every |= {arm.name: arm.needs for arm in grid()}
     wanted = {arm.name for arm in grid() if claims is None or arm.claim in claims}
     while more := {need for name in wanted for need in every[name]} - wanted:

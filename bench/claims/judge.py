@@ -17,7 +17,8 @@ Kind: TypeAlias = Literal["sampled", "greedy", "facts", "facts_greedy"]
 Verdict: TypeAlias = Literal["held", "partly", "not held", "not tested", "not run"]
 TARGET: Final = 0.95
 LEARNT: Final = 0.1
-"""What R must be above S for claim 1 to be tested."""
+"""What R must be above S for claim 1 to be tested; in claim 2c, what SFT must learn."""
+LONG_OPD: Final = ("OPD, reverse KL, 1x", "OPD, reverse KL, 5x")
 
 
 class Mean(NamedTuple):
@@ -162,9 +163,9 @@ class Cheapest(NamedTuple):
     """The same with the teacher's writing of SFT's text left out."""
 
 
-def cheapest_sft(results: Results, row: str, kind: Kind) -> Cheapest | None:
-    own = results.row("2", row)
-    sft = {n: one for n in TIMES if (one := results.row("2", f"SFT, {n}x")) is not None}
+def cheapest_sft(results: Results, row: str, kind: Kind, claim: str = "2") -> Cheapest | None:
+    own = results.row(claim, row)
+    sft = dict[int, Row](zip(TIMES, sft_rows(results, claim), strict=False))
     if own is None or len(sft) < len(TIMES):
         return None
     enough = [n for n, one in sft.items() if one.end(kind).value >= own.end(kind).value]
@@ -180,14 +181,15 @@ def off_policy(results: Results) -> Verdict:
     return "held" if found.times is None else _graded(found.ratio, 9.0, 1.5)
 
 
-def sft_rows(results: Results) -> list[Row]:
+def sft_rows(results: Results, claim: str = "2") -> list[Row]:
     """1x to 10x; fewer while some have not been run."""
-    return [one for n in TIMES if (one := results.row("2", f"SFT, {n}x")) is not None]
+    return [one for n in TIMES if (one := results.row(claim, f"SFT, {n}x")) is not None]
 
 
-def beside_sft(results: Results, row: Row) -> tuple[float, float, str] | None:
-    """Claim 2b: (how far the row is above SFT's curve at its FLOPs, the error, in a word). Below is negative."""
-    sft = sft_rows(results)
+def beside_sft(results: Results, row: Row, claim: str = "2") -> tuple[float, float, str] | None:
+    """Claims 2b and 2c: (how far the row is above SFT's curve at its FLOPs, the error, in a word). Below is
+    negative."""
+    sft = sft_rows(results, claim)
     if len(sft) < len(TIMES):
         return None
     ends, costs = [one.end("sampled") for one in sft], [math.log(one.flops(*TOTAL)) for one in sft]
@@ -205,6 +207,21 @@ def longer(results: Results) -> Verdict:
         return "not run"
     sides = {side for _, _, side in found}
     return "held" if sides == {"above"} else "partly" if "above" in sides and "below" not in sides else "not held"
+
+
+def long_answers(results: Results) -> Verdict:
+    rows = [results.row("2c", row) for row in LONG_OPD]
+    found = [one for row in rows if row and (one := beside_sft(results, row, "2c")) is not None]
+    least = cheapest_sft(results, LONG_OPD[0], "sampled", "2c")
+    if least is None or len(found) < len(LONG_OPD):
+        return "not run"
+    most = sft_rows(results, "2c")[-1]
+    if most.end("sampled").value < most.start + LEARNT:
+        return "not tested"
+    sides = {side for _, _, side in found}
+    if "above" not in sides or "below" in sides:
+        return "not held"
+    return "held" if sides == {"above"} and (least.times is None or least.ratio >= 9.0) else "partly"
 
 
 def order(results: Results) -> Verdict:
@@ -304,5 +321,6 @@ def shares(results: Results) -> Verdict:
 
 
 VERDICTS: Final[dict[str, Callable[[Results], Verdict]]] = {
-    **{"1": dense, "2": off_policy, "2b": longer, "3": order, "3b": smaller, "4": reuse, "5": recovery, "6": shares},
+    **{"1": dense, "2": off_policy, "2b": longer, "2c": long_answers},
+    **{"3": order, "3b": smaller, "4": reuse, "5": recovery, "6": shares},
 }

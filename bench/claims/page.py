@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.claims import judge
-from bench.claims.arm import OF_PAIR
-from bench.claims.grid import NOT_RUN, REUSED, RULES, SEEDS, TIMES, grid
+from bench.claims.arm import OF_PAIR, TEXTS_OF
+from bench.claims.grid import REUSED, RULES, SEEDS, TIMES, grid
 from bench.claims.judge import TOTAL, Lines, Mean, Results, Row
 
 DOCS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
-PAIR: Final = (*OF_PAIR.values(), "texts")
+PAIR: Final = (*OF_PAIR.values(), *TEXTS_OF)
 DROPPED: Final = "dropped/"
 """Arms of an earlier grid, whose numbers are kept."""
 HEAD: Final = (
@@ -84,7 +84,7 @@ def overview(results: Results, arms: Mapping[str, Lines]) -> list[str]:
             verdict = "incomplete"
         note = "" if done == len(own) or verdict in ("not run", "incomplete") else " (so far)"
         lines.append(f"| {claim}. {title} | **{verdict}**{note} | {done} of {len(own)} |")
-    return [*lines, "", "Not run, and not in the command: " + NOT_RUN + "."]
+    return lines
 
 
 def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) -> list[str]:
@@ -110,10 +110,13 @@ def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) ->
 
 
 def tables(results: Results) -> dict[str, list[str]]:
+    long = results.rows("2c")
+    own = {name: long[name] for name in judge.LONG_OPD if name in long}
     found: dict[str, list[str]] = {
         "1": [*table(results.rows("1")), "", *race_table(results)],
-        "2": [*table(results.rows("2")), "", *cheapest_table(results)],
-        "2b": [*table(results.rows("2b")), "", *beside_table(results)],
+        "2": [*table(results.rows("2")), "", *cheapest_table(results, "2", ("OPD, reverse KL", "OPD, forward KL"))],
+        "2b": [*table(results.rows("2b")), "", *beside_table(results, results.rows("2b"), "2")],
+        "2c": [*table(long), "", *cheapest_table(results, "2c", judge.LONG_OPD), "", *beside_table(results, own, "2c")],
         "3": table(judge.order_rows(results)),
         "3b": table(results.rows("3b")),
         "4": table(results.rows("4")),
@@ -155,14 +158,14 @@ def race_table(results: Results) -> list[str]:
     return lines
 
 
-def cheapest_table(results: Results) -> list[str]:
+def cheapest_table(results: Results, claim: str, rows: Sequence[str]) -> list[str]:
     lines = [
         "| at the accuracy of | by | least SFT that has it | its FLOPs / the row's | without the teacher's writing |",
         "|---|---|---|---:|---:|",
     ]
-    for name in ("OPD, reverse KL", "OPD, forward KL"):
+    for name in rows:
         for kind in ("sampled", "greedy"):
-            found = judge.cheapest_sft(results, name, kind)
+            found = judge.cheapest_sft(results, name, kind, claim)
             if found is not None:
                 least, more = (f"{found.times}x", "") if found.times else (f"none up to {max(TIMES)}x", "> ")
                 lines.append(
@@ -171,10 +174,10 @@ def cheapest_table(results: Results) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
-def beside_table(results: Results) -> list[str]:
+def beside_table(results: Results, rows: Mapping[str, Row], claim: str) -> list[str]:
     lines = ["| | sampled | SFT's curve at its FLOPs | it is ... the curve |", "|---|---|---:|---|"]
-    for name, row in results.rows("2b").items():
-        if found := judge.beside_sft(results, row):
+    for name, row in rows.items():
+        if found := judge.beside_sft(results, row, claim):
             (difference, error, side), own = found, row.end("sampled")
             where = f"{own.value - difference:.2f} | {side} ({difference:+.2f}, error {error:.2f})"
             lines.append(f"| {name} | {own} | {where} |")
@@ -250,6 +253,8 @@ def _cost(axis: Any, results: Results) -> None:
         "SFT": judge.sft_rows(results),
         "OPD, reverse KL": own,
         "OPD, forward KL": [results.row("2", "OPD, forward KL")],
+        "2c: SFT": judge.sft_rows(results, "2c"),
+        "2c: OPD, reverse KL": [results.row("2c", row) for row in judge.LONG_OPD],
     }
     for label, found in rows.items():
         _ends(axis, label, {row.flops(*TOTAL) / 1e9: row for row in found if row})

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from bench.claims.facts import Fact
 from stillhouse.actors.rewards.answer import AnswerCheck
-from stillhouse.builtin.tally import Tally
+from stillhouse.builtin.tally import TERMS, Tally
 from stillhouse.builtin.tokenizer import END_OF_TURN, build_tokenizer, prompt_token_ids
 from stillhouse.engines.base import GenerationRequest, ScoreRequest
 from stillhouse.engines.config import EngineConfig
@@ -43,7 +43,8 @@ from stillhouse.protocol.messages.learner import TopKPiece
 from stillhouse.protocol.payloads.hidden import HiddenEncoder
 
 MAX_NEW_TOKENS: Final = 200
-MAX_CONTEXT: Final = 288
+"""And 5 more for each digit of a long tally above TERMS; its answer takes 7."""
+MAX_CONTEXT: Final = 448
 FACT_TOKENS: Final = 6
 CONCURRENT: Final = 64
 POOL: Final = "default"
@@ -109,7 +110,7 @@ class Writer:
             task, self._requests = tasks[group], self._requests + 1
             told = isinstance(task, Fact)
             prompt = TOKENIZER.encode(task.prompt) if told else prompt_token_ids(TOKENIZER, task.prompt)
-            longest = FACT_TOKENS if told else MAX_NEW_TOKENS
+            longest = FACT_TOKENS if told else MAX_NEW_TOKENS + 5 * max(0, len(task.prompt) // 2 - TERMS[1])
             asked[str(self._requests)] = task, prompt, group, sample
             self._engine.submit(
                 GenerationRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from bench.claims.facts import documents, facts
 from bench.claims.grid import grid
 from bench.claims.jobs import fill
 from bench.claims.pair import save
-from bench.claims.student import TOKENIZER, Rollout, Student, document, flops_of, item_of
+from bench.claims.student import TOKENIZER, Rollout, Student, Writer, document, flops_of, item_of
 from stillhouse.builtin.sft import Recipe, new_model
+from stillhouse.builtin.tally import Tally
 
 TINY = Recipe(hidden=16, mlp=16, layers=2, head_dim=4, steps=1, learning_rate=1e-3, seed=1, init_std=0.08)
 
@@ -44,6 +46,33 @@ def test_an_arm_of_two_phases_counts_what_each_spent(folder: Path) -> None:
     assert spent["learner"] > sum(one.training(len(text.ids_L), frozen=False) for text in texts)
     own = spent["teacher"] - sum(one.of(0, len(text.ids_L)) for text in texts)
     assert own == spent["actor"] > 0  # the teacher has the student's size here, and reads what the student wrote
+
+
+def test_an_arm_of_long_tallies_has_models_texts_and_prompts_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("long-teacher", "long-start"):
+        save(new_model(replace(TINY, mlp=32), TOKENIZER), folder / "models" / name)
+    asked, write = list[Tally](), Writer.write
+
+    def seen(writer: Writer, tasks: Any, *args: Any, **options: Any) -> list[Rollout]:
+        asked.extend(tasks)
+        return write(writer, tasks, *args, **options)
+
+    monkeypatch.setattr(Writer, "write", seen)
+    write_texts(folder, 4, "long-texts")
+    texts, teacher = read_texts(folder / "long-texts.npz"), flops_of(folder / "models" / "long-teacher")
+    assert [text.task for text in texts] == asked
+    assert max(text.written for text in texts) > 12 + 5 * (28 - 18)  # MAX_NEW_TOKENS, and more for the digits above 18
+    for row in ("SFT, 1x", "OPD, reverse KL, 1x"):
+        arm = next(one for one in grid() if (one.claim, one.row) == ("2c", row))
+        assert arm.needs == {"pair-long-start", "long-texts" if row == "SFT, 1x" else "pair-long-teacher"}
+        Run(replace(arm, phases=(replace(arm.phases[0], steps=1, batch=4),)), folder).make()
+        lines = read_arm(folder, arm.name)
+        assert lines is not None
+        if row == "SFT, 1x":
+            assert lines[-2]["flops"]["teacher"] == sum(teacher.of(0, len(text.ids_L)) for text in texts)
+    assert all(28 <= len(task.digits) <= 42 for task in asked)
 
 
 def test_documents_are_trained_as_a_whole_cost_no_teacher_and_their_facts_are_asked(
@@ -133,7 +162,7 @@ def test_the_first_start_makes_its_folder(tmp_path: Path) -> None:
 
 
 def test_every_arm_of_the_grid_has_a_name_of_its_own_and_needs_what_is_made_before() -> None:
-    made = {*arms.OF_PAIR.values(), "texts"}
+    made = {*arms.OF_PAIR.values(), *arms.TEXTS_OF}
     for arm in grid():
         assert arm.name not in made and arm.needs <= made
         made.add(arm.name)

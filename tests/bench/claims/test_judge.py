@@ -88,6 +88,26 @@ def test_more_steps_are_compared_with_sft_at_their_own_flops() -> None:
 
 
 @pytest.mark.parametrize(
+    ("opd", "most", "verdict"),
+    [
+        ((0.45, 0.5), 0.4, "held"),
+        ((0.15, 0.35), 0.4, "partly"),
+        ((0.45, 0.3), 0.4, "partly"),
+        ((0.45, 0.29), 0.4, "not held"),
+        ((0.1, 0.3), 0.4, "not held"),
+        ((0.45, 0.5), 0.09, "not tested"),
+    ],
+)
+def test_longer_answers_are_judged_by_both_comparisons(opd: tuple[float, float], most: float, verdict: str) -> None:
+    """SFT has 0.1 at 10, 0.2 at 20 and 0.3 at 50."""
+    rows = zip(TIMES, (0.1, 0.2, 0.3, most), strict=True)
+    files = [arm("2c", f"SFT, {n}x", {0: 0.0, 10 * n: right}) for n, right in rows]
+    assert judge.long_answers(Results.of(files)) == "not run"
+    files += [arm("2c", f"OPD, reverse KL, {n}x", {0: 0.0, 10 * n: own}) for n, own in zip((1, 5), opd, strict=True)]
+    assert judge.long_answers(Results.of(files)) == verdict
+
+
+@pytest.mark.parametrize(
     ("large", "small", "verdict"),
     [
         ((0.5, 0.55), (0.4, 0.6), "held"),
