@@ -1,7 +1,7 @@
 """How the built-in task was made:
 
 stillhouse builtin build                 its problems, teacher and student (a few CPU minutes)
-stillhouse builtin build --hybrid FOLDER a student with recurrent layers (three CPU minutes)
+stillhouse builtin build --hybrid FOLDER a student with recurrent layers (a CPU minute)
 stillhouse builtin measure [FOLDER ...]  accuracy of models on its evaluation problems
 stillhouse builtin specialists FOLDER    the files of a run with two specialist teachers
 """

@@ -29,6 +29,9 @@ IGNORED = -100  # label of a token without loss
 _RECURRENT: Final[dict[str, Any]] = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    # Published models turn a quarter of each head by position: 64 of 256 dimensions. Of 32 that would be 8, four
+    # frequencies, and the digits of long sums are not found.
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
 }
 
 
