@@ -67,6 +67,7 @@ def test_training_lowers_the_loss_and_stops_when_told(tokenizer: PreTrainedToken
     examples = example_stream(tokenizer, TINY, NOTHING_HELD_OUT)
     model = new_model(replace(TINY, hybrid=hybrid), tokenizer)
     assert model.config.model_type == ("qwen3_5_text" if hybrid else "qwen3")
+    assert 2 * cast(Any, model).model.rotary_emb.inv_freq.numel() == TINY.head_dim  # the whole head is turned
     steps = train(model, examples, TINY, cast(int, tokenizer.pad_token_id), after_step)
     assert steps == len(losses) == 10
     assert losses[-1] < 0.8 * losses[0]
