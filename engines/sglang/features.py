@@ -24,6 +24,19 @@ _PROMPT: Final = [1, 2, 3]
 _STREAM_TOKENS: Final = 16
 _PROBE_TEMPERATURE: Final = 2.0
 _SAME_NATS: Final = 1e-2
+NEUTRAL: Final[dict[str, Any]] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "min_new_tokens": 0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "ignore_eos": False,
+    "n": 1,
+}
+"""Said in each request, because a server may have defaults of its own (--preferred-sampling-params)."""
+_SAID: Final = {*NEUTRAL, "temperature", "max_new_tokens", "stop_token_ids", "skip_special_tokens", "stream_interval"}
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -40,6 +53,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_lora: bool | None = None
     max_lora_rank: int | None = None
     kv_cache_dtype: str | None = None
+    preferred_sampling_params: dict[str, Any] | str | None = None
 
     @property
     def precision(self) -> Precision:
@@ -190,6 +204,11 @@ async def detect_features(link: ServerLink) -> Features:
     max_context = next((model.max_model_len for model in listed if model.max_model_len is not None), None)
     if max_context is None:
         raise StreamError("the server does not say how long a sequence may be (max_model_len of /v1/models)")
+    if names := unasked(info.preferred_sampling_params):
+        raise StreamError(
+            f"--preferred-sampling-params sets {', '.join(names)}, which changes every answer of this server; start it "
+            "without"
+        )
     at_one, spans = await _top_two(link, 1.0)
     at_probe, _ = await _top_two(link, _PROBE_TEMPERATURE)
     incremental, interval, greedy = await _probe_stream(link, info)
@@ -218,8 +237,14 @@ async def detect_features(link: ServerLink) -> Features:
     )
 
 
+def unasked(preferred: dict[str, Any] | str | None) -> list[str]:
+    """What a server's own defaults (a dictionary, or its JSON) set that no request says: it would change answers."""
+    fields = msgspec.json.decode(preferred, type=dict[str, Any]) if isinstance(preferred, str) else preferred or {}
+    return sorted(name for name, value in fields.items() if value and name not in _SAID)
+
+
 def _body(temperature: float, n_tokens: int, interval: int = 0, **more: Any) -> dict[str, Any]:
-    sampling: dict[str, Any] = {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
+    sampling: dict[str, Any] = NEUTRAL | {"temperature": temperature, "max_new_tokens": n_tokens, "ignore_eos": True}
     if interval:
         sampling["stream_interval"] = interval
     return {"input_ids": _PROMPT, "sampling_params": sampling, "return_logprob": True, **more}

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.http.live import tokens_left
 from stillhouse.engines.http.stream import ExpertsAsked
-from stillhouse.engines.sglang.features import Features
+from stillhouse.engines.sglang.features import NEUTRAL, Features
 from stillhouse.protocol.messages import Sampling
 from stillhouse.weights.manifest import WeightBucket
-
-_NEUTRAL: Final[dict[str, Any]] = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "min_new_tokens": 0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-"""Said in each request, because a server may have defaults of its own (--preferred-sampling-params)."""
 
 
 def check_sampling(what: str, sampling: Sampling, features: Features) -> None:
@@ -65,7 +54,7 @@ def generate_body(
     request: GenerationRequest, answered: list[int], rid: str, features: Features, stream_tokens: int
 ) -> dict[str, Any]:
     """Body of POST /generate that continues after the tokens `answered`."""
-    sampling: dict[str, Any] = _NEUTRAL | {
+    sampling: dict[str, Any] = NEUTRAL | {
         "temperature": request.sampling.temperature,
         "max_new_tokens": tokens_left(request, len(answered), features),
         "stop_token_ids": request.stop_token_ids,

@@ -139,8 +139,8 @@ def _wrong_files(folder: Path) -> Iterator[str]:
         yield f"{folder} lacks {len(lacking)} of the {len(names)} files that {INDEX_FILE} names: {lacking[0]}"
     if (folder / ADAPTER).is_file():
         yield (
-            f"{folder} holds {ADAPTER} beside whole weights: transformers reads the adapters, and the weights that they "
-            "name, in place of those; move them out of the folder, or merge them first"
+            f"{folder} holds {ADAPTER} beside whole weights: transformers reads the adapters, and the weights that "
+            "they name, in place of those; move them out of the folder, or merge them first"
         )
 
 

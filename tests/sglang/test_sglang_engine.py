@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,8 +18,10 @@ import pytest
 
 from stillhouse.engines.base import EngineMismatch
 from stillhouse.engines.http.link import ServerLost, ServerUnavailable
+from stillhouse.engines.http.stream import StreamError
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.engine import SGLangEngine
+from stillhouse.models.tokenizer import load_tokenizer
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
 from stillhouse.sglang_server.servers import SERVER_ARGS, Servers, SGLangServer
 from tests.engines.sglang.test_features import TRIED
@@ -46,6 +49,24 @@ def test_greedy_answers_are_those_of_transformers(engine: SGLangEngine, student_
     assert answer.ids == student_reference.greedy(PROMPT, len(answer.ids))
     assert answer.logprobs == pytest.approx(student_reference.of_tokens([*PROMPT, *answer.ids], 4), abs=TOLERANCE)
     assert answer.spans and answer.spans[0].start == 0 and answer.spans[-1].end == len(answer.ids)
+
+
+def test_defaults_of_a_server_change_nothing_or_are_refused(engine: SGLangEngine, servers: Servers) -> None:
+    defaults = {"ignore_eos": True, "top_k": 2, "min_new_tokens": 12, "n": 2}, {"regex": "[a-z]+"}
+    started = [
+        servers.start(name, STUDENT, ["--preferred-sampling-params", json.dumps(one)])
+        for name, one in zip(("neutral", "refused"), defaults, strict=True)
+    ]
+    servers.wait_ready(started, READY_S)
+    tokenizer = load_tokenizer(STUDENT)
+    ids, stops = tokenizer.encode("user\n780+128=\nassistant\n"), (int(tokenizer.eos_token_id),)
+    asked = [request("a", ids, 24, temperature=0.0, stops=stops)]
+    other = SGLangEngine(started[0].url, SGLangConfig(), vocab_size=VOCAB)
+    plain, answer = generate(engine, asked)["a"], generate(other, asked)["a"]
+    other.close()
+    assert answer.ids == plain.ids and answer.finish_reason == plain.finish_reason == "stop" and len(answer.ids) < 12
+    with pytest.raises(StreamError, match="preferred-sampling-params sets regex"):
+        SGLangEngine(started[1].url, SGLangConfig(), vocab_size=VOCAB)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from stillhouse.engines.base import GenerationRequest
 from stillhouse.engines.sglang.config import SGLangConfig, SwapMode
-from stillhouse.engines.sglang.features import Features, ServerInfo, why_unfit
+from stillhouse.engines.sglang.features import Features, ServerInfo, unasked, why_unfit
 from stillhouse.engines.sglang.requests import generate_body
 from stillhouse.protocol.messages import Sampling
 from tests.server_features import CAPABLE
@@ -56,7 +56,9 @@ def test_requests_are_cut_by_every_version(version: str, mode: SwapMode) -> None
 def test_a_server_s_own_defaults_change_nothing() -> None:
     """SGLang lays what a request says over them (`tokenizer_manager`)."""
     preferred = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "min_new_tokens": 5}
-    preferred |= {"repetition_penalty": 1.05, "frequency_penalty": 1.0, "presence_penalty": 1.5}
+    preferred |= {"repetition_penalty": 1.05, "frequency_penalty": 1.0, "presence_penalty": 1.5, "ignore_eos": True}
+    assert unasked(preferred) == [] == unasked(None) == unasked('{"n": 2, "regex": null}')
+    assert unasked(preferred | {"logit_bias": {"4": 9.0}, "regex": "[a-z]", "stop": []}) == ["logit_bias", "regex"]
     request = GenerationRequest("a", np.asarray([1], np.int32), Sampling(), max_new_tokens=3, stop_token_ids=(2,))
     sampled = preferred | generate_body(request, [], "rid", CAPABLE, 1)["sampling_params"]
     assert {name for name in preferred if sampled[name] == preferred[name]} == set()
