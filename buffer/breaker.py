@@ -35,9 +35,6 @@ class Breaker:
         self._probe: int | None = None
         """Lease id of the probe that is out."""
 
-    def __repr__(self) -> str:
-        return f"Breaker(until={self._open_until_s}, probe={self._probe}, against={len(self._against)})"
-
     @property
     def is_open(self) -> bool:
         return self._open_until_s is not None

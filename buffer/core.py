@@ -17,7 +17,7 @@ import msgspec
 
 from stillhouse.buffer.acks import acknowledged_together
 from stillhouse.buffer.blobs import Load, numbered
-from stillhouse.buffer.peers import DRAINING
+from stillhouse.buffer.peers import KEPT
 from stillhouse.buffer.state import BufferState, Outgoing
 from stillhouse.protocol.codec import Received, decode, encode
 from stillhouse.protocol.flow import UNNUMBERED
@@ -121,7 +121,7 @@ def _said(entry: FromPeer, blobs_total: int, blobs: list[tuple[int, bytes]]) -> 
     # Not `codec.encode`, which would validate again what the server has already validated.
     message, arrays = entry.received
     if isinstance(message, Heartbeat):  # the rest is for people, and comes anew each second
-        decisive = {name: value for name, value in message.stats.items() if name == DRAINING}
+        decisive = {name: value for name, value in message.stats.items() if name in KEPT}
         message = msgspec.structs.replace(message, stats=decisive)
     header, frames = _encode(message), [array.tobytes() for array in arrays]
     numbers = numbered(message, arrays, blobs_total).numbers

@@ -23,9 +23,6 @@ class GroupFilter:
         self._groups_total = 0
         self._rollouts_since_batch = 0
 
-    def __repr__(self) -> str:
-        return f"GroupFilter(on={self._on}, groups={self._groups_total}, since_batch={self._rollouts_since_batch})"
-
     @property
     def counts(self) -> dict[str, int]:
         """Counts for the snapshot's `queues`; none without dynamic sampling."""

@@ -25,9 +25,6 @@ class Runs(Generic[ValueT]):
         self._lasts: list[int] = []
         self._values: list[ValueT] = []
 
-    def __repr__(self) -> str:
-        return f"Runs({self.n_numbers} numbers in {self.n_runs} runs)"
-
     @property
     def n_runs(self) -> int:
         """Number of entries, which determines the memory used."""
@@ -120,9 +117,6 @@ class EndedRollouts:
         self._series: dict[Series, Runs[int]] = {}
         """Segments by task id."""
         self._n_runs = 0
-
-    def __repr__(self) -> str:
-        return f"EndedRollouts(runs={self._n_runs}, series={len(self._series)})"
 
     @property
     def n_runs(self) -> int:

@@ -15,6 +15,7 @@ from typing import ClassVar, Final, NamedTuple
 from stillhouse.buffer.breaker import Breaker
 from stillhouse.buffer.rollouts import RolloutState, ScoreJob
 from stillhouse.buffer.tokens import Array
+from stillhouse.protocol.context import GPU_S
 from stillhouse.protocol.messages import (
     ForgottenPeers,
     Message,
@@ -27,6 +28,8 @@ from stillhouse.protocol.messages import (
 
 DRAINING: Final = "draining"
 """The one number of a heartbeat that decides anything here: a teacher that leaves gets no more work."""
+KEPT: Final = (DRAINING, GPU_S)
+"""Those that outlive this process."""
 
 
 class Outgoing(NamedTuple):
@@ -82,6 +85,7 @@ class Peer:
         self.heard_s = now_s
         self.version: WeightVersion | None = None
         self.stats: dict[str, float] = {}
+        self.former_gpu_s = former.gpu_s if former is not None else 0.0
         self.done_total = former.done_total if former is not None else 0
         self.tokens_total = former.tokens_total if former is not None else 0
 
@@ -92,6 +96,11 @@ class Peer:
     def held(self) -> int:
         return 0
 
+    @property
+    def gpu_s(self) -> float:
+        """Of all its processes."""
+        return self.former_gpu_s + self.stats.get(GPU_S, 0.0)
+
     def view(self, now_s: float, held: int | None = None) -> PeerView:
         return PeerView(
             role=self.role,
@@ -99,7 +108,7 @@ class Peer:
             alive=self.alive,
             version=self.version,
             silent_s=max(0.0, now_s - self.heard_s),
-            stats=dict(self.stats),
+            stats=self.stats | ({GPU_S: self.gpu_s} if self.gpu_s else {}),
             held=self.held if held is None else held,
             done_total=self.done_total,
             tokens_total=self.tokens_total,

@@ -51,9 +51,6 @@ class TokenStore:
         self._ids_T, self._logprobs_T, self._loss_mask_T, self._teacher_logprobs_PT = columns
         self._open_T: Bytes = np.empty(_FIRST_CAPACITY_TOKENS, np.uint8)
 
-    def __repr__(self) -> str:
-        return f"TokenStore(length={self.length}, open={int(self._open_T[: self.length].sum())})"
-
     def contents(self) -> tuple[Any, ...]:
         """Contents for an image. Tokens and scores that came in a blob are not in it: it refers to the blob."""
         end, inline = self.length, self._parts.without_blob()

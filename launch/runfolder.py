@@ -137,9 +137,6 @@ class RunFolder(WorkFolder):
             raise
         return folder
 
-    def __repr__(self) -> str:
-        return f"RunFolder({str(self.path)!r}, {_describe(self.record)})"
-
     def keep_keys(self, workers: Iterable[str] = (), *, encrypted: bool) -> None:
         """Make the run's keys, including those of its own workers, or keep existing ones. Without encryption they are
         renamed, because processes that find keys use them."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from stillhouse.protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
-from stillhouse.protocol.context import RoleContext
+from stillhouse.protocol.context import GPU_S, RoleContext
 from stillhouse.protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from stillhouse.protocol.flow import UNTRACKED, ack_keys
 from stillhouse.protocol.keys import ClientKeys, run_client_keys
@@ -50,7 +50,11 @@ class Client:
         send_timeout_s: float = 60.0,
         max_unconfirmed_bytes: int = MAX_UNCONFIRMED_BYTES,
         max_inbox_bytes: int = MAX_MESSAGE_BYTES,
+        gpus: float = 0.0,
+        began_s: float = 0.0,
     ) -> None:
+        """`gpus`, `began_s`: see RoleContext."""
+        self._gpus, self._began_s = gpus, began_s
         self._address = address
         self._hello = hello
         self._keys = keys
@@ -175,11 +179,13 @@ class Client:
     def set_heartbeat(
         self, version: WeightVersion | None, stats: Mapping[str, float], *, at_once: bool = False
     ) -> None:
-        """Set the contents of future heartbeats; this process's CPU seconds are added. `at_once`: send one right after
-        the messages queued now."""
+        """Set the contents of future heartbeats; this process's CPU and GPU seconds are added. `at_once`: send
+        one right after the messages queued now."""
         with self._state.changed:
             self._state.heartbeat_version = version
             self._state.heartbeat_stats = {**stats, "cpu_s_total": time.process_time()}
+            if self._gpus:
+                self._state.heartbeat_stats[GPU_S] = self._gpus * (time.monotonic() - self._began_s)
             if at_once:
                 self._state.heartbeat_at_once = True
                 self._wake()
@@ -236,7 +242,9 @@ def worker_client(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str
     """A client for this worker process, with its own keys, that is not connected yet. Raises KeysUnusable."""
     hello = worker_hello(ctx, vocab_fingerprint, pool=pool)
     keys = run_client_keys(ctx.run_dir, hello.role, hello.name)
-    return Client(ctx.buffer_address, hello, keys=keys, reconnect_timeout_s=ctx.buffer_away_s)
+    return Client(
+        ctx.buffer_address, hello, keys=keys, reconnect_timeout_s=ctx.buffer_away_s, gpus=ctx.gpus, began_s=ctx.began_s
+    )
 
 
 def worker_hello(ctx: RoleContext[object], vocab_fingerprint: str, *, pool: str = "") -> Hello:

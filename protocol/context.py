@@ -9,13 +9,16 @@ where `WhatIRead` is a typing.Protocol next to that main, with the parts of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
 from stillhouse.protocol.turns import FILE, Turn
 
+GPU_S: Final = "gpu_s_total"
+"""In heartbeats: GPUs times the seconds since a worker started; in snapshots with those of its former processes."""
 WorkerRole: TypeAlias = Literal["buffer", "learner", "actor", "teacher"]
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 
@@ -63,6 +66,10 @@ class RoleContext(Generic[ConfigT_co]):
     """How long it waits for a buffer that was there and is away: the launcher may be starting it again."""
     in_turns: bool = False
     """It shares its device with others in turn (`protocol.turns`)."""
+    gpus: float = 0.0
+    """That it and its server have, with those of the learner's ranks; of one that several share, an equal part."""
+    began_s: float = field(default_factory=time.monotonic)
+    """Monotonic time at which this process began as the worker."""
     server_url: str = ""
     """URL of this worker's own inference server; empty for an embedded engine. If the server needs a bearer key, it is
     in the environment variable named by `engines.provider.API_KEY_VARIABLE`, or by the configuration."""

@@ -101,9 +101,6 @@ class Recording:
                     "run with teacher.top_k, e.g. 256, or a divergence of sampled tokens (k1, k2, k3, seq_kd)"
                 )
 
-    def __repr__(self) -> str:
-        return f"Recording({self.path}, {len(self.batches)} batches of {self.header.run})"
-
     @property
     def first_step(self) -> int:
         """Number of optimizer steps before the first batch."""

@@ -134,7 +134,7 @@ def tiny(model_type: str) -> PreTrainedModel:
     """A random model of this type with each of its kinds of layers. Raises what its class raises for such sizes."""
     torch.manual_seed(0)
     kind = CONFIG_MAPPING[model_type]
-    said = cast("dict[str, Any]", kind().to_dict())
+    said = kind().to_dict()
     small = _small(said)
     for name, part in said.items():  # of text, and towers for what is no text
         if name.endswith("_config") and isinstance(part, dict):

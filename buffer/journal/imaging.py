@@ -84,9 +84,6 @@ class ImageFork:
             _write_and_exit(path, make, parent_pid, flush=flush)
         self._paused_s = time.monotonic() - self._began_s
 
-    def __repr__(self) -> str:
-        return f"ImageFork({self.path.name}, pid={self._pid})"
-
     def finished(self) -> Finished | None:
         """The outcome, or None while it still writes."""
         pid, status, usage = os.wait4(self._pid, os.WNOHANG)

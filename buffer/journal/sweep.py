@@ -29,9 +29,6 @@ class Sweep:
         self._again = False
         """What it has passed was not compared with the newest image."""
 
-    def __repr__(self) -> str:
-        return f"Sweep(at={self._at}, end={self._end}, referred={len(self._referred)})"
-
     def begin(self, referred: array[int], end: int) -> None:
         """Delete the blobs before `end` that are not among these, which ascend."""
         self._again = self._at is not None

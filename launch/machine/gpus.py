@@ -52,10 +52,10 @@ class Places(NamedTuple):
     """Wanted.role -> the GPUs of its servers."""
 
     @property
-    def gpus(self) -> frozenset[int]:
-        """All that something is placed on."""
+    def gpus(self) -> Counter[int]:
+        """All that something is placed on, and on how many things."""
         of_servers = (gpu for groups in self.servers.values() for group in groups for gpu in group)
-        return frozenset([*(gpu for gpu in self.seats.values() if gpu is not None), *of_servers])
+        return Counter([*(gpu for gpu in self.seats.values() if gpu is not None), *of_servers])
 
 
 class NotEnoughGpus(ValueError):

@@ -102,12 +102,6 @@ class LocalProcesses(ProcessBackend):
         self._former_handler = signal.signal(signal.SIGCHLD, lambda _signum, _frame: None)
         self._former_wakeup = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
-    def __repr__(self) -> str:
-        return (
-            f"LocalProcesses(forking={self._forking}, warm={self._warm}, queued={len(self._queued)}, "
-            f"forked={sorted(self._forked)}, spawned={sorted(self._spawned)})"
-        )
-
     @property
     def pids(self) -> dict[str, int]:
         """Worker name -> pid, for running workers."""

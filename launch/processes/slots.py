@@ -66,9 +66,6 @@ class RestartBudget:
         self.totals: defaultdict[str, int] = defaultdict(int)
         """Restarts granted per worker since the start."""
 
-    def __repr__(self) -> str:
-        return f"RestartBudget(totals={dict(self.totals)}, of {self._config.max_restarts} per window)"
-
     def died(self, name: str, now_s: float) -> float | None:
         """Record a death. Returns the seconds to wait before the restart, or None when the budget is spent."""
         recent = self._recent[name]

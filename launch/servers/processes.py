@@ -62,9 +62,6 @@ class ServerProcesses:
         """Name -> `shared_files` of a server that was told to end."""
         self._events: list[Event] = []
 
-    def __repr__(self) -> str:
-        return f"ServerProcesses({self.pids})"
-
     @property
     def pids(self) -> dict[str, int]:
         """Name -> pid, for running servers."""

@@ -102,9 +102,6 @@ class ServerWatch:
             else None
         )
 
-    def __repr__(self) -> str:
-        return f"ServerWatch({ {name: slot.state for name, slot in self._by_name.items()} })"
-
     def __contains__(self, worker: str) -> bool:
         return worker in self._slots
 

@@ -89,6 +89,7 @@ class Crew:
             device=self._plan.placement.device(worker.role, worker.index),
             threads=self._plan.placement.threads_of(worker.role, worker.index),
             in_turns=self._plan.takes_turns(worker.role, worker.index),
+            gpus=self._plan.gpus_of(worker.role, worker.index),
         )
         # The buffer needs no torch and must not wait for it; nor must the learner if no other worker needs torch.
         preloaded = self._learner_preloaded if worker.role == "learner" else worker.role != "buffer"

@@ -56,6 +56,18 @@ class LaunchPlan:
             return False
         return role == "learner" or group_of(self.config, role, index).engine.takes_turns
 
+    def gpus_of(self, role: WorkerRole, index: int) -> float:
+        """See RoleContext."""
+        places = self.placement.places
+        own: Sequence[int | None] = ()
+        if role == "learner":
+            own = [gpu for who, gpu in places.seats.items() if who.startswith(role)] * self.config.learner.hosts
+        elif role != "buffer":
+            group = group_of(self.config, role, index)
+            servers = places.servers.get(group.key)
+            own = servers[index - group.first] if servers else [places.seats.get(f"{role}-{index}")]
+        return sum(1 / places.gpus[gpu] for gpu in own if gpu is not None)
+
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables that workers get in addition to their host's. One of them is the servers' key, which

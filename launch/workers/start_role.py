@@ -53,7 +53,8 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     threads: int = 1
     """Native threads that the launcher planned for it, or for each of its ranks (launch.checks.threads)."""
     in_turns: bool = False
-    """As in RoleContext."""
+    gpus: float = 0.0
+    """As in RoleContext, like `in_turns`."""
 
     def context(self, config: RunConfig, run_dir: Path) -> RoleContext[RunConfig]:
         """`run_dir`: path of the run folder on this host."""
@@ -73,6 +74,7 @@ class StartRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
             buffer_away_s=config.launch.ready_timeout_s,  # as long as the launcher waits for a restarted one
             server_url=self.server_url,
             in_turns=self.in_turns,
+            gpus=self.gpus,
         )
 
 

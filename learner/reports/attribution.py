@@ -104,6 +104,7 @@ class RunLimits:
         figures: dict[str, float] = {}
         if work is not None:
             figures = work.efficiency() | {f"flops/{role}": flops for role, flops in work.flops.items()}
+            figures |= {f"gpu_hours/{role}": hours for role, hours in work.gpu_hours.items()}
         if tokens.accepted:
             figures["efficiency/goodput"] = tokens.trained / tokens.accepted
         verdict = attribute(work)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from stillhouse.learner.reports.wait_clock import WAIT_CAUSES
+from stillhouse.protocol.context import GPU_S
 from stillhouse.protocol.messages import Snapshot
 from stillhouse.protocol.processors import has_quota, usable_cores
 
@@ -73,6 +74,10 @@ class Work:
     """Role -> floating-point operations of its models (stillhouse.models.flops) since its workers' start, in a window
     of any length. A role of which they are not known is not there."""
 
+    gpu_hours: Mapping[str, float]
+    """Role -> GPU hours of its workers and of their former processes, in a window of any length. A role without is not
+    there."""
+
     def efficiency(self) -> dict[str, float]:
         """Figures by tag, as far as there is something to compute them from."""
         figures: dict[str, float] = {}
@@ -111,6 +116,7 @@ class WorkWindow:
         self._totals: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(ADDED, 0.0))
         self._roles: dict[str, str] = {}
         self._alive: set[str] = set()
+        self._gpu_s: dict[str, float] = {}
 
     def update(self, snapshot: Snapshot, cpu: float | None = None) -> None:
         """Add a snapshot; one that is not newer than the last is ignored: a batch that was fetched ahead brings an
@@ -121,6 +127,7 @@ class WorkWindow:
             self._samples.clear()  # the buffer has restarted on another clock
         gauges: defaultdict[str, float] = defaultdict(float)
         self._alive = {peer.name for peer in snapshot.peers if peer.alive}
+        self._gpu_s |= {peer.name: peer.stats[GPU_S] for peer in snapshot.peers if GPU_S in peer.stats}
         for peer in snapshot.peers:
             self._roles[peer.name] = peer.role
             self._add(peer.name, peer.stats)
@@ -191,11 +198,14 @@ class WorkWindow:
             cpu=mean_cpu,
             cpu_s=cpu_s,
             processors=processors,
-            flops={role: flops for role in ROLES if (flops := self._flops(role, last))},
+            flops=self._by_role({name: totals[FLOPS] for name, totals in last.totals.items()}),
+            gpu_hours=self._by_role({name: seconds / 3600 for name, seconds in self._gpu_s.items()}),
         )
 
-    def _flops(self, role: str, last: _Sample) -> float:
-        return sum(totals[FLOPS] for name, totals in last.totals.items() if self._roles[name] == role)
+    def _by_role(self, of: Mapping[str, float]) -> dict[str, float]:
+        """Sums of what workers have; a role without is left out."""
+        sums = {role: sum(n for name, n in of.items() if self._roles[name] == role) for role in ROLES}
+        return {role: total for role, total in sums.items() if total}
 
     def _add(self, name: str, stats: Mapping[str, float]) -> None:
         """Add what a worker's totals have grown by. One that has restarted counts from 0 again."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from stillhouse.buffer.peers import PeerTable
+from stillhouse.learner.reports.work_window import WorkWindow
 from stillhouse.protocol import messages as m
 from tests.buffer.driver import Driver
 
@@ -53,6 +56,37 @@ def test_who_comes_back_goes_on_counting_and_is_the_last_to_be_forgotten(make: M
     driver.lose("actor", "d")
     assert names(driver) == ["learner", "a", "c", "d"]
     assert {peer.name: peer.tokens_total for peer in driver.snapshot.peers} == {"learner": 0, "a": 2, "c": 0, "d": 0}
+
+
+def test_gpu_hours_are_those_of_all_processes_and_of_workers_that_left(make: Make) -> None:
+    """Also for a learner that starts later. A worker on the CPU reports none."""
+    driver = make()
+    one, later = WorkWindow(math.inf), WorkWindow(60.0)
+
+    def beat(role: m.Role, name: str, **stats: float) -> None:
+        driver.send(role, name, m.Heartbeat(None, stats))
+        driver.wait(1.0)
+        one.update(driver.snapshot)
+
+    for name, seconds in (("learner", 3600.0), ("learner", 7200.0)):
+        beat("learner", name, gpu_s_total=seconds)
+    for incarnation in ("2", "3"):
+        beat("actor", "a", gpu_s_total=1800.0)
+        driver.lose("actor", "a")
+        driver.join("actor", "a", incarnation=incarnation)
+    for name in "bcdef":
+        driver.join("actor", name)
+        beat("actor", name, gpu_s_total=360.0)
+        driver.lose("actor", name)
+    beat("actor", "a", gpu_s_total=900.0)
+    beat("teacher", "t", busy_s_total=9.0)
+    later.update(driver.snapshot)
+    beat("teacher", "t", busy_s_total=9.0)
+    later.update(driver.snapshot)
+    works = [window.work() for window in (one, later)]
+    hours = [work.gpu_hours for work in works if work is not None]
+    assert hours == [pytest.approx({"learner": 2.0, "actor": 1.75}), pytest.approx({"learner": 2.0, "actor": 1.55})]
+    assert names(driver) == ["a", "t", "learner", "d", "e", "f"]
 
 
 def test_one_that_was_forgotten_may_come_back(make: Make) -> None:

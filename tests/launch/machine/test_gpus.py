@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stillhouse.launch.checks.placement import Placement
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
 from stillhouse.launch.machine.gpus import NotEnoughGpus, Places, Wanted, assign_gpus
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.protocol.context import WorkerRole
 
 
 def test_the_learner_has_the_first_then_come_actors_then_teachers() -> None:
@@ -15,7 +20,15 @@ def test_the_learner_has_the_first_then_come_actors_then_teachers() -> None:
 
 
 def test_a_gpu_that_several_share_counts_once() -> None:
-    assert Places({"learner": 0, "teacher-0": 0, "actor-0": None}, {"actor": ((1, 2), (2,))}).gpus == {0, 1, 2}
+    """In the whole, and for each of those that share it in equal parts."""
+    seats = {"learner": 0, "learner rank 1": 3, "teacher-0": 0, "teacher-1": None}
+    places = Places(seats, {"actor": ((1, 2), (2,))})
+    assert places.gpus == {0: 2, 1: 1, 2: 2, 3: 1}
+    engines = {"actor": {"engine": "sglang"}, "teacher": {"engine": "torch"}, "teachers": 2}
+    plan = LaunchPlan(config=build(RunConfig, engines), began_s=0.0, placement=Placement(places))
+    roles: list[WorkerRole] = ["learner", "teacher", "teacher", "actor", "actor", "buffer"]
+    indices = [0, 0, 1, 0, 1, 0]
+    assert [plan.gpus_of(*one) for one in zip(roles, indices, strict=True)] == [1.5, 0.5, 0, 1.5, 0.5, 0]
 
 
 def test_an_explicit_choice_wins_and_the_others_get_what_is_left() -> None:

@@ -107,7 +107,7 @@ def test_a_run_and_a_join_with_real_roles_on_another_backend(tmp_path: Path) -> 
 def test_what_crosses_to_a_backend_has_no_process_descriptor_or_path_in_it() -> None:
     for name, kind in get_type_hints(StartRole).items():
         assert not set(name.split("_")) & {"pid", "fd", "path", "dir", "file", "folder"}, name
-        assert kind in (str, int, bool) or name == "role", f"{name}: {kind}"
+        assert kind in (str, int, bool, float) or name == "role", f"{name}: {kind}"
 
 
 def test_a_role_starts_from_json_where_the_run_folder_has_another_name(tmp_path: Path) -> None:
