@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 import transformers
@@ -53,6 +54,7 @@ IMPLEMENTATIONS: dict[Attention, str] = {
 }
 """Our names -> the names under which transformers knows the attention functions."""
 
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _log = logging.getLogger(__name__)
 
 
@@ -133,7 +135,7 @@ def save_hf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     with _no_progress_bars():
         model.save_pretrained(target)
     usual_permissions(target)
-    tokenizer.save_pretrained(target)
+    _describe_inputs(model, tokenizer, target)
 
 
 def describe_hf(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -141,7 +143,15 @@ def describe_hf(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBas
     if model is not None:
         with _no_progress_bars():
             model.save_pretrained(folder, state_dict={})
+    _describe_inputs(model, tokenizer, folder)
+
+
+def _describe_inputs(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer, and what makes inputs of images: copies, since nothing here reads it."""
     tokenizer.save_pretrained(folder)
+    for name in _PROCESSORS if model is not None and model.name_or_path else ():
+        if (file := Path(model.name_or_path) / name).is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def weights_to_save(model: PreTrainedModel, *, converted: bool = False) -> dict[str, Tensor]:

@@ -19,12 +19,14 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from stillhouse.builtin import STUDENT_DIR
 from stillhouse.engines.config import EngineConfig
 from stillhouse.engines.torch.engine import TorchEngine
 from stillhouse.learner.step.train_step import Trainer
-from stillhouse.models.loading import load_causal_lm, load_config, outline
+from stillhouse.models.loading import describe_hf, load_causal_lm, load_config, outline, save_hf
 from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import packed_hidden, way_of
+from stillhouse.models.tokenizer import load_tokenizer
 from tests.engines.torch.generation import assert_true, make_requests, run
 from tests.learner.conftest import make_item
 from tests.learner.settings import learner_config
@@ -77,6 +79,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, st
     make, way = MODELS[request.param]
     torch.manual_seed(0)
     make().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "preprocessor_config.json").write_text('{"size": 1}')
     return tmp_path / "model", way
 
 
@@ -94,12 +97,16 @@ def test_the_text_model_is_trained_and_the_rest_is_exported_as_it_was(
     torch.testing.assert_close(found_TV, expected_TV, atol=2e-5, rtol=1e-5)
     trainer = Trainer(model, learner_config(lr=1e-2, weight_decay=0.1, warmup_steps=0), total_steps=3)
     trainer.step([make_item("a", [0, 0, 1, 1, 1], vocab=59), make_item("b", [0] * 9 + [1] * 20, vocab=59)])
-    model.save_pretrained(tmp_path / "export")
+    save_hf(model, load_tokenizer(STUDENT_DIR), tmp_path / "export")
+    describe_hf(model, load_tokenizer(STUDENT_DIR), tmp_path)
+    for one in (tmp_path, tmp_path / "export"):  # AutoProcessor and servers of images need it
+        assert (one / "preprocessor_config.json").read_text() == '{"size": 1}'
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
     assert before.keys() == after.keys(), "the names of the checkpoint"
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     of_text = {name for name in before if "language_model" in name or name == "lm_head.weight"}
     assert changed == of_text and of_text != before.keys()
+    (tmp_path / "export" / "tokenizer.json").unlink()  # not the model's own
     load_causal_lm(tmp_path / "export", device="cpu", dtype="float32", attention="packed")
 
 
