@@ -50,9 +50,15 @@ def make_optimizer(model: PreTrainedModel, config: LearnerConfig) -> Optimizer:
 
 
 def adamw(model: PreTrainedModel, config: LearnerConfig, _: Options) -> Optimizer:
-    """AdamW with weight decay on parameters of two or more dimensions, not on norms and biases. Its moments are where
+    """AdamW with weight decay on matrices (`is_matrix`), not on norms and biases. Its moments are where
     `config.moments` says."""
-    return _adamw(list(trained(model).values()), config)
+    return _adamw(trained(model), config)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether it has two or more dimensions and is used as a matrix: biases of experts have a row for each of them, and
+    the decays of Mamba (A_log) one for each channel."""
+    return parameter.ndim >= 2 and not name.endswith(("bias", "A_log"))
 
 
 def muon(model: PreTrainedModel, config: LearnerConfig, options: Muon) -> Optimizer:
@@ -61,13 +67,13 @@ def muon(model: PreTrainedModel, config: LearnerConfig, options: Muon) -> Optimi
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if (head := model.get_output_embeddings()) is not None:
         tables.add(id(head.weight))
-    parameters = trained(model).values()
-    hidden = [p for p in parameters if p.ndim == 2 and id(p) not in tables]
-    rest = [p for p in parameters if p.ndim != 2 or id(p) in tables]
+    parameters = trained(model)
+    hidden = {n: p for n, p in parameters.items() if p.ndim == 2 and is_matrix(n, p) and id(p) not in tables}
+    rest = {n: p for n, p in parameters.items() if n not in hidden}
     settings = {"momentum": options.momentum, "nesterov": options.nesterov, "adjust_lr_fn": options.adjust_lr}
     parts: list[Optimizer] = [_adamw(rest, config)] if rest else []
     if hidden:
-        parts.append(WholeMuon(hidden, lr=config.lr, weight_decay=config.weight_decay, **settings))
+        parts.append(WholeMuon(list(hidden.values()), lr=config.lr, weight_decay=config.weight_decay, **settings))
     return Combined(parts)
 
 
@@ -81,10 +87,9 @@ def adamw8bit(model: PreTrainedModel, config: LearnerConfig, _: Options) -> Opti
             f"learner.optimizer = 'adamw8bit' needs torchao, which this environment lacks ({error}): "
             "pip install -e '.[torchao]'"
         ) from error
-    in_blocks, shares = dict[bool, list[Tensor]]({True: [], False: []}), config.ranks // config.replicas
-    for name, parameter in trained(model).items():
-        in_blocks[_in_blocks(name, parameter, shares)].append(parameter)
-    blocks, rest = in_blocks[True], in_blocks[False]
+    parameters, shares = trained(model), config.ranks // config.replicas
+    blocks = [p for n, p in parameters.items() if _in_blocks(n, p, shares)]
+    rest = {n: p for n, p in parameters.items() if not _in_blocks(n, p, shares)}
     parts: list[Optimizer] = [_adamw(rest, config)] if rest else []
     if blocks:
         settings = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
@@ -164,15 +169,15 @@ class OnShares(Optimizer):
             self.state[parameter] = self._inner.state[own]
 
 
-def _adamw(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.optim.AdamW:
+def _adamw(parameters: Mapping[str, Tensor], config: LearnerConfig) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in parameters.items() if is_matrix(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in parameters.items() if not is_matrix(n, p)], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.moments == "host":
-        streams = streams_of(share_of(parameters[0].detach()).device)
+        streams = streams_of(share_of(next(iter(parameters.values())).detach()).device)
         return HostMomentsAdamW(groups, streams=streams, **settings)
     return torch.optim.AdamW(groups, fused=True, **settings)
 
@@ -180,7 +185,7 @@ def _adamw(parameters: Sequence[Tensor], config: LearnerConfig) -> torch.optim.A
 def _in_blocks(name: str, parameter: Tensor, shares: int) -> bool:
     """Whether the moments of a parameter have 8 bits: by its whole shape, so that a checkpoint does not depend on the
     number of ranks. Raises ValueError if a share of it cannot have them."""
-    if parameter.ndim < 2 or parameter.numel() < LEAST or parameter.numel() % BLOCK:
+    if not is_matrix(name, parameter) or parameter.numel() < LEAST or parameter.numel() % BLOCK:
         return False
     of_row = parameter.numel() // len(parameter)
     for share in range(shares):

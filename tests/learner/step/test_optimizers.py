@@ -6,8 +6,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_parameter_names
 
 from stillhouse.launch.config.tree import ConfigError, build
 from stillhouse.learner.batch import TrainItem
 from stillhouse.learner.checkpoints.checkpoint import LearnerState, capture_rng, load_checkpoint
-from stillhouse.learner.config import OPTIMIZER, OPTIMIZERS, LearnerConfig, LoraConfig
+from stillhouse.learner.config import OPTIMIZER, OPTIMIZERS, LearnerConfig, LoraConfig, Muon
 from stillhouse.learner.step import optimizer as states
 from stillhouse.learner.step.finite_step import finite_step
 from stillhouse.learner.step.lora import Adapters
@@ -33,6 +35,7 @@ from tests.learner.checkpoints.saving import save_checkpoint
 from tests.learner.conftest import make_item, tiny_student, word_tokenizer
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import step_gradients
+from tests.models import families
 from tests.torchao_packages import add_torchao, needs_torchao
 
 PAGE = Path(__file__).parents[3] / "docs" / "small-cards.md"
@@ -245,13 +248,18 @@ def test_constant_schedule_and_no_warm_up() -> None:
     assert learning_rate(LearnerConfig(lr=3.0, warmup_steps=10), 9, 5) == 3.0
 
 
-def test_norms_and_biases_do_not_decay() -> None:
-    model = tiny_student()
-    decayed, kept = make_optimizer(model, LearnerConfig(weight_decay=0.1)).param_groups
+@pytest.mark.parametrize("make", [tiny_student, partial(families.build, "gpt_oss (sinks, experts)")])
+def test_norms_and_biases_do_not_decay(make: Callable[[], PreTrainedModel]) -> None:
+    """Nor do those of experts, which have two dimensions; transformers' trainer says so too."""
+    model = make()
     names = {id(p): name for name, p in model.named_parameters()}
+    decayed, kept = make_optimizer(model, LearnerConfig(weight_decay=0.1)).param_groups
+    of_muon = make_optimizer(model, LearnerConfig(optimizer=Muon(name="muon"))).param_groups[-1]
+    theirs = set(get_parameter_names(model, [], ["bias", "norm"])) & {
+        n for n, p in model.named_parameters() if p.ndim > 1
+    }
     assert decayed["weight_decay"] == 0.1 and kept["weight_decay"] == 0.0
-    assert all("norm" in names[id(p)] for p in kept["params"])
-    assert not any("norm" in names[id(p)] for p in decayed["params"])
+    assert {names[id(p)] for p in decayed["params"]} == theirs > {names[id(p)] for p in of_muon["params"]}
     assert len(decayed["params"]) + len(kept["params"]) == len(names)
 
 
