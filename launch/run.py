@@ -34,7 +34,7 @@ from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.report.figures import plural
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
-from stillhouse.launch.runfolder import RunFolder, choose_path, resumes, unwritable
+from stillhouse.launch.runfolder import RunFolder, choose_path, expect_writable, resumes, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
 from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import workers_text
@@ -90,6 +90,8 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     check_recorded(checked.config, resume=line.resume)
     path = choose_path(line.run_dir, resume=line.resume, name=line.name)
     here = not line.gpus and config.launch.backend == "local"
+    if here:
+        expect_writable(path)
     findings, refusing = examined(Case(checked.config, path, checked), here=here)
     if line.check:
         from stillhouse.launch.checks.check_command import check_run  # imports torch, which the launcher does without

@@ -27,6 +27,7 @@ import os
 import platform
 import secrets
 import stat
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -180,6 +181,16 @@ def unwritable(path: Path, error: OSError) -> LaunchError:
     return LaunchError(
         f"the run folder {path} cannot be written: {error}; make it writable, or name another one with --run-dir DIR"
     )
+
+
+def expect_writable(path: Path) -> None:
+    """Raises LaunchError for a run folder that cannot be made or written. Makes a file there, or in the nearest folder
+    above it, and removes it."""
+    try:
+        with tempfile.TemporaryFile(dir=next(one for one in (path, *path.parents) if one.exists())):
+            pass
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:

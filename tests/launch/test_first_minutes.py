@@ -15,15 +15,17 @@ from stillhouse.launch.run import main
 from stillhouse.launch.runfolder import read_record
 
 
+@pytest.mark.parametrize("more", ["--steps=1", "--check"])
 @pytest.mark.parametrize("place", ["/proc/none/run", "file/run", "file"])
 def test_a_run_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, place: str, more: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / place
-    assert main([f"--run-dir={folder}", "--steps=1"]) == 2
-    message = capsys.readouterr().err
+    assert main([f"--run-dir={folder}", more]) == 2
+    out, message = capsys.readouterr()
     assert f"stillhouse: the run folder {folder} cannot be written: " in message and "--run-dir DIR" in message
+    assert not out
 
 
 def test_ctrl_c_before_the_workers_leaves_a_run_that_was_stopped(
