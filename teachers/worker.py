@@ -462,7 +462,7 @@ def _run(ctx: RoleContext[TeacherRunConfig], source: ScorerSource) -> int:
             vocab_tokens=source.vocab_tokens,
             gauges=checked.gauges() if checked else None,
             aligner=aligner,
-            forward=forward_flops(Path(ctx.config.models.teacher)),
+            forward=None if config.api.url else forward_flops(Path(ctx.config.models.teacher)),
             turns=turns,
             lease_s=ctx.config.buffer.lease_s,
         )

@@ -160,7 +160,7 @@ def _ask(scorer: ApiScorer, config: ApiConfig, way: Way, ids_T: Int32s, top_k: i
 
 def _compare_tokens(scorer: ApiScorer, config: ApiConfig) -> None:
     """The texts of ids all over the vocabulary, where the API takes ids and names texts."""
-    unknown = "the API does not tell what its token ids mean beyond the probe's; the student's tokenizer is assumed"
+    unknown = "the API does not tell what its token ids mean beyond the probe's; the tokenizer here is assumed"
     if scorer.way.text:
         return  # every text is compared, token by token
     ids = sorted(set(scorer.tokenizer.get_vocab().values()))
@@ -177,11 +177,11 @@ def _compare_tokens(scorer: ApiScorer, config: ApiConfig) -> None:
         log.warning("%s", unknown)
         return
     other = [pair for pair in pairs if not same_text(pair[2], pair[1])]
-    first = ", ".join(f"{i} is {ours!r} for the student and {theirs!r} there" for i, ours, theirs in other[:3])
+    first = ", ".join(f"{i} is {ours!r} here and {theirs!r} there" for i, ours, theirs in other[:3])
     if len(other) > OTHER_TEXTS * len(pairs):
         raise EngineMismatch(
-            f"{config.url} has another tokenizer than the student: {len(other)} of {len(pairs)} ids stand for other "
-            f"text, first {first}; expected a model with the student's tokenizer"
+            f"{config.url} has another tokenizer than expected: {len(other)} of {len(pairs)} ids stand for other "
+            f"text, first {first}; expected the student's, or with tokenizer = other that of the model's folder"
         )
     if other:
         log.warning("%d of %d ids are shown with other text: %s", len(other), len(pairs), first)

@@ -21,7 +21,7 @@ class ApiProvider(EngineProvider):
         return ("stillhouse.engines.api.probe", "stillhouse.models.tokenizer_file")
 
     def scorer(self, ctx: RoleContext[WithTeacher]) -> ScorerSource:
-        """`models.teacher` is the student: its tokenizer is the API's, or the probe refuses it."""
+        """`models.teacher` has the API's tokenizer, or the probe refuses it. It is the student where none is given."""
         from stillhouse.engines.api.budget import FOLDER, Budget
         from stillhouse.engines.api.link import Link
         from stillhouse.engines.api.probe import find_model, probe

@@ -169,11 +169,13 @@ def _turn_ends(folders: Mapping[str, Path], others: Collection[str]) -> list[str
 def find_models(config: RunConfig, *, weights: bool = True) -> tuple[dict[str, Path], list[str]]:
     """(folders of the models that are there, by the key that names each; a mistake for each other one)."""
     named = {"models.student": config.models.student}
-    named |= {pool.model_key: pool.config.models.teacher for pool in teacher_pools(config)}
+    pools = teacher_pools(config)
+    named |= {pool.model_key: pool.config.models.teacher for pool in pools}
+    away = {pool.model_key for pool in pools if pool.config.teacher.api.url} - {"models.student"}
     folders, mistakes = dict[str, Path](), list[str]()
     for key, name in named.items():
         try:
-            folders[key] = find_model(key, name, weights=weights)
+            folders[key] = find_model(key, name, weights=weights and key not in away)
         except ConfigError as error:
             mistakes += error.mistakes
     return folders, mistakes

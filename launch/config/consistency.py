@@ -171,8 +171,11 @@ def _apis(config: RunConfig) -> Iterator[str]:
                 f"expected 1, which keeps it; it sends {key}.max_concurrent requests at one time"
             )
         model = config.pools[pool.name].model if config.pools else config.models.teacher.replace(BUILTIN, "")
-        if model:
-            named = f"pools.{pool.name}.model" if config.pools else "models.teacher"
+        named, other = "models.teacher", pool.config.teacher.tokenizer == "other"
+        named = f"pools.{pool.name}.model" if config.pools else named
+        if other and not model:
+            yield f"{named}: got none with {key} and tokenizer = other, expected a folder with its tokenizer"
+        elif model and not other:
             yield (
                 f"{named}: got {model!r} with {key}, which has its own; expected none. {key}.model names it there, and "
                 f"{key}.reference a folder with the same weights to compare with"

@@ -69,8 +69,8 @@ def measurable_pools(config: RunConfig) -> tuple[TeacherPool, ...]:
 
 
 def _pool(name: str, key: str, model_key: str, first: int, own: RunConfig) -> TeacherPool:
-    """An API has no model folder. Its tokenizer must be the student's, and so the student stands for it."""
-    if own.teacher.api.url:
+    """An API has no model folder. Where its tokenizer must be the student's, the student stands for it."""
+    if own.teacher.api.url and own.teacher.tokenizer != "other":
         model_key, own = "models.student", replace(own, models=replace(own.models, teacher=own.models.student))
     return TeacherPool(name, key, model_key, first, own)
 

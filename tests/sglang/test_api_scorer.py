@@ -12,6 +12,8 @@ from stillhouse.sglang_server.servers import SGLangServer
 from tests.engines.api.completions import Api
 from tests.engines.api.test_api_scorer import scoring, text_ids
 from tests.sglang.conftest import STUDENT, TEACHER, TOLERANCE, Reference
+from tests.teachers.test_other_tokenizer import expect_what_the_embedded_one_sends
+from tests.teachers.tiny_tokenizers import far_model
 
 
 @pytest.mark.parametrize("send", ["ids", "text"])
@@ -29,6 +31,13 @@ def test_scores_are_those_of_transformers(
     for asked, result in zip(requests, results, strict=True):
         expected = teacher_reference.of_tokens(asked.token_ids.tolist(), asked.start)
         assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_student_with_another_tokenizer_gets_what_the_embedded_teacher_sends(
+    teacher: SGLangServer, tmp_path: Path
+) -> None:
+    with scoring(Api("sglang", url=f"{teacher.url}/v1"), tmp_path, folder=TEACHER) as scorer:
+        expect_what_the_embedded_one_sends(scorer, far_model(tmp_path), TEACHER, top_k=0)
 
 
 def test_other_weights_behind_it_are_noticed(teacher: SGLangServer, tmp_path: Path) -> None:

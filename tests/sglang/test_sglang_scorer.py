@@ -15,15 +15,9 @@ from stillhouse.engines.base import ScoreOptions, ScoreRequest
 from stillhouse.engines.http.link import ServerLost
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.scorer import SGLangScorer
-from stillhouse.engines.torch.scorer import TorchScorer
-from stillhouse.models.tokenizer_file import FileTokenizer
-from stillhouse.protocol.payloads.aligned import AlignedSets
-from stillhouse.protocol.payloads.kind import PayloadPart
 from stillhouse.sglang_server.servers import Servers, SGLangServer
-from stillhouse.teachers.alignment import Aligner
-from stillhouse.teachers.config import TeacherConfig
 from tests.sglang.conftest import READY_S, TEACHER, TOLERANCE, VOCAB, Reference
-from tests.teachers.test_other_tokenizer import item, sent_by
+from tests.teachers.test_other_tokenizer import expect_what_the_embedded_one_sends
 from tests.teachers.tiny_tokenizers import far_model
 
 
@@ -80,31 +74,7 @@ def test_given_tokens_are_graded_at_their_own_places(scorer: SGLangScorer, teach
 def test_a_student_with_another_tokenizer_gets_what_the_embedded_teacher_sends(
     scorer: SGLangScorer, tmp_path: Path
 ) -> None:
-    """Scores and sets of spans: of a whole answer, and of the end of another, behind a prefix that the server has."""
-    student, teacher = FileTokenizer(far_model(tmp_path)), FileTokenizer(TEACHER)
-    config = TeacherConfig(device="cpu", tokenizer="other", top_k=6, top_mass=1.0)
-    prompt = teacher.encode("user\n38+95=\nassistant\n", add_special_tokens=False)
-    answer = [*student.encode("8+5+0=13;3+9+1=13 #133", add_special_tokens=False), student.stop_token_ids[0]]
-    n, end = len(prompt), len(prompt) + len(answer)
-    work = [(item(n, n, start, end, last=True), [*prompt, *answer]) for start in (0, n + 9)]
-    pairs = [
-        sent_by(engine, config, Aligner(student, teacher), *work)
-        for engine in (TorchScorer.load(TEACHER, config), scorer)
-    ]
-    for (logprobs, embedded), (got, payload) in zip(*pairs, strict=True):
-        np.testing.assert_allclose(got, logprobs, atol=TOLERANCE)
-        size = AlignedSets.n_tokens(payload.tobytes())
-        ours, theirs = (
-            AlignedSets.read("far", [PayloadPart(one.data, size, np.arange(size))], 400) for one in (embedded, payload)
-        )
-        assert theirs.code_R.tolist() == ours.code_R.tolist() and theirs.compared.sum() >= 5
-        assert ours.sets is not None and theirs.sets is not None
-        for row, k in enumerate(ours.sets.counts_R):
-            wanted, found = (
-                dict(zip(one.ids_RK[row, :k].tolist(), np.exp(one.logprobs_RK[row, :k]), strict=True))
-                for one in (ours.sets, theirs.sets)
-            )
-            assert found == pytest.approx(wanted, rel=0.03)
+    expect_what_the_embedded_one_sends(scorer, far_model(tmp_path), TEACHER, top_k=6)
 
 
 def test_a_growing_rollout_is_graded_from_where_it_grew(scorer: SGLangScorer, teacher_reference: Reference) -> None:

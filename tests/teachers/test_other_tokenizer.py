@@ -16,7 +16,8 @@ from stillhouse.engines.base import ScoringEngine
 from stillhouse.engines.torch.scorer import TorchScorer
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol import messages as m
-from stillhouse.protocol.payloads.aligned import EDGE, END, NOT_SCORED, decode_aligned
+from stillhouse.protocol.payloads.aligned import EDGE, END, NOT_SCORED, AlignedScores, AlignedSets, decode_aligned
+from stillhouse.protocol.payloads.kind import PayloadPart
 from stillhouse.teachers.alignment import Aligner
 from stillhouse.teachers.config import TeacherConfig
 from tests.teachers.test_worker import TEACHER, end, teacher
@@ -53,6 +54,33 @@ def sent_by(
         sent = [got.arrays for got in peer.got(m.Scores)]
         end(peer, ended)
     return sent
+
+
+def expect_what_the_embedded_one_sends(engine: ScoringEngine, student: Path, folder: Path, *, top_k: int) -> None:
+    """Scores of spans, and with `top_k` their sets: of a whole answer, and of the end of another."""
+    config = TeacherConfig(device="cpu", tokenizer="other", top_k=top_k, top_mass=1.0)
+    ours, theirs = FileTokenizer(student), FileTokenizer(folder)
+    prompt = theirs.encode("user\n38+95=\nassistant\n", add_special_tokens=False)
+    answer = [*ours.encode(TEXT, add_special_tokens=False), ours.stop_token_ids[0]]
+    n, end = len(prompt), len(prompt) + len(answer)
+    work = [(item(n, n, start, end, last=True), [*prompt, *answer]) for start in (0, n + 9)]
+    sent = [sent_by(one, config, Aligner(ours, theirs), *work) for one in (TorchScorer.load(folder, config), engine)]
+    kind = AlignedSets if top_k else AlignedScores
+    for (logprobs, embedded), (got, payload) in zip(*sent, strict=True):
+        np.testing.assert_allclose(got, logprobs, atol=1e-4)
+        size = kind.n_tokens(payload.data)
+        wanted, found = (
+            kind.read("far", [PayloadPart(one.data, size, np.arange(size))], 400) for one in (embedded, payload)
+        )
+        assert found.code_R.tolist() == wanted.code_R.tolist() and found.scored.sum() >= 5
+        if wanted.sets is None or found.sets is None:
+            continue
+        for row, k in enumerate(wanted.sets.counts_R):
+            a, b = (
+                dict(zip(one.ids_RK[row, :k].tolist(), np.exp(one.logprobs_RK[row, :k]), strict=True))
+                for one in (wanted.sets, found.sets)
+            )
+            assert b == pytest.approx(a, rel=0.03)
 
 
 def scored(folder: Path, *work: tuple[m.ScoreItem, list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -24,9 +24,11 @@ from stillhouse.engines.api.scorer import ApiScorer
 from stillhouse.engines.base import BudgetSpent, EngineLost, EngineMismatch, ScoreRequest
 from stillhouse.models.tokenizer_file import FileTokenizer
 from stillhouse.protocol.payloads.kind import ScoreOptions
-from stillhouse.teachers.config import TeacherConfig
+from stillhouse.teachers.config import TeacherConfig, TokenizerOf
 from stillhouse.teachers.self_check import self_check
 from tests.engines.api.completions import KEY, Api, Kind, Reply, embedded_score, serving
+from tests.teachers.test_other_tokenizer import expect_what_the_embedded_one_sends
+from tests.teachers.tiny_tokenizers import far_model
 
 KINDS: tuple[Kind, ...] = ("vllm", "sglang", "fireworks", "together")
 TEXT = "<|im_start|>user\n83370+71033=<|im_end|>\n<|im_start|>assistant\n3+0=3;7+3=10 #154403"
@@ -45,9 +47,16 @@ def vllm() -> Iterator[Api]:
 
 
 @contextmanager
-def scoring(api: Api, run_dir: Path, top_k: int = 0, folder: Path = STUDENT_DIR, **keys: Any) -> Generator[ApiScorer]:
+def scoring(
+    api: Api,
+    run_dir: Path,
+    top_k: int = 0,
+    folder: Path = STUDENT_DIR,
+    tokenizer: TokenizerOf = "student",
+    **keys: Any,
+) -> Generator[ApiScorer]:
     """As a teacher starts it."""
-    teacher = TeacherConfig(engine="api", api=ApiConfig(url=api.url, **keys), top_k=top_k)
+    teacher = TeacherConfig(engine="api", api=ApiConfig(url=api.url, **keys), top_k=top_k, tokenizer=tokenizer)
     config = SimpleNamespace(teacher=teacher, models=SimpleNamespace(teacher=str(folder)))
     context = SimpleNamespace(config=config, run_dir=run_dir, name="teacher-0")
     scorer = cast(ApiScorer, PROVIDER.scorer(cast(Any, context)).start())
@@ -63,6 +72,13 @@ def text_ids(more: str = "") -> np.ndarray[Any, np.dtype[np.int32]]:
 
 def expected(request: ScoreRequest, top_k: int = 0) -> Any:
     return embedded_score(TEACHER_DIR, request, ScoreOptions(top_k=top_k))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_with_another_tokenizer_gets_what_the_embedded_teacher_sends(kind: Kind, tmp_path: Path) -> None:
+    top_k = 6 if kind == "vllm" else 0
+    with serving(Api(kind)) as api, scoring(api, tmp_path, top_k, TEACHER_DIR, tokenizer="other") as scorer:
+        expect_what_the_embedded_one_sends(scorer, far_model(tmp_path), TEACHER_DIR, top_k=top_k)
 
 
 def test_scores_are_those_of_the_embedded_teacher(api: Api, tmp_path: Path) -> None:

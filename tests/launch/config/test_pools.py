@@ -278,6 +278,10 @@ def test_an_api_needs_neither_folder_nor_gpu(tmp_path: Path) -> None:
         (("--teacher.api", API, "--teacher.api.key_env", "NO_SUCH_KEY"), "the environment has no NO_SUCH_KEY"),
         (("--teacher.api", API, "--teachers=2", "--teacher.api.budget_tokens=9"), "teachers: got 2 with a budget"),
         (("--teacher.api", API, "--teacher", "M"), "models.teacher: got 'M' with teacher.api"),
+        (
+            ("--teacher.api", API, "--teacher.tokenizer=other"),
+            "models.teacher: got none with teacher.api",
+        ),
         (("--teacher.api", API, "--teacher.api.reference", "/nowhere"), "'/nowhere' is no model folder"),
         (("--teacher.api", API, "--teacher.payload", "hidden"), "teacher.engine: got 'api'"),
         (("--teacher.api", API, "--teacher.top_k_of", "student", "--teacher.top_k=8"), "teacher.engine: got 'api'"),
