@@ -141,7 +141,7 @@ def prepare(asked: ReplayArguments, recording: Recording) -> tuple[RunConfig, Re
     if not (as_recorded or steps_given):  # otherwise keep the recorded learning rate schedule
         config = replace(config, steps=plan.epochs * plan.batches)
     if not config.learner.eval_every:  # then neither prompts nor teacher need to be on this machine, but for its head
-        tasks = replace(config.learner.tasks, prompts="", eval_prompts="")
+        tasks = replace(config.learner.tasks, prompts="", eval_prompts="", columns={})
         config = replace(config, learner=replace(config.learner, tasks=tasks, eval_sets={}))
         if not pools_with_heads(config, config.learner.objective):
             config = replace(config, models=replace(config.models, teacher=config.models.student))

@@ -32,6 +32,7 @@ from stillhouse.protocol.messages import TopKPiece
 from stillhouse.protocol.payloads.aligned import END, encode_aligned
 from stillhouse.protocol.payloads.hidden import encode_hidden
 from stillhouse.recording.format import RecordedRollout, Writer
+from stillhouse.recording.reader import Recording
 from stillhouse.replay import command as replay
 from stillhouse.teachers.config import TeacherConfig
 from tests.learner.records import record, rollout
@@ -55,6 +56,12 @@ def plain(**learner: Any) -> dict[str, Any]:
 def recorded(path: Path, *, writer: Writer = "student", fingerprint: str = FINGERPRINT, n: int = 3) -> Path:
     batches: Sequence[Sequence[RecordedRollout]] = [[rollout(f"r{b}-{i}", 8) for i in range(4)] for b in range(n)]
     return record(path, batches, writer=writer, vocab_fingerprint=fingerprint, config=plain())
+
+
+def test_columns_of_prompts_do_not_matter_where_no_prompts_are_read(tmp_path: Path) -> None:
+    file, columns = recorded(tmp_path / "a.record"), "--learner.tasks.columns.ground_truth=answer"
+    with Recording(file) as recording:
+        assert not replay.prepare(replay.parse([str(file), columns]), recording)[0].learner.tasks.columns
 
 
 # ------------------------------------------------------------------------------------------------- the command line
