@@ -30,6 +30,7 @@ from stillhouse.launch.config.yaml_text import fault_of, load_yaml
 from stillhouse.launch.errors import ConfigError
 from stillhouse.protocol.settings import Member, Members, Settings, described, fields_of, members_of
 
+ONLY_FLAGS: Final = ("run_dir", "name", "resume", "config")
 HINTS: Final = {
     "launch.backend": "; a job for Slurm or Kubernetes is made by `stillhouse render slurm` or `stillhouse render k8s`"
 }
@@ -175,13 +176,15 @@ def parse_text(key: Key, text: str) -> object:
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
     """The message for an unknown key, with the key that was probably meant."""
+    if key in ONLY_FLAGS:
+        return f"{key}: unknown key; it is a flag of the command line: --{key.replace('_', '-')}"
     valid = list(valid)
     leaf, leaves = key.rpartition(".")[2], [name.rpartition(".")[2] for name in valid]
     near = [PEERS[leaf]] if leaf in PEERS else []
     near += [n for n, its_leaf in zip(valid, leaves, strict=True) if its_leaf == leaf and n not in near]  # elsewhere
-    near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    near = near or difflib.get_close_matches(key, valid, n=1, cutoff=0.7)
     if not near:
-        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+        close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
         near = [name for name, its_leaf in zip(valid, leaves, strict=True) if its_leaf in close]
     hint = f"; did you mean {' or '.join(near[:3])}?" if near else "; --help all lists the keys"
     return f"{key}: unknown key{hint}"

@@ -56,6 +56,8 @@ def test_values_land_in_the_tree_and_the_rest_has_its_default() -> None:
         ({"lr": 3}, "did you mean learner.lr?"),
         ({"learner": {"steps": 3}}, "did you mean steps?"),
         ({"qqqqqqqq": 3}, "--help all lists the keys"),
+        ({"stops_at": 3}, "stops_at: unknown key; --help all lists the keys"),  # nothing is near enough
+        ({"run_dir": "x"}, "run_dir: unknown key; it is a flag of the command line: --run-dir"),
     ],
 )
 def test_an_unknown_key_is_refused_and_the_nearest_valid_one_is_named(plain: dict[str, object], nearest: str) -> None:
