@@ -116,7 +116,7 @@ def read_rows(
     for row in chosen:
         prompt = rendered[row]
         if prompt.ids is not None and prompt.record is not None and tasks.mix and prompt.record.tag not in tasks.mix:
-            detail = f"{source.path}, row {row}: learner.tasks.mix lacks the tag {prompt.record.tag!r}"
+            detail = f"{source.where(row)}: learner.tasks.mix lacks the tag {prompt.record.tag!r}"
             prompt = Rendered(None, None, "tag_not_in_mix", detail)
         if prompt.ids is None:
             found.dropped[prompt.drop_reason] += 1

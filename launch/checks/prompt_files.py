@@ -24,6 +24,7 @@ from stillhouse.learner.prompts.records import (
 )
 
 ROWS_CHECKED: Final = 1_000
+NEEDED: Final = ("prompt", "messages")
 Json = Mapping[str, object]
 
 
@@ -78,7 +79,9 @@ def _first_rows(key: str, path: Path, check: EnvironmentCheck) -> Iterator[list[
                 return
             fields = cast(Json, row)
             where = f"{path}:{number}"
-            columns = _check_columns(key, where, list(fields), check.columns) if seen < ROWS_CHECKED else []
+            # As everywhere in JSONL, a later row may leave out what is optional.
+            needed = {field: name for field, name in check.columns.items() if seen == 0 or field in NEEDED}
+            columns = _check_columns(key, where, list(fields), needed) if seen < ROWS_CHECKED else []
             yield columns or check(where, fields, names_only=seen >= ROWS_CHECKED)
             seen += 1
     if seen == 0:

@@ -50,7 +50,7 @@ def unreadable_rows(
             if config is not None:
                 asked, why = _why(config, record)
                 if why:
-                    (found if asked else unasked).append(f"row {record.row}: {why}")
+                    (found if asked else unasked).append(f"{source.where(record.row)}: {why}")
     except DataError:
         pass  # said by others
     finally:
@@ -58,7 +58,7 @@ def unreadable_rows(
 
     def said(rows: list[str], what_to_do: str) -> list[str]:
         return [
-            f"{key}: {given}: {len(rows):,} of {len(source):,} rows have values that their reward cannot read, the "
+            f"{key}: {len(rows):,} of {len(source):,} rows have values that their reward cannot read, the "
             f"first: {rows[0]}; {what_to_do}"
         ]
 

@@ -35,6 +35,8 @@ from stillhouse.learner.prompts.records import (
 NEEDS_DATASETS: Final = "reading it needs: pip install -e '.[data]'"
 CACHED_BLOCKS = 8
 """Parquet row groups held in memory; a shuffle mixes the rows of this many at a time (`learner.prompts.order`)."""
+FAULTS_SAID: Final = 5
+"""Invalid rows of a JSONL file that are named when it is refused."""
 _CHUNK_BYTES = 16 << 20
 _ENDS_BYTES = 64 << 10
 
@@ -63,6 +65,10 @@ class PromptSource(Protocol):
 
     def read_all(self) -> Iterator[PromptRecord | RowError]:
         """All rows, faster than one by one. Raises DataError."""
+        ...
+
+    def where(self, row: int) -> str:
+        """For messages: the file, and the row's line in it, from 1, or in a table its index, from 0."""
         ...
 
 
@@ -120,15 +126,14 @@ class JsonlSource:
         self._reading = reading
         self._file = file
         self._stamp = _stamp(file)
-        self._starts_N = _line_starts(file)
+        self._starts_N, self._blanks_N = _line_starts(file)
         if len(self._starts_N) == 0:
             raise DataError(f"{self.path}: no rows: expected one JSON object per line")
         self.fingerprint = _fingerprint(len(self), (file,))
         if reading.columns:
             with suppress(msgspec.DecodeError):  # which the row's own check says better
                 self._check_columns()
-        for record in self._read_many(_rows_to_check(len(self), first=100_000)):
-            _raise_fault(record)
+        _refuse_faults(self._read_many(_rows_to_check(len(self), first=100_000)))
         self._check_columns()
 
     def __len__(self) -> int:
@@ -155,9 +160,9 @@ class JsonlSource:
 
     def _record(self, line: bytes, row: int) -> PromptRecord:
         reading = self._reading
-        record = record_from_json(line, row, lambda: self._where(row), reading.columns, answers=reading.answers)
+        record = record_from_json(line, row, lambda: self.where(row), reading.columns, answers=reading.answers)
         if reading.environments is not None:
-            expect_known_environment(record.env, reading.environments, lambda: self._where(row))
+            expect_known_environment(record.env, reading.environments, lambda: self.where(row))
         return record
 
     def _check_columns(self) -> None:
@@ -166,14 +171,8 @@ class JsonlSource:
             found = json_columns(stream.readline())
         check_columns(found, self.path, self._reading.columns, answers=self._reading.answers)
 
-    def _where(self, row: int) -> str:
-        """File and line; the line is counted only when an error has to name it."""
-        line, left = 1, int(self._starts_N[row])
-        with self._file.open("rb") as stream:
-            while left > 0:
-                chunk = stream.read(min(left, _CHUNK_BYTES))
-                line, left = line + chunk.count(b"\n"), left - len(chunk)
-        return f"{self.path}, line {line}"
+    def where(self, row: int) -> str:
+        return f"{self.path}, line {row + 1 + int(np.searchsorted(self._blanks_N, row, side='right'))}"
 
 
 class TextSource:
@@ -197,6 +196,9 @@ class TextSource:
 
     def read_all(self) -> Iterator[PromptRecord | RowError]:
         yield self.read(0)
+
+    def where(self, row: int) -> str:
+        return self.path
 
 
 class ParquetSource:
@@ -236,6 +238,9 @@ class ParquetSource:
         batches = (batch for table in tables for batch in table.to_batches(max_chunksize=1_000))
         rows = (columns for batch in batches for columns in batch.to_pylist())
         return _each_checked(rows, self.path, self._reading)
+
+    def where(self, row: int) -> str:
+        return f"{self.path}, row {row}"
 
     def _table(self, block: int) -> Any:
         if block in self._cache:
@@ -279,11 +284,24 @@ class DatasetsSource:
     def read_all(self) -> Iterator[PromptRecord | RowError]:
         return _each_checked(self._rows, self.path, self._reading)
 
+    def where(self, row: int) -> str:
+        return f"{self.path}, row {row}"
+
 
 def _raise_fault(record: PromptRecord | RowError) -> PromptRecord:
     if isinstance(record, RowError):
         raise record
     return record
+
+
+def _refuse_faults(records: Iterable[PromptRecord | RowError]) -> None:
+    """Raises RowError that says what is wrong with the first invalid rows, and how many there are."""
+    faults = [record for record in records if isinstance(record, RowError)]
+    if len(faults) > 1:
+        first = "; ".join(map(str, faults[:FAULTS_SAID]))
+        raise RowError(f"{first}{f'; and {len(faults) - FAULTS_SAID} more rows' * (len(faults) > FAULTS_SAID)}")
+    for fault in faults:
+        raise fault
 
 
 def _each_checked(rows: Iterable[Mapping[str, Any]], path: str, reading: Reading) -> Iterator[PromptRecord | RowError]:
@@ -375,8 +393,8 @@ def _refuse_other_formats(file: Path, head: bytes) -> None:
         )
 
 
-def _line_starts(file: Path) -> npt.NDArray[np.int64]:
-    """Byte offsets [n] of the lines that are not blank."""
+def _line_starts(file: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Byte offsets [n] of the lines that are not blank, and for each blank line the number of others before it."""
     size = file.stat().st_size
     pieces = [np.zeros(1, dtype=np.int64)]
     at = 0
@@ -395,7 +413,8 @@ def _line_starts(file: Path) -> npt.NDArray[np.int64]:
         for i in np.flatnonzero(lengths_N < 14):  # shorter than {"prompt":"a"}: blank or an invalid row
             stream.seek(int(starts_N[i]))
             keep_N[i] = bool(stream.read(int(lengths_N[i])).strip())
-    return starts_N[keep_N]
+    blank_N = np.flatnonzero(~keep_N)
+    return starts_N[keep_N], blank_N - np.arange(len(blank_N))
 
 
 def _rows_to_check(n_rows: int, *, first: int, spread: int = 2_000) -> Iterable[int]:

@@ -375,7 +375,7 @@ class RenderedPrompts(Dataset[Rendered]):
             try:
                 self._render(record)
             except TokenizerError as error:
-                raise TokenizerError(f"{self._source.path}, row {row}: {error}") from error
+                raise TokenizerError(f"{self._source.where(row)}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._source)
@@ -387,18 +387,18 @@ class RenderedPrompts(Dataset[Rendered]):
             return Rendered(None, None, "bad_row", str(error))
         record = for_actors(record, self._config)
         if isinstance(record, ColumnsFault):
-            return Rendered(None, None, record.reason, f"{self._source.path}, row {row}: {record.detail}")
+            return Rendered(None, None, record.reason, f"{self._source.where(row)}: {record.detail}")
         try:
             ids = self._render(record)
             teachers = teacher_prompt(record, self._tokenizer, self._config, self._readers)
         except TokenizerError as error:
-            return Rendered(None, None, "unrenderable", f"{self._source.path}, row {row}: {error}")
+            return Rendered(None, None, "unrenderable", f"{self._source.where(row)}: {error}")
         limit = self._config.max_prompt_tokens
         if len(ids) > limit:
-            detail = f"{self._source.path}, row {row}: {len(ids)} tokens, max_prompt_tokens is {limit}"
+            detail = f"{self._source.where(row)}: {len(ids)} tokens, max_prompt_tokens is {limit}"
             return Rendered(None, None, "prompt_too_long", detail)
         if teachers.drop_reason:
-            return Rendered(None, None, teachers.drop_reason, f"{self._source.path}, row {row}: {teachers.detail}")
+            return Rendered(None, None, teachers.drop_reason, f"{self._source.where(row)}: {teachers.detail}")
         return Rendered(record, ids, teacher_ids=teachers.ids)
 
     def _render(self, record: PromptRecord) -> Int32s:

@@ -68,7 +68,7 @@ def test_the_first_prompt_is_shown_as_rendered_and_the_others_are_counted(said: 
     long, first, *_ = rendered
     assert (code, err) == (0, "")
     assert f"learner.tasks.prompts: {file}: 4 rows read, 3 of them can be used" in out
-    assert f"dropped: 1 prompt_too_long, the first: {file}, row 0: {len(long)} tokens, max_prompt_tokens is 40" in out
+    assert f"dropped: 1 prompt_too_long, the first: {file}, line 1: {len(long)} tokens, max_prompt_tokens is 40" in out
     lengths = sorted(len(ids) for ids in rendered[1:])
     assert f"tokens per prompt: min {lengths[0]}, median {lengths[1]}, max {lengths[2]}" in out
     assert f"the first prompt, as rendered: {tokenizer.decode(first)!r}" in out
@@ -106,7 +106,7 @@ def test_rows_whose_tag_is_not_in_the_mix_are_counted(said: Said, tmp_path: Path
     file = write(tmp_path / "prompts.jsonl", [{"prompt": "1+1=", "tag": tag} for tag in "aab"])
     code, out, _ = said(f"--prompts={file}", "--learner.tasks.mix.a=1")
     assert code == 0 and "2 of them can be used" in out
-    assert f"dropped: 1 tag_not_in_mix, the first: {file}, row 2: learner.tasks.mix lacks the tag 'b'" in out
+    assert f"dropped: 1 tag_not_in_mix, the first: {file}, line 3: learner.tasks.mix lacks the tag 'b'" in out
 
 
 @pytest.mark.parametrize(

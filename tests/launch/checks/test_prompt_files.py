@@ -46,6 +46,13 @@ def test_wrong_rows_of_a_jsonl_file_are_told_with_their_line(tmp_path: Path, con
     assert message in mistake
 
 
+def test_a_later_row_may_leave_out_what_is_optional_under_another_name_too(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"q": "a", "answer": "1"}\n{"q": "b"}\n')
+    assert check_prompts("p", tmp_path / "p.jsonl", RUNS, {"prompt": "q", "ground_truth": "answer"}) == []
+    (mistake,) = check_prompts("p", tmp_path / "p.jsonl", RUNS, {"prompt": "q", "ground_truth": "anwser"})
+    assert "no column 'anwser'; did you mean 'answer'?" in mistake
+
+
 def test_parquet_columns_are_checked(tmp_path: Path) -> None:
     pq.write_table(pa.table({"messages": [["x"]]}), tmp_path / "good.parquet")
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "bad.parquet")

@@ -47,7 +47,10 @@ def test_ground_truths_of_who_named_no_reward_are_a_warning(tmp_path: Path) -> N
 def test_a_row_far_behind_is_named_with_what_is_wrong(tmp_path: Path) -> None:
     wrong = {"prompt": "add", "test_cases": '[{"stdin": "1"}]'}
     said = refused(tmp_path, CODE, [wrong, {"prompt": "add", "case_type": "text", "test_cases": json.dumps(GOOD)}])
-    assert "2 of 1,202 rows have values that their reward cannot read, the first: row 1200: test_cases: got" in said
+    assert (
+        "2 of 1,202 rows have values that their reward cannot read, the first: " in said
+        and "line 1201: test_cases: got" in said
+    )
 
 
 def test_the_reward_of_the_rows_tag_decides(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_ground_truths_that_no_answer_can_equal_are_named(
     said = refused(tmp_path, options, rows)
     if wrong:
         assert f"{len(wrong)} of {1200 + len(rows):,} rows have values" in said, said
-        assert f"row {1200 + len(fine)}: ground_truth: got" in said and "expected" in said
+        assert f"line {1201 + len(fine)}: ground_truth: got" in said and "expected" in said
     else:
         assert not said
 

@@ -399,6 +399,17 @@ def test_a_table_without_prompts_names_its_columns(tmp_path: Path) -> None:
             open_prompts(str(tmp_path / path))
 
 
+def test_invalid_rows_are_named_together_by_their_lines(tmp_path: Path) -> None:
+    good, file = '{"prompt": "a"}', tmp_path / "p.jsonl"
+    file.write_text("\n".join([good, "", "{}", good, "", "", '{"prompt": 3}', good]))
+    with pytest.raises(RowError, match=r"^\S+p\.jsonl, line 3: .*; \S+p\.jsonl, line 7: Expected") as error:
+        open_prompts(str(file))
+    assert "more rows" not in str(error.value)
+    file.write_text("\n".join([good, *["{}"] * 12]))
+    with pytest.raises(RowError, match=r"line 2: .*line 6: .*; and 7 more rows$"):
+        open_prompts(str(file))
+
+
 def test_a_table_row_with_a_null_prompt_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": None}]), tmp_path / "p.parquet")
     with pytest.raises(RowError, match=r"p\.parquet, row 1: .*it is null"):

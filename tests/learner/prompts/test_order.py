@@ -118,5 +118,5 @@ def test_a_template_that_cannot_be_rendered_is_found_at_the_start_wherever_its_t
 ) -> None:
     turns = {"messages": [{"role": "user", "content": "x"}], "tag": "late"}
     path = write_rows([*ROWS, turns])
-    with pytest.raises(TokenizerError, match=r"row 40: .*templates\.late is for rows with 'prompt'"):
+    with pytest.raises(TokenizerError, match=r"line 41: .*templates\.late is for rows with 'prompt'"):
         make_stream(path, small_tokenizer, mix={}, templates={"late": "<{prompt}>"})

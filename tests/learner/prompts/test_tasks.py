@@ -193,7 +193,7 @@ def test_prompts_that_cannot_be_rendered_stop_the_run_at_once(
     write_rows: WriteRows, small_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = write_rows([{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(TokenizerError, match=r"prompts\.jsonl, row 0: messages need a chat template"):
+    with pytest.raises(TokenizerError, match=r"prompts\.jsonl, line 1: messages need a chat template"):
         make_stream(make_config(path, chat_template="off"), small_tokenizer)
 
 
