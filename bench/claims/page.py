@@ -110,19 +110,15 @@ def provenance(notes: Sequence[Mapping[str, Any]], arms: Mapping[str, Lines]) ->
 
 
 def tables(results: Results) -> dict[str, list[str]]:
-    long = results.rows("2c")
-    own = {name: long[name] for name in judge.LONG_OPD if name in long}
-    found: dict[str, list[str]] = {
-        "1": [*table(results.rows("1")), "", *race_table(results)],
-        "2": [*table(results.rows("2")), "", *cheapest_table(results, "2", ("OPD, reverse KL", "OPD, forward KL"))],
-        "2b": [*table(results.rows("2b")), "", *beside_table(results, results.rows("2b"), "2")],
-        "2c": [*table(long), "", *cheapest_table(results, "2c", judge.LONG_OPD), "", *beside_table(results, own, "2c")],
-        "3": table(judge.order_rows(results)),
-        "3b": table(results.rows("3b")),
-        "4": table(results.rows("4")),
-        "5": [*table(results.rows("5")), "", *recovery_table(results)],
-        "6": share_table(results),
+    more = {
+        "1": race_table(results),
+        "2": cheapest_table(results, "2", ("OPD, reverse KL", "OPD, forward KL")),
+        "2b": beside_table(results, "2b", "2"),
+        "2c": [*cheapest_table(results, "2c", judge.LONG_OPD), "", *beside_table(results, "2c", "2c")],
+        "5": recovery_table(results),
     }
+    found = {claim: [*table(results.rows(claim)), *(["", *more[claim]] if claim in more else [])] for claim in RULES}
+    found |= {"3": table(judge.order_rows(results)), "6": share_table(results)}
     return {claim: lines if any(line for line in lines) else ["No arm is done."] for claim, lines in found.items()}
 
 
@@ -174,10 +170,10 @@ def cheapest_table(results: Results, claim: str, rows: Sequence[str]) -> list[st
     return lines if len(lines) > 2 else []
 
 
-def beside_table(results: Results, rows: Mapping[str, Row], claim: str) -> list[str]:
+def beside_table(results: Results, claim: str, sft_claim: str) -> list[str]:
     lines = ["| | sampled | SFT's curve at its FLOPs | it is ... the curve |", "|---|---|---:|---|"]
-    for name, row in rows.items():
-        if found := judge.beside_sft(results, row, claim):
+    for name, row in results.rows(claim).items():
+        if name.startswith("OPD") and (found := judge.beside_sft(results, row, sft_claim)):
             (difference, error, side), own = found, row.end("sampled")
             where = f"{own.value - difference:.2f} | {side} ({difference:+.2f}, error {error:.2f})"
             lines.append(f"| {name} | {own} | {where} |")
