@@ -164,6 +164,7 @@ def slime_policy(given: Given, batch: Batch) -> Tensor:
     low, high, dual = given.pop("eps_clip"), given.pop("eps_clip_high"), given.pop("eps_clip_c", None)
     weighted, icepop = given.pop("use_tis", False), given.pop("custom_tis_function_path", "") != ""
     cap, floor = given.pop("tis_clip", None), given.pop("tis_clip_low", 0.0)
+    mean, bonus = token_mean if by_token else mean_of_means, given.pop("entropy_coef", 0.0)
     losses: list[Tensor] = []
     for rollout, score in zip(batch.rollouts, scores, strict=True):
         old = rollout.mu if from_engine else rollout.start
@@ -177,7 +178,7 @@ def slime_policy(given: Given, batch: Batch) -> Tensor:
             off = (rollout.start - rollout.mu).exp()
             loss = loss * (off * within(off, floor, cap) if icepop else off.clamp(floor, cap))
         losses.append(loss)
-    return token_mean(losses) if by_token else mean_of_means(losses)
+    return mean(losses) - bonus * mean([-(one.z.exp() * one.z).sum(1) for one in batch.rollouts])
 
 
 # ------------------------------------------------------------------------------------------------------------ NeMo-RL
