@@ -98,7 +98,7 @@ class Peer:
 
     @property
     def gpu_s(self) -> float:
-        """Of all its processes."""
+        """Seconds of GPUs, over all its processes."""
         return self.former_gpu_s + self.stats.get(GPU_S, 0.0)
 
     def view(self, now_s: float, held: int | None = None) -> PeerView:
