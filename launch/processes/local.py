@@ -298,6 +298,8 @@ class LocalProcesses(ProcessBackend):
         """While it hangs, no death is reported and nothing is started again."""
         if self._control is None or self._forkserver is None or now_s - self._pinged_s < PING_EVERY_S:
             return
+        if now_s - self._pinged_s > ANSWER_S:  # the launcher stood still, and with it perhaps the whole machine
+            self._heard_s = now_s
         self._pinged_s = now_s
         silent_s = now_s - self._heard_s
         if silent_s > ANSWER_S:

@@ -9,12 +9,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launcher_process import StartLauncher
 
-from stillhouse.launch.processes import forkserver
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.processes import forkserver, local
+from stillhouse.launch.workers.launch_plan import LaunchPlan
+from stillhouse.launch.workers.start_role import WorkFolder
 
 
 def test_forked_workers_share_the_warmed_parents_memory(start_launcher: StartLauncher) -> None:
@@ -52,6 +59,29 @@ def test_a_child_that_is_terminated_before_it_has_begun_leaves() -> None:
             exited = next(message for line in lines if (message := json.loads(line))["type"] == "Exited")
     assert server.wait(60) == 0
     assert exited["code"] == -signal.SIGTERM
+
+
+def test_a_fork_server_is_not_killed_for_the_time_in_which_the_launcher_stood_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + asleep_s)
+    monkeypatch.setattr(local, "time", clock)
+    (tmp_path / "logs").mkdir()
+    write_config(RunConfig(), tmp_path / "config.yaml")
+    plan, events = LaunchPlan(config=RunConfig(), began_s=0.0), list[object]()
+    backend = local.LocalProcesses(plan, WorkFolder(tmp_path))
+    try:
+        backend.prepare()
+        for _ in range(4):  # the first look at a process never finds it idle, nor one while it starts
+            looked_s = time.monotonic()
+            while time.monotonic() < looked_s + 3:
+                events += backend.poll(0.2)
+            asleep_s += 200.0
+            events += backend.poll(0)
+    finally:
+        backend.close()
+    assert events == []
 
 
 def test_a_process_with_threads_refuses_to_fork() -> None:
