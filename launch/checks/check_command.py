@@ -70,6 +70,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
     ConfigError with all mistakes, after all findings."""
     mistakes = [*_devices(config)] if devices else []
     yield from _models(config)
+    yield from _taught_by_itself(config)
     yield from _apis(config)
     try:
         tokenizer = load_tokenizer(config.models.student)
@@ -91,6 +92,7 @@ def check_run(config: RunConfig, *, devices: bool = True) -> Iterator[Finding]:
             mistakes.append(f"{key}: none of the {rows.read:,} rows that were read is usable: {dropped}")
             continue
         yield from _describe(key, rows, tokenizer)
+        yield from _passes(key, rows, config) if training else ()
         yield from _reward(key, rows, config)
         if training and not tasks.eval_prompts and config.learner.eval_every:
             yield from _held_out(key, rows.rows, tasks)
@@ -144,6 +146,19 @@ def _describe(key: str, rows: PromptRows, tokenizer: PreTrainedTokenizerBase) ->
     yield from _shown(key, "the first prompt", rows.first.ids.tolist(), tokenizer)
     if len(rows.first.teacher_ids):
         yield from _shown(key, "what teachers read of it", rows.first.teacher_ids.tolist(), tokenizer)
+
+
+def _passes(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
+    """How often the run comes to each row, and a warning where one batch has them more than once."""
+    usable = len(rows.lengths) * rows.rows / rows.read
+    per_step = config.buffer.batch_rollouts / config.learner.tasks.group_size
+    times = config.steps * per_step / usable
+    said = f"a step takes {per_step:g} prompts (buffer.batch_rollouts / learner.tasks.group_size), "
+    if per_step > usable:
+        said += f"and there are about {usable:.0f}: each batch has them {per_step / usable:.2g} times"
+        yield _found(key, said, "warning", "more rows, a smaller batch or larger groups")
+    else:
+        yield _found(key, said + f"so {config.steps:,} steps go over the rows about {times:.2g} times")
 
 
 def _reward(key: str, rows: PromptRows, config: RunConfig) -> Iterator[Finding]:
@@ -218,6 +233,18 @@ def _models(config: RunConfig) -> Iterator[Finding]:
         yield _found(key, f"{name}, {size / 1e6:,.1f} million parameters" if size else name)
         if not size and has_no_weights(Path(name)):
             yield _found(key, "it has no weights: this plan is from config.json alone, and a run needs them", "warning")
+
+
+def _taught_by_itself(config: RunConfig) -> Iterator[Finding]:
+    """A warning for each teacher that knows what the student knows."""
+    learner, objective = config.learner, config.learner.objective
+    alone = objective.has_divergence and objective.divergence.name != "null" and objective.advantage.name == "none"
+    if not alone or learner.tasks.has_privileged or learner.ema.decay:
+        return
+    for pool in teacher_pools(config):
+        if pool.config.models.teacher == config.models.student and not pool.config.teacher.api.url:
+            said = "it is the student, and reads the same prompts: their divergence begins at 0, so it teaches nothing"
+            yield _found(pool.model_key, said, "warning", "another teacher, learner.tasks.privileged, or rewards")
 
 
 def _apis(config: RunConfig) -> Iterator[Finding]:

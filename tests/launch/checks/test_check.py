@@ -54,6 +54,21 @@ def changed(folder: Path, **fields: Any) -> None:
 ROWS: list[dict[str, Any]] = [{"prompt": "1+" * n + "1="} for n in (300, 2, 5, 1)]
 
 
+@pytest.mark.parametrize(
+    ("flags", "nothing"),
+    [
+        ([], True),
+        (["--learner.tasks.privileged=Answer. "], False),
+        (["--learner.objective.advantage=grpo", "--buffer.release=rollout"], False),
+        (["--learner.ema.decay=0.9"], False),
+    ],
+)
+def test_a_teacher_that_is_the_student_is_told(said: Said, flags: list[str], nothing: bool) -> None:
+    code, out, err = said(f"--teacher={builtin.STUDENT_DIR}", *flags)
+    assert (code, err) == (0, "")
+    assert ("models.teacher: it is the student, and reads the same prompts" in out) is nothing
+
+
 def test_the_first_prompt_is_shown_as_rendered_and_the_others_are_counted(said: Said, tmp_path: Path) -> None:
     """The first row is too long, and so the second is the first that a student will see."""
     file = write(tmp_path / "prompts.jsonl", ROWS)
@@ -71,6 +86,7 @@ def test_the_first_prompt_is_shown_as_rendered_and_the_others_are_counted(said: 
     assert f"dropped: 1 prompt_too_long, the first: {file}, line 1: {len(long)} tokens, max_prompt_tokens is 40" in out
     lengths = sorted(len(ids) for ids in rendered[1:])
     assert f"tokens per prompt: min {lengths[0]}, median {lengths[1]}, max {lengths[2]}" in out
+    assert "a step takes 8 prompts" in out and "about 3: each batch has them 2.7 times; do: more rows" in out
     assert f"the first prompt, as rendered: {tokenizer.decode(first)!r}" in out
     assert f"its {len(first)} token ids: {' '.join(map(str, first))}" in out
 
