@@ -397,8 +397,9 @@ def unseen_window(module: torch.nn.Module, sliding_window: int | None, longest: 
     their sliding window only into the mask, which our attention functions never see."""
     config: Any = getattr(module, "config", None)
     window: int | None = getattr(config, "sliding_window", None)
-    kind = getattr(module, "layer_type", None)
-    windowed = kind == "sliding_attention" or (kind is None and getattr(config, "layer_types", None) is None)
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    kind = getattr(module, "layer_type", None) or (kinds[_layer_index(module)] if kinds else "sliding_attention")
+    windowed = kind == "sliding_attention"
     if sliding_window is not None or not windowed or window is None:
         return ""
     if (longest := longest or context_window(config)) <= window:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stillhouse.models import packed
@@ -16,7 +16,7 @@ from stillhouse.models.logprobs import lm_head
 from stillhouse.models.packed import PackingError, packed_hidden
 from stillhouse.models.packed_layout import first_fit_decreasing
 from stillhouse.models.past import CacheUse, Cells, CellSpan, Past
-from tests.models.families import ARCHITECTURES, MOVING, build, each_alone
+from tests.models.families import ARCHITECTURES, EXPERTS, MOVING, SMALL, build, each_alone
 
 QWEN3, PHI3 = "qwen3 (GQA, rotary)", "phi3 (longrope)"
 GRADIENTS = [*(name for name in ARCHITECTURES if name.startswith(("qwen3", "gpt2", "gemma2"))), PHI3]
@@ -182,6 +182,20 @@ def test_a_window_that_an_architecture_keeps_to_itself_is_run_padded(monkeypatch
         packed_hidden(model, _ids((4,)), (4,))
     packed.choose_way(model)
     assert packed.way_of(model) == "padded"
+
+
+def test_a_window_of_some_layers_that_is_in_the_mask_alone_is_run_padded() -> None:
+    """In a shorter window the probe would see it by its logits."""
+    kinds = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    shape = {**SMALL, **EXPERTS, "shared_expert_intermediate_size": 24, "sliding_window": 12}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2_moe", **shape, **kinds)).eval()
+    lengths = (17, 40)
+    plain_TV = each_alone(model, _ids(lengths), lengths)
+    packed.choose_way(model)
+    assert packed.way_of(model) == "padded"
+    with torch.no_grad():
+        found_TV = lm_head(model).logits(packed_hidden(model, _ids(lengths), lengths))
+    torch.testing.assert_close(found_TV, plain_TV.detach(), atol=2e-5, rtol=1e-4)
 
 
 def test_first_fit_decreasing_drops_nothing_and_keeps_to_the_budget() -> None:

@@ -21,7 +21,7 @@ from stillhouse.engines.http.link import ServerLost, ServerUnavailable
 from stillhouse.engines.http.stream import StreamError
 from stillhouse.engines.sglang.config import SGLangConfig
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.models.tokenizer import load_tokenizer
+from stillhouse.models.tokenizer import load_tokenizer, stop_token_ids
 from stillhouse.protocol.messages import Sampling, TopIdsWanted, VersionSpan, WeightVersion
 from stillhouse.sglang_server.servers import SERVER_ARGS, Servers, SGLangServer
 from tests.engines.sglang.test_features import TRIED
@@ -59,7 +59,7 @@ def test_defaults_of_a_server_change_nothing_or_are_refused(engine: SGLangEngine
     ]
     servers.wait_ready(started, READY_S)
     tokenizer = load_tokenizer(STUDENT)
-    ids, stops = tokenizer.encode("user\n780+128=\nassistant\n"), (int(tokenizer.eos_token_id),)
+    ids, stops = tokenizer.encode("user\n780+128=\nassistant\n"), stop_token_ids(STUDENT, tokenizer)
     asked = [request("a", ids, 24, temperature=0.0, stops=stops)]
     other = SGLangEngine(started[0].url, SGLangConfig(), vocab_size=VOCAB)
     plain, answer = generate(engine, asked)["a"], generate(other, asked)["a"]
