@@ -15,8 +15,8 @@ from typing import ClassVar, Final, NamedTuple
 from stillhouse.buffer.breaker import Breaker
 from stillhouse.buffer.rollouts import RolloutState, ScoreJob
 from stillhouse.buffer.tokens import Array
-from stillhouse.protocol.context import GPU_S
 from stillhouse.protocol.messages import (
+    GPU_S,
     ForgottenPeers,
     Message,
     PeerView,

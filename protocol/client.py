@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from stillhouse.protocol.codec import MAX_MESSAGE_BYTES, MAX_TO_BUFFER_BYTES, Array, Received, encode
-from stillhouse.protocol.context import GPU_S, RoleContext
+from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.errors import LocalProtocolError, NotConnected, SendTimeout
 from stillhouse.protocol.flow import UNTRACKED, ack_keys
 from stillhouse.protocol.keys import ClientKeys, run_client_keys
 from stillhouse.protocol.link import ClientLink
-from stillhouse.protocol.messages import Hello, Message, WeightVersion, Welcome
+from stillhouse.protocol.messages import GPU_S, Hello, Message, WeightVersion, Welcome
 from stillhouse.protocol.outbox import ClientOutbox, LinkState
 
 MAX_UNCONFIRMED_BYTES = 256 << 20

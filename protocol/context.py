@@ -13,12 +13,10 @@ import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Final, Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from stillhouse.protocol.turns import FILE, Turn
 
-GPU_S: Final = "gpu_s_total"
-"""In heartbeats: GPUs times the seconds since a worker started; in snapshots with those of its former processes."""
 WorkerRole: TypeAlias = Literal["buffer", "learner", "actor", "teacher"]
 ConfigT_co = TypeVar("ConfigT_co", covariant=True)
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from stillhouse.learner.reports.wait_clock import WAIT_CAUSES
-from stillhouse.protocol.context import GPU_S
-from stillhouse.protocol.messages import Snapshot
+from stillhouse.protocol.messages import GPU_S, Snapshot
 from stillhouse.protocol.processors import has_quota, usable_cores
 
 MAX_SAMPLES: Final = 64

@@ -8,6 +8,8 @@ import msgspec
 
 PROTOCOL_VERSION = 24
 """Rises with every change of a message (tests/protocol/test_protocol_version.py)."""
+GPU_S = "gpu_s_total"
+"""In heartbeats: GPUs times the seconds since a worker started; in snapshots with those of its former processes."""
 MAX_EPOCH = 65_535
 """The buffer remembers every epoch; no run is resumed this often."""
 MAX_STEP = 2**40

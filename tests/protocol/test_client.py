@@ -25,7 +25,7 @@ import zmq
 from stillhouse.protocol import messages as m
 from stillhouse.protocol.client import Client, worker_client
 from stillhouse.protocol.codec import Received, decode, encode
-from stillhouse.protocol.context import GPU_S, RoleContext
+from stillhouse.protocol.context import RoleContext
 from stillhouse.protocol.errors import (
     ConnectTimeout,
     HandshakeRefused,
@@ -233,7 +233,7 @@ def test_heartbeats_go_on_while_the_caller_computes_and_say_what_was_set(
     buffer.wait_for(lambda events: any(_is_heartbeat(event, VERSION, {"tokens_total": 3.0}) for event in events))
     buffer.wait_for_messages(m.Heartbeat, 6)
     assert client.published == VERSION
-    told = [one.stats.get(GPU_S, 0.0) for one in buffer.got(m.Heartbeat) if isinstance(one, m.Heartbeat)]
+    told = [one.stats.get(m.GPU_S, 0.0) for one in buffer.got(m.Heartbeat) if isinstance(one, m.Heartbeat)]
     assert 100.0 * gpus <= max(told) <= gpus * (time.monotonic() - began_s + 100.0)
 
 
@@ -243,7 +243,7 @@ def _is_heartbeat(event: Event, version: m.WeightVersion, stats: dict[str, float
     message = event.received.message
     if not isinstance(message, m.Heartbeat) or message.version != version:
         return False
-    return {"cpu_s_total", *stats} == message.stats.keys() - {GPU_S} and stats.items() <= message.stats.items()
+    return {"cpu_s_total", *stats} == message.stats.keys() - {m.GPU_S} and stats.items() <= message.stats.items()
 
 
 def test_flush_also_waits_for_messages_without_an_acknowledgement(buffer: Buffer, make_client: MakeClient) -> None:
