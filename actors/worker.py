@@ -27,6 +27,7 @@ from typing import Final, Protocol
 from stillhouse.actors.config import ActorConfig
 from stillhouse.actors.envs.base import TextTokenizer
 from stillhouse.actors.episodes import EpisodeThreads
+from stillhouse.actors.failures import TooManyFailures
 from stillhouse.actors.rollouts_running import RunningRollouts
 from stillhouse.engines.base import EngineLost, EngineMismatch, GenerationEngine, shared_engine
 from stillhouse.engines.provider import Student, StudentModel, StudentSource
@@ -223,6 +224,8 @@ def main(ctx: RoleContext[ActorRunConfig]) -> int:
     """Entry of an actor process (see launch.workers.roles)."""
     try:
         return _write(ctx, find_engine(ctx.config.actor.engine).student(ctx))
+    except TooManyFailures as error:  # its message says where in the user's code; our frames would only hide it
+        raise error.with_traceback(None) from None
     except EngineMismatch as error:
         log.error("%s", error)
         return ExitCode.USELESS
