@@ -280,8 +280,8 @@ def check_member(group: Group, name: str, *, others: tuple[str, ...] = ()) -> st
     if name in known:
         return known[name]
     names = [*known, *others]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    nearest = f"; did you mean {close[0]!r}?" if close else ";"
+    close = [one for one in names if name in one.split("_")] or difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    nearest = f"; did you mean {' or '.join(map(repr, close))}?" if close else ";"
     raise ValueError(
         f"{group.key} = {name!r}{nearest} expected one of {', '.join(names)}, a module:function, or a name from an "
         f"entry point in the group {group.entry_points!r}"

@@ -97,6 +97,7 @@ def test_a_pool_may_have_a_divergence_of_its_own_with_options(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("adders=kl", "teacher_divergences.adders: divergence = 'kl'; did you mean 'forward_kl' or 'reverse_kl'?"),
         ("adders=jds", "teacher_divergences.adders: divergence = 'jds'; did you mean 'jsd'"),
         ("adders.gamma=2", "teacher_divergences.adders.gamma: jsd does not read it, expected one of its options: beta"),
         ("new.beta=0.2", "teacher_divergences.new: got {'beta': 0.2} (dict), expected one of k1, k2, k3"),
