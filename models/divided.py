@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,10 @@ from torch import Tensor
 
 from stillhouse.models.attention import attend_last, computed_in
 from stillhouse.models.transfer import upload
+
+# Before torch 2.13 they have the second name, of which 2.13 warns.
+_ALL_GATHER: Final = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+_REDUCE_SCATTER: Final = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
 
 
 class RankGroup(NamedTuple):
@@ -86,7 +90,7 @@ class RankPlaces:
         n = len(self.of_ranks[group.rank])
         filled[:n] = own[:n]
         gathered = filled.new_empty((group.size * self.longest, *own.shape[1:]))
-        dist.all_gather_single(gathered, filled, group=group.handle)
+        _ALL_GATHER(gathered, filled, group=group.handle)
         return gathered.index_select(0, upload(self._at, own.device))
 
     def scatter_sum(self, whole: Tensor, group: RankGroup) -> Tensor:
@@ -94,7 +98,7 @@ class RankPlaces:
         spread = whole.new_zeros((group.size * self.longest, *whole.shape[1:]))
         spread.index_copy_(0, upload(self._at, whole.device), whole)
         own = whole.new_empty((self.longest, *whole.shape[1:]))
-        dist.reduce_scatter_single(own, spread, group=group.handle)
+        _REDUCE_SCATTER(own, spread, group=group.handle)
         return own[: len(self.of_ranks[group.rank])]
 
 

@@ -331,17 +331,18 @@ def of_items_as_bytes(_: Ranks) -> dict[str, float]:
 def gathered_bytes() -> Generator[list[int]]:
     """The bytes of each gather that FSDP asks of torch.distributed."""
     sizes: list[int] = []
-    gather = dist.all_gather_single
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # before torch 2.13
+    gather = getattr(dist, name)
 
     def noted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
         sizes.append(output.nbytes)
         return gather(output, *args, **kwargs)
 
-    dist.all_gather_single = noted
+    setattr(dist, name, noted)
     try:
         yield sizes
     finally:
-        dist.all_gather_single = gather
+        setattr(dist, name, gather)
 
 
 def of_gathered_bytes(ranks: Ranks) -> dict[str, float]:
