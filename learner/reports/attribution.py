@@ -183,7 +183,7 @@ def _processors_bind(stage: str, work: Work) -> bool:
     if work.cpu is None or work.cpu < FULL_CPU or not OWN_SHARE <= sum(_processors_used(work).values()) <= NOT_HERE:
         return False
     if stage not in ("teachers", "actors"):
-        return stage in ("unknown", "staleness")
+        return stage in ("unknown", "staleness", "environments")
     n = work.teachers if stage == "teachers" else work.actors
     busy_s = _roles(work)[stage] * n * work.seconds
     fair_share = min(1.0, work.processors / (work.teachers + work.actors + 1))

@@ -134,6 +134,8 @@ def test_roles_that_share_full_processors_are_bound_by_them(actors_busy: float, 
     assert "2 of 2 cores are 97% busy (learner 41%, actors 33%, teachers 20%): more cores" in verdict.text
     assert verdict.short == verdict.text and verdict.gauges()["bound/cpu"] == pytest.approx(0.75, abs=0.02)
     assert sum(verdict.shares.values()) == pytest.approx(1.0)
+    in_environments = replace(seen, teachers_busy=0.2, busiest_teacher=0.2, actors_busy=0.2, in_environment=0.9)
+    assert [attribute(replace(in_environments, cpu=cpu)).stage for cpu in (0.97, 0.85)] == ["cpu", "environments"]  # pyright: ignore
     idle = attribute(replace(seen, cpu=0.85))
     assert idle is not None and idle.stage != "cpu"
 
