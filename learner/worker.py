@@ -113,7 +113,8 @@ class LearnerStart:
 
     def saved(self, progress: LearnerProgress, account: AccountWriter, version: WeightVersion) -> None:
         account.write()
-        if self.trainer.adapters is not None and version.step == self.ctx.config.steps:
+        over = version.step == self.ctx.config.steps or bool(progress.rule.reason)
+        if self.trainer.adapters is not None and over:
             self._export(progress)
 
     def evaluation(self, version: WeightVersion, name: str) -> EvaluationRun:
