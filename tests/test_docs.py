@@ -27,9 +27,9 @@ ROOMS = [ROOT / "src", *(link.resolve() for link in (ROOT / "src" / "stillhouse"
 PROGRAMS = re.compile(r"(?<![\w/.-])(?P<program>[\w/.-]*(?:python3?|tensorboard))(?= (?:-m |--logdir))")
 COMMAND = re.compile(r"(?:\.venv/bin/stillhouse|python launch/cluster\.py)\b(?P<rest>[^`\n#]*)")
 MEASUREMENT = re.compile(
-    r"python (?:-m bench\.(?P<module>[\w.]+)|bench/)(?P<rest>[^`\n]*)(?P<old>`[^`|\n]{0,20}\b(?:tag|commit)\b)?"
+    r"python (?:-m bench\.(?P<module>[\w.]+)|bench/)(?P<rest>[^`\n]*)(?P<old>`[^`|\n]{0,20}\b(?:old|commit)\b)?"
 )
-"""A command that prints a figure. `old`: it is of a tag or of a commit."""
+"""A command that prints a figure. `old`: its script is in an earlier commit."""
 
 
 def words(rest: str) -> list[str]:
@@ -84,7 +84,7 @@ def wrong_measurements(text: str) -> list[str]:
         flags = re.findall(r"(?<= )--[a-z-]+", found["rest"].partition(" #")[0])
         if (
             not found["old"]
-            and "# at the tag" not in found["rest"]
+            and "# at that commit" not in found["rest"]
             and (not known or any(f'"{flag}"' not in known for flag in flags))
         ):
             wrong.append(found[0])
@@ -166,14 +166,14 @@ def test_a_figure_that_is_not_declared_is_noticed() -> None:
     ]
 
 
-MEASUREMENTS = "`measurements-2026-11`"
+MEASUREMENTS = "`8a3131da`"
 NAMED = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|toml|md|txt))(?::\w+)?`|\]\(([\w./-]+\.(?:md|toml|py))(?:#[\w-]*)?\)")
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_files_that_a_page_names_are_there(file: Path) -> None:
     """From the top folder, from the page's own, or from tests/. The changelog names what was, and a measurement whose
-    script is gone names the tag that keeps it."""
+    script is gone names the commit that has it."""
     lines = file.read_text(encoding="utf-8").splitlines()
     text = "\n".join(re.sub("`bench/[^`]*`", "", line) if MEASUREMENTS in line else line for line in lines)
     named = {name for pair in NAMED.findall(text) for name in pair if name}
