@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ def replaced(config: RunConfig, folder: Path) -> list[str]:
     if not config.pools:
         models["models.teacher"] = config.models.teacher
     flags = [f"--{key}={stand_in(model, folder)}" for key, model in models.items()]
+    # As where SGLang is in the same environment: one of its own has another NCCL, and weights go by gloo.
+    flags += [f"--{role}.server.python={sys.executable}" for role in ("actor", "teacher")]
     tasks, rows = config.learner.tasks, folder / "rows.jsonl"
     tags = list(tasks.mix) or [""]
     rows.write_text("".join(json.dumps(ROW | ({"tag": tag} if tag else {})) + "\n" for tag in tags))
