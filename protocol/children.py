@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +29,19 @@ def die_with_parent(parent_pid: int) -> None:
             raise OSError(error, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(error)}")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def fork_with_defaults(signums: Collection[signal.Signals]) -> int:
+    """As os.fork. The child has the default handlers of these signals, and one that is sent to it at once waits until
+    they are in place: the handlers of this process would swallow it."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+    try:
+        pid = os.fork()
+        for signum in signums if pid == 0 else ():
+            signal.signal(signum, signal.SIG_DFL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    return pid
 
 
 def kill_group(pid: int) -> None:

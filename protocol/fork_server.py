@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-from stillhouse.protocol.children import die_with_parent, kill_group, reap
+from stillhouse.protocol.children import die_with_parent, fork_with_defaults, kill_group, reap
 
 READ_BYTES: Final = 65536
 END_POLL_S: Final = 0.025
@@ -100,23 +100,17 @@ class ForkServer:
             self.send("ForkRefused", **who, reason=reason)
             return
         parent_pid = os.getpid()
-        # A SIGTERM for the child waits until its own handlers are in place: those of this process would swallow it.
-        former = signal.pthread_sigmask(signal.SIG_BLOCK, INHERITED)
-        pid = os.fork()
+        pid = fork_with_defaults(INHERITED)
         if pid == 0:
-            self._child(message, parent_pid, former)
-        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            self._child(message, parent_pid)
         self._children.add(pid)
         self.send("Forked", **who, pid=pid)
 
-    def _child(self, message: dict[str, Any], parent_pid: int, mask: set[signal.Signals | int]) -> NoReturn:
+    def _child(self, message: dict[str, Any], parent_pid: int) -> NoReturn:
         try:
             os.setsid()
             die_with_parent(parent_pid)
             signal.set_wakeup_fd(-1)
-            for signum in INHERITED:
-                signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for inherited in (self._control, self._woken, self._wake):
                 inherited.close()
             self._become(message)

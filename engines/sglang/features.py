@@ -36,6 +36,8 @@ NEUTRAL: Final[dict[str, Any]] = {
     "n": 1,
 }
 """Said in each request, because a server may have defaults of its own (--preferred-sampling-params)."""
+SCORED: Final[dict[str, Any]] = NEUTRAL | {"max_new_tokens": 0, "temperature": 0}
+"""The sampling of a request that is only scored."""
 _SAID: Final = {*NEUTRAL, "temperature", "max_new_tokens", "stop_token_ids", "skip_special_tokens", "stream_interval"}
 
 

@@ -22,7 +22,7 @@ from stillhouse.engines.base import Int32s, ScoreRequest, ScoreResult
 from stillhouse.engines.config import ServerLinkConfig
 from stillhouse.engines.http.scorer import ScorerOnServer
 from stillhouse.engines.http.stream import StreamError
-from stillhouse.engines.sglang.features import NEUTRAL, Features, detect_features
+from stillhouse.engines.sglang.features import SCORED, Features, detect_features
 from stillhouse.engines.sglang.http import SGLangLink
 from stillhouse.engines.sglang.memory import ServerMemory
 
@@ -84,7 +84,7 @@ class SGLangScorer(ScorerOnServer[Features]):
     async def _score_one(self, request: ScoreRequest, top_k: int) -> ScoreResult:
         body: dict[str, Any] = {
             "input_ids": request.token_ids.tolist(),
-            "sampling_params": NEUTRAL | {"max_new_tokens": 0, "temperature": 0},
+            "sampling_params": SCORED,
             "return_logprob": True,
             "logprob_start_len": request.start - 1,
         }

@@ -25,7 +25,7 @@ from stillhouse.engines.http.link import RequestRefused, ServerUnavailable
 from stillhouse.engines.http.verify import Ask, NotComparedError, ServerVerifier
 from stillhouse.engines.http.weights import MORE_PATIENCE, WeightsOverHTTP
 from stillhouse.engines.sglang.engine import SGLangEngine
-from stillhouse.engines.sglang.features import NEUTRAL
+from stillhouse.engines.sglang.features import SCORED
 from stillhouse.engines.sglang.requests import bucket_update, disk_update, tensor_update
 from stillhouse.engines.sglang.scorer import decode_scores
 from stillhouse.engines.sglang.tensor_payload import tensor_payload
@@ -48,7 +48,7 @@ class SGLangVerifier(ServerVerifier):
     def _score(self, ids: Int32s, ask: Ask) -> list[float]:
         body: dict[str, Any] = {
             "input_ids": ids.tolist(),
-            "sampling_params": NEUTRAL | {"max_new_tokens": 0, "temperature": 0},
+            "sampling_params": SCORED,
             "return_logprob": True,
             "logprob_start_len": 0,
             # A new key of the prefix cache, so that no entry of other weights is used.

@@ -300,8 +300,8 @@ def _refuse_faults(records: Iterable[PromptRecord | RowError]) -> None:
     if len(faults) > 1:
         first = "; ".join(map(str, faults[:FAULTS_SAID]))
         raise RowError(f"{first}{f'; and {len(faults) - FAULTS_SAID} more rows' * (len(faults) > FAULTS_SAID)}")
-    for fault in faults:
-        raise fault
+    if faults:
+        raise faults[0]
 
 
 def _each_checked(rows: Iterable[Mapping[str, Any]], path: str, reading: Reading) -> Iterator[PromptRecord | RowError]:

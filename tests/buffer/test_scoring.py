@@ -15,6 +15,16 @@ def work_of(driver: Driver, teacher: str) -> list[m.ScoreItem]:
     return [item for work in driver.take(m.ScoreWork, to=teacher) for item in work.items]
 
 
+def with_teachers(make: Make, **tokens: int) -> Driver:
+    """Peers of batches of 4, with teachers of so many tokens of credit."""
+    driver = make(peers=False, staleness=1, batch=4)
+    driver.actor()
+    driver.join("learner", "learner")
+    for name, credit in tokens.items():
+        driver.teacher(name, tokens=credit)
+    return driver
+
+
 def test_a_rollout_stays_with_its_teacher_while_that_one_has_room(make: Make) -> None:
     driver = make()
     driver.teacher("u")
@@ -31,10 +41,7 @@ def test_a_rollout_stays_with_its_teacher_while_that_one_has_room(make: Make) ->
 
 
 def test_credit_is_in_context_tokens_and_absolute(make: Make) -> None:
-    driver = make(peers=False, staleness=1, batch=4)
-    driver.actor()
-    driver.join("learner", "learner")
-    driver.teacher(tokens=10)
+    driver = with_teachers(make, t=10)
     driver.offer(0, 1, 2)
     for task_id in range(3):
         driver.write(f"train-{task_id}-0-0", 2)  # 4 context tokens each
@@ -49,11 +56,7 @@ def test_credit_is_in_context_tokens_and_absolute(make: Make) -> None:
 
 def test_what_a_teacher_was_sent_before_takes_no_credit_again(make: Make) -> None:
     """So that a growing rollout stays where its prefix may have been kept. For another teacher all of it is new."""
-    driver = make(peers=False, staleness=1, batch=4)
-    driver.actor()
-    driver.join("learner", "learner")
-    driver.teacher("t", tokens=10)
-    driver.teacher("u", tokens=9)
+    driver = with_teachers(make, t=10, u=9)
     driver.offer(0)
     for n in (4, 3, 3):
         driver.write("train-0-0-0", n)
@@ -64,10 +67,7 @@ def test_what_a_teacher_was_sent_before_takes_no_credit_again(make: Make) -> Non
 
 
 def test_an_item_longer_than_the_credit_goes_alone(make: Make) -> None:
-    driver = make(peers=False, staleness=1, batch=4)
-    driver.actor()
-    driver.join("learner", "learner")
-    driver.teacher(tokens=3)
+    driver = with_teachers(make, t=3)
     driver.offer(0, 1)
     driver.write("train-0-0-0", 8)
     driver.write("train-1-0-0", 1)
@@ -78,11 +78,7 @@ def test_an_item_longer_than_the_credit_goes_alone(make: Make) -> None:
 
 def test_an_idle_teacher_is_asked_before_one_with_more_room(make: Make) -> None:
     """One whose speed is not known yet asks for little, and would stay unknown."""
-    driver = make(peers=False, staleness=1, batch=4)
-    driver.actor()
-    driver.join("learner", "learner")
-    driver.teacher("t", tokens=100)
-    driver.teacher("u", tokens=10)
+    driver = with_teachers(make, t=100, u=10)
     driver.offer(0, 1)
     for task_id in range(2):
         driver.write(f"train-{task_id}-0-0", 2)
@@ -242,10 +238,7 @@ def test_evaluation_is_scored_first_then_the_oldest_ticket(make: Make) -> None:
 
 def test_a_teachers_prompt_stands_in_place_of_the_students(make: Make) -> None:
     """In every segment's frame, which is what counts towards the credit; the rollout itself is the student's."""
-    driver = make(peers=False, staleness=1, batch=4)
-    driver.actor()
-    driver.join("learner", "learner")
-    driver.teacher(tokens=7)
+    driver = with_teachers(make, t=7)
     own = [7, 8, 9, 7]
     task = m.Task(0, "train", 1, m.Sampling(max_new_tokens=10), teacher_prompt_tokens=len(own))
     out = driver.send("learner", "learner", m.TasksOffered((task,)), np.array([*PROMPT, *own], np.int32))

@@ -28,6 +28,7 @@ import fake_launcher
 
 from stillhouse.launch.processes import forkserver, local
 from stillhouse.launch.workers import roles
+from stillhouse.protocol.children import fork_with_defaults
 from stillhouse.protocol.fork_server import ForkServer
 
 MAINS: Final[Mapping[str, Callable[[], Any]]] = {module.__name__: module.main for module in (forkserver, roles)}
@@ -48,7 +49,6 @@ def go_on_as(
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for descriptor in [int(link.name) for link in Path("/proc/self/fd").iterdir()]:
             if descriptor not in (*STREAMS, *keep):
@@ -88,14 +88,12 @@ class Forked:
         assert command[1:3] == ["-P", "-m"] and start_new_session
         theirs, ours = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
         self.returncode: int | None = None
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # the child would lose it to this process's handler
-        self.pid = os.fork()
+        self.pid = fork_with_defaults((signal.SIGTERM,))
         if self.pid == 0:
             os.setsid()
             for descriptor, stream in zip((theirs, stdout.fileno(), stderr.fileno()), STREAMS, strict=True):
                 os.dup2(descriptor, stream)
             go_on_as(MAINS[command[3]], command[3:], env, pass_fds)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
         os.close(theirs)
         self.stdin = None if ours is None else io.FileIO(ours, "w")
 
