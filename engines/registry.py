@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from stillhouse.engines.provider import EngineProvider, EngineRole
-from stillhouse.protocol.plugins import installed, load
+from stillhouse.protocol.plugins import CannotLoad, installed, load
 from stillhouse.protocol.settings import Members, Settings
 
 ENTRY_POINT_GROUP: Final = "stillhouse.engines"
@@ -81,8 +81,8 @@ def find_engine(name: str) -> EngineProvider:
         )
     try:
         provider = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownEngine(f"engine {name!r}: cannot load {path!r}: {error}") from error
+    except CannotLoad as error:
+        raise UnknownEngine(f"engine {name!r}: {error}") from error
     if not isinstance(provider, EngineProvider):
         raise UnknownEngine(
             f"engine {name!r}: {path!r} is a {type(provider).__name__}, expected an instance of a subclass of "

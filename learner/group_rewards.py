@@ -24,7 +24,7 @@ import numpy as np
 from stillhouse.learner.batch import FRAMES_PER_ITEM
 from stillhouse.learner.turns import pieces_of
 from stillhouse.protocol.messages import Batch, BatchItem
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import load_callable
 from stillhouse.protocol.printable import in_one_line
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class GroupRewards:
         of 0. Raises ValueError if the function cannot be loaded."""
         self._path = path
         self._limit = limit
-        self._function = find_group_reward(path)
+        self._function: GroupRewardFn = load_callable(path, "tasks.group_reward")
         self._row_of = row_of
         self._decode = decode
         self._faults: Counter[Fault] = Counter()
@@ -134,17 +134,6 @@ class _Failed(Exception):
     def __init__(self, reason: Fault, what: str) -> None:
         super().__init__(what)
         self.reason: Fault = reason
-
-
-def find_group_reward(path: str) -> GroupRewardFn:
-    """The function behind `module:function`. Raises ValueError."""
-    try:
-        function = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"cannot load {path!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"{path!r} is a {type(function).__name__}, expected a function")
-    return cast(GroupRewardFn, function)
 
 
 def _with_reward(item: BatchItem, judged: Mapping[str, float | None]) -> BatchItem:

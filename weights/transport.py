@@ -25,7 +25,7 @@ import torch
 
 from stillhouse.protocol.keys import ServerKeys
 from stillhouse.protocol.messages import WeightPlan, WeightVersion
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import load_callable
 from stillhouse.weights.config import WeightsConfig, find_transport
 from stillhouse.weights.control_messages import WeightCheck
 from stillhouse.weights.deadlines import RoundLimits
@@ -150,12 +150,4 @@ class TransportSetup:
 
 def make_transport(setup: TransportSetup) -> Transport:
     """The transport that `weights.transport` names. Raises ValueError when there is none."""
-    name = setup.config.way
-    target = find_transport(name)
-    try:
-        make = load(target)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"weights.transport = {name}: {target} cannot be imported: {error}") from error
-    if not callable(make):
-        raise ValueError(f"weights.transport = {name}: {target} is a {type(make).__name__}, expected a callable")
-    return cast(Transport, make(setup))
+    return cast(Transport, load_callable(find_transport(setup.config.way), "weights.transport")(setup))

@@ -22,7 +22,7 @@ from stillhouse.actors.envs.adapters.shared.packages import MissingPackage
 from stillhouse.actors.envs.base import Environment, EnvironmentFactory, TextTokenizer
 from stillhouse.actors.rewards.registry import reward_of_row
 from stillhouse.actors.row_options import declared_by, given_by_row
-from stillhouse.protocol.plugins import installed, load
+from stillhouse.protocol.plugins import CannotLoad, installed, load
 
 ENTRY_POINT_GROUP = "stillhouse.environments"
 _ADAPTERS = {
@@ -65,10 +65,9 @@ def find_environment(name: str) -> EnvironmentFactory:
         )
     try:
         factory = load(path)
-    except MissingPackage as error:
-        raise UnknownEnvironment(str(error)) from error
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownEnvironment(f"environment {name!r}: cannot load {path!r}: {error}") from error
+    except CannotLoad as error:
+        missing = isinstance(error.__cause__, MissingPackage)
+        raise UnknownEnvironment(str(error.__cause__) if missing else f"environment {name!r}: {error}") from error
     if not callable(factory):
         raise UnknownEnvironment(f"environment {name!r}: {path!r} is a {type(factory).__name__}, expected a class")
     return cast(EnvironmentFactory, factory)

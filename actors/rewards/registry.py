@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 from stillhouse.actors.rewards.base import Answered, Reward
 from stillhouse.actors.rewards.custom import custom_reward
 from stillhouse.actors.row_options import RowRefused, declared_by, given_by_row, refuse_undeclared
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import CannotLoad, load
 
 BUILT_IN: Final = {
     "answer": "stillhouse.actors.rewards.answer:answer_reward",
@@ -103,8 +103,8 @@ def _make(name: str, options: Mapping[str, Any]) -> Reward:
 def _loaded(name: str, path: str) -> Callable[..., Any]:
     try:
         found = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownReward(f"reward {name!r}: cannot load {path!r}: {error}") from error
+    except CannotLoad as error:
+        raise UnknownReward(f"reward {name!r}: {error}") from error
     if not inspect.isfunction(found):
         raise UnknownReward(f"reward {name!r}: {path!r} is a {type(found).__name__}, expected a function")
     return found

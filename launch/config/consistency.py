@@ -1,5 +1,5 @@
 """Checks that the parts of a configuration fit one another, the student and the environments. Otherwise a run would
-start, and then stall or discard everything. No torch, unless a user's own environment imports it.
+start, and then stall or discard everything. No torch, unless a user's own module imports it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from stillhouse.launch.config.pools import TeacherPool, engine_of, teacher_pools
 from stillhouse.launch.config.quantized import quantized
 from stillhouse.launch.config.run import BUILTIN, RunConfig
 from stillhouse.learner.objectives.config import compares_distributions
+from stillhouse.learner.objectives.registry import Member
 from stillhouse.models.description import known_vocabulary_size
 from stillhouse.protocol.addresses import is_local
-from stillhouse.protocol.plugins import load
+from stillhouse.protocol.plugins import CannotLoad, load_callable
 from stillhouse.weights.config import find_transport
 
 BUILTIN_RATE_LIMIT: Final = 6e-4
@@ -51,6 +52,7 @@ def check_consistency(config: RunConfig, student: Path | None) -> Findings:
             *_apis(config),
             *_environments(config),
             *_advantages_of_parts(config),
+            *_own_functions(config),
             *_group_rewards(config),
             *group_filters(config),
             *_adapters(config),
@@ -239,8 +241,6 @@ def _environments(config: RunConfig) -> Iterator[str]:
             yield f"{key}: {error}"
         except ValueError as error:
             yield f"{key}.options: {error}"
-        except Exception as error:  # a user's module may raise anything while it is imported
-            yield f"{key}: {environment.name!r} cannot be imported: {type(error).__name__}: {error}"
 
 
 def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
@@ -253,6 +253,23 @@ def _advantages_of_parts(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _own_functions(config: RunConfig) -> Iterator[str]:
+    """Load what the user names by `module:attribute` and only a worker would load, after minutes of starting."""
+    learner, objective = config.learner, config.learner.objective
+    named = [("learner.trackers", path) for path in learner.trackers]
+    named += [("learner.optimizer", learner.optimizer.name), ("learner.tasks.group_reward", learner.tasks.group_reward)]
+    named += [("weights.transport", config.weights.way), ("learner.objective.aggregation", objective.aggregation)]
+    members = {field: getattr(objective, field) for field in objective.__struct_fields__}
+    members |= {f"teacher_divergences.{pool}": own for pool, own in objective.teacher_divergences.items()}
+    named += [(f"learner.objective.{key}", one.name) for key, one in members.items() if isinstance(one, Member)]
+    for key, path in named:
+        try:
+            if ":" in path:
+                load_callable(path, key)
+        except CannotLoad as error:
+            yield str(error)
+
+
 def _group_rewards(config: RunConfig) -> Iterator[str]:
     path, release = config.learner.tasks.group_reward, config.buffer.release
     if not path:
@@ -262,13 +279,6 @@ def _group_rewards(config: RunConfig) -> Iterator[str]:
             f"learner.tasks.group_reward: got {path!r} with buffer.release = {release}, expected buffer.release = "
             "rollout; the other policies release parts of groups, which it cannot judge"
         )
-    try:
-        function = load(path)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        yield f"learner.tasks.group_reward: cannot load {path!r}: {type(error).__name__}: {error}"
-        return
-    if not callable(function):
-        yield f"learner.tasks.group_reward: {path!r} is a {type(function).__name__}, expected a function"
 
 
 def _adapters(config: RunConfig) -> Iterator[str]:

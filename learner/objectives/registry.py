@@ -43,7 +43,7 @@ from stillhouse.learner.objectives.options import (
     TurnAdvantage,
     TurnReturns,
 )
-from stillhouse.protocol.plugins import installed, load
+from stillhouse.protocol.plugins import CannotLoad, installed, load
 from stillhouse.protocol.settings import Member, Members
 
 
@@ -300,8 +300,8 @@ def find_member(group: Group, name: str) -> Callable[..., Any]:
 def _imported(group: Group, name: str, path: str) -> Any:
     try:
         return load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{group.key} = {name!r}: cannot load {path!r}: {error}") from error
+    except CannotLoad as error:
+        raise ValueError(f"{group.key} = {name!r}: {error}") from error
 
 
 def _listed(group: Group, name: str) -> type[Member]:

@@ -293,7 +293,7 @@ def test_a_transport_of_another_package_or_of_the_working_directory_is_found_by_
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
     with learner.start(transport="my_own_transport:WireTransport"):
         pass
-    with pytest.raises(ValueError, match="my_own_transport:SLOW is a str, expected a callable"):
+    with pytest.raises(ValueError, match="'my_own_transport:SLOW' is a str, expected a function"):
         learner.start(transport="my_own_transport:SLOW")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, cast
 import msgspec
 
 from stillhouse.learner.reports.settings import Setting
-from stillhouse.protocol.plugins import installed, load
+from stillhouse.protocol.plugins import CannotLoad, installed, load
 
 ENTRY_POINT_GROUP: Final = "stillhouse.trackers"
 BUILT_IN: Final = {
@@ -90,6 +90,6 @@ def make_tracker(name: str) -> Tracker:
     """A new tracker. Raises UnknownTracker, and whatever its class raises."""
     try:
         made: Any = load(known_trackers().get(name, name))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownTracker(f"{name}: cannot be loaded: {error}") from error
+    except CannotLoad as error:
+        raise UnknownTracker(f"{name}: {error}") from error
     return cast(Tracker, made())

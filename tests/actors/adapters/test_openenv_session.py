@@ -67,7 +67,7 @@ def test_a_reward_that_verify_makes_up_fails_the_rollout(talk: Talk) -> None:
 
 
 def test_a_factory_that_cannot_be_loaded_is_refused() -> None:
-    with pytest.raises(ValueError, match="factory 'no_such_module:Factory' cannot be loaded"):
+    with pytest.raises(ValueError, match="factory: cannot load 'no_such_module:Factory'"):
         check_options("openenv_session", {"factory": "no_such_module:Factory"})
     with pytest.raises(ValueError, match="is a str, expected a class or a function"):
         check_options("openenv_session", {"factory": f"{__name__}:SESSIONS"})

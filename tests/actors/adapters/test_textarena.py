@@ -165,7 +165,7 @@ def test_games_that_are_played_at_the_same_time_draw_their_own_random_numbers() 
         ({"id": "GuessTheNumbr-v0"}, "no game 'GuessTheNumbr-v0'; the nearest are GuessTheNumber-v0"),
         ({"id": "GuessTheNumber-v0", "kwargs": {"highest": 3}}, "cannot be played alone with kwargs .*highest"),
         ({"id": "Nim-v0"}, "cannot be played alone .*number of players has to be 2"),
-        ({"id": "Nim-v0", "opponent": "own_opponent:nobody"}, "opponent 'own_opponent:nobody' cannot be loaded"),
+        ({"id": "Nim-v0", "opponent": "own_opponent:nobody"}, "opponent: cannot load 'own_opponent:nobody'"),
         ({"id": "Nim-v0", "opponent": "own_opponent:number"}, "is a int, expected a function"),
         ({"id": "Nim-v0", "opponent": "own_opponent:nothing", "player": 2}, "player: got 2, expected 0, or with an"),
         ({"id": "GuessTheNumber-v0", "player": 1}, "player: got 1, expected 0"),

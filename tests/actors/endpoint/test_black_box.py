@@ -119,7 +119,7 @@ def running(pid: str) -> bool:
     [
         ("command", {"argv": "python agent.py"}, "expected a list of words"),
         ("command", {"argv": ["no-such-program-here"]}, "there is no program 'no-such-program-here'"),
-        ("openai_agent", {"agent": "no_such_module:agent"}, "'no_such_module:agent' cannot be loaded"),
+        ("openai_agent", {"agent": "no_such_module:agent"}, "agent: cannot load 'no_such_module:agent'"),
         ("openai_agent", {"agent": f"{HERE}:HERE"}, "is a str, expected a function"),
     ],
 )

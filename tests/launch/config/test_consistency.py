@@ -140,7 +140,8 @@ def environments(**environment: Any) -> dict[str, Any]:
             {"name": "own_env:Sync", "options": {"size": 3}},
             "its step is a plain function, expected `async def step(self",
         ),
-        ({"name": "broken_env:Own"}, "'broken_env:Own' cannot be imported: ZeroDivisionError: division by zero"),
+        ({"name": "broken_env:Own"}, "cannot load 'broken_env:Own': ZeroDivisionError: division by zero ("),
+        ({"name": "leaving_env:Own"}, "cannot load 'leaving_env:Own': SystemExit: 0 ("),
     ],
 )
 def test_an_environment_that_could_not_be_made_is_told(
@@ -148,10 +149,34 @@ def test_an_environment_that_could_not_be_made_is_told(
 ) -> None:
     (tmp_path / "own_env.py").write_text(OWN_ENVIRONMENT)
     (tmp_path / "broken_env.py").write_text("1 / 0")
+    (tmp_path / "leaving_env.py").write_text("import sys\nsys.exit(0)")
     monkeypatch.chdir(tmp_path)  # where workers find a user's modules
     monkeypatch.setattr(sys, "path", [*sys.path])
     (told,) = mistakes(**environments(**environment))
     assert message in told
+
+
+@pytest.mark.parametrize(
+    ("key", "plain"),
+    [
+        ("weights.transport", {"weights": {"transport": "PATH"}}),
+        ("learner.trackers", {"learner": {"trackers": ["PATH"]}}),
+        ("learner.optimizer", {"learner": {"optimizer": "PATH"}}),
+        ("learner.objective.aggregation", {"learner": {"objective": {"aggregation": "PATH"}}}),
+        ("learner.objective.cost_transform", {"learner": {"objective": {"cost_transform": "PATH"}}}),
+        (
+            "learner.objective.teacher_divergences.default",
+            {"learner": {"objective": {"teacher_divergences": {"default": "PATH"}}}},
+        ),
+    ],
+)
+def test_functions_of_ones_own_that_cannot_be_loaded_are_told(key: str, plain: dict[str, Any]) -> None:
+    def told(path: str) -> list[str]:
+        return mistakes(**json.loads(json.dumps(plain).replace("PATH", path)))
+
+    assert told("no_module:f") == [f"{key}: cannot load 'no_module:f': No module named 'no_module'"]
+    assert told("math:pi") == [f"{key}: 'math:pi' is a float, expected a function"]
+    assert told("math:fsum") == []
 
 
 def test_environments_of_the_working_directory_and_unused_ones_are_looked_at(
@@ -534,7 +559,7 @@ def test_memory_is_shared_with_nobody_but_the_launchers_own_processes() -> None:
 def test_a_transport_that_nobody_has_is_told_before_anything_loads() -> None:
     (told,) = mistakes(weights={"transport": "carrier_pigeon"})
     assert told.startswith("weights.transport: got 'carrier_pigeon', expected one of auto, collective, wire, ipc")
-    for known in ("auto", "wire", "my_package.doves:Transport"):
+    for known in ("auto", "wire", "stillhouse.weights.transports.wire:WireTransport"):
         assert mistakes(weights={"transport": known}) == []
 
 

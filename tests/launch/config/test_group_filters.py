@@ -18,7 +18,7 @@ def found(*, buffer: dict[str, Any], advantage: str = "grpo", coef: float = 0.0,
     return check_consistency(build(RunConfig, config), builtin.STUDENT_DIR)
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp_baseline", "my_module:compares_groups"])
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_pp_baseline", "math:fsum"])
 def test_dynamic_sampling_is_for_advantages_that_compare_a_group(advantage: str) -> None:
     findings = found(buffer={"dynamic_sampling": 10, "mask_truncated": True}, advantage=advantage, routes={})
     assert findings == ([], [])
