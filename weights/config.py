@@ -77,8 +77,8 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     """Memory for the two copies of the weights that are being sent: 2 x 4 bytes per parameter in float32, 2 x 2 in
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
     16 bytes per parameter of training. host: pinned memory of this machine; training waits for the copy, at about 25
-    GB/s. auto: host with gloo, which sends from there, and with ipc unless both copies take at most a tenth of the GPU;
-    else device."""
+    GB/s. auto: host with gloo, which sends from there; else device, unless the GPU has no room for them by the
+    launcher's estimate, or by ipc both take more than a tenth of it. The launcher decides before the start."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
     this address only."""
@@ -220,8 +220,8 @@ def bucket_size(asked: int, device_type: str) -> int:
 
 
 def staged_in(config: WeightsConfig, device_type: str, backend: Literal["gloo", "nccl"]) -> Place:
-    """Gloo sends from host memory, so copies there need no further copy; by ipc only buckets need be on the GPU, and
-    the launcher says where there is room for more. On a CPU the device is the host."""
+    """Gloo sends from host memory, so copies there need no further copy. The launcher decides auto elsewhere by the
+    room that there is (launch.checks.memory.staged). On a CPU the device is the host."""
     if device_type != "cuda":
         return "device"
     if config.staging == "auto":

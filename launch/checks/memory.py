@@ -12,7 +12,8 @@ learner         weights 4 P / R (float32), gradient 4 P / R, moments 8 P / R or 
                 bfloat16 copies of weights that autocast keeps: 2 P, without those of a tied embedding (one rank only)
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
-                shared buckets, by ipc: 2 of weights.bucket_bytes, or of the embedding if that is larger
+                buckets, by ipc, or by NCCL from copies in host memory or of several ranks: on the first rank 2 of
+                weights.bucket_bytes, or of the embedding if that is larger
                 activations: T * L * a, with a per layer and token
                     float32    4 (4 F + 6 H + 2 Q + 2 K), with norms of queries and keys 8 (Q + K) more
                     bfloat16   8 F + 26 H + 4 Q + 4 K, with such norms 10 (Q + K) more
@@ -58,6 +59,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast
 
+import msgspec
+
 from stillhouse.engines.provider import ModelShape
 from stillhouse.launch.checks.model_files import check_weights
 from stillhouse.launch.checks.placement import Placement
@@ -69,7 +72,9 @@ from stillhouse.launch.machine.gpus import LEARNER, RANK
 from stillhouse.launch.machine.machine import Machine
 from stillhouse.models.description import BYTES, CHOSEN_EXPERTS, NF4_BYTES, resolve_dtype, vocabulary_size
 from stillhouse.models.safetensors_header import weight_files
-from stillhouse.weights.config import bucket_size, sent_dtype, staged_in
+from stillhouse.weights.config import Place, bucket_size, sent_dtype, staged_in
+
+replace = msgspec.structs.replace
 
 IMPORTED_GIB: Final = 0.3
 FORKED_GIB: Final = 0.05
@@ -78,7 +83,7 @@ HOST: Final = -1
 GATHERS: Final = 5
 """Keys and values of all tokens that a layer has at once in its backward pass: gathered, and their gradients."""
 ROOMY: Final = 0.1
-"""Share of a GPU that copies of the weights may take where host memory would do."""
+"""Share of a GPU that all roles share, which copies of the weights may take."""
 MARGIN: Final = 0.15
 """How far the whole estimate may be off on a GPU."""
 TIGHT: Final = "more than it has, by this estimate"
@@ -140,6 +145,11 @@ class Memory(NamedTuple):
     mistakes: list[str]
     arguments: dict[str, tuple[str, ...]]
     """Worker -> what its server must be told, where it shares a GPU."""
+
+    @property
+    def too_large(self) -> tuple[int, int]:
+        """How many refusals and warnings there are."""
+        return len(self.mistakes), sum(line.endswith(TIGHT) for line in self.lines)
 
 
 def read_shape(folder: Path) -> ModelShape | None:
@@ -205,11 +215,12 @@ def learner_need(
         "moments": moments if device == "cpu" or learner.moments == "device" else 0.0,
     }
     process_gib = PROCESS_GIB if device == "cuda" else FORKED_GIB
-    shared = _shared_bytes(config, shape) if config.weights.way == "ipc" else 0.0
-    if device != "cpu" and staged_in(config.weights, device, backend) == "host":
-        staging = 0.0
+    on_host = device != "cpu" and staged_in(config.weights, device, backend) == "host"
+    staging = 0.0 if on_host else staging
+    gathers = backend == "nccl" and (on_host or learner.ranks > 1)
+    buckets = _bucket_bytes(config, shape) if rank == 0 and (gathers or config.weights.way == "ipc") else 0.0
     if learner.frozen:
-        return _need(LEARNER, sure, {"staging": staging, "shared buckets": shared}, process_gib)
+        return _need(LEARNER, sure, {"staging": staging, "buckets": buckets}, process_gib)
     width = 2 if half else 4
     copies = 2 * (p - (e if shape.tied and not half else e / 2)) if half and not in_half else 0.0
     gathered = 2 * of_layer * width + of_layer * width * trained + 4 * e * (1 + trained) if learner.ranks > 1 else 0.0
@@ -222,7 +233,7 @@ def learner_need(
         "bfloat16 copies": copies if learner.ranks == 1 else 0.0,
         "gathered": gathered,
         "staging": staging,
-        "shared buckets": shared,
+        "buckets": buckets,
         "activations": kept + max(0.0, once - logits) + (width * h * shape.mlp if nf4 else 0.0),
         "logits": logits,
         "teachers' heads": _head_bytes(config, shape, width),
@@ -256,17 +267,25 @@ def _sent_bytes(config: RunConfig) -> int:
     return BYTES.get(sent_dtype(config.weights.dtype, members.dtype), 4)
 
 
-def _shared_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """The slots that the learner shares (weights.transports.ipc); the embedding is the largest tensor."""
+def _bucket_bytes(config: RunConfig, shape: ModelShape) -> float:
+    """Memory through which versions go that are not sent in place; the embedding is the largest tensor."""
     width = _sent_bytes(config)
     bucket = max(bucket_size(config.weights.bucket_bytes, "cuda"), width * shape.vocabulary * shape.hidden)
     return min(2 * bucket, width * shape.parameters)
 
 
-def room_for_copies(config: RunConfig, gib: float) -> bool:
-    """Whether both copies of the weights take a small part of a GPU with so much memory."""
-    shape = read_shape(Path(config.models.student))
-    return shape is not None and _movable(config, shape)[1] <= ROOMY * gib * GIB
+def staged(config: RunConfig, machine: Machine, placement: Placement) -> RunConfig:
+    """With weights.staging decided, where it is auto: on the GPU, from which a version is sent without a stop, if that
+    leaves the other roles there their room, else in host memory. gloo and encrypted connections send from the host."""
+    gpu, shape = placement.places.seats[LEARNER], read_shape(Path(config.models.student))
+    by_ipc = config.weights.way == "ipc"
+    if config.weights.staging != "auto" or gpu is None or not (by_ipc or placement.weights.backend == "nccl"):
+        return config
+    room = machine.gib[gpu] * ROOMY * GIB if machine.gib else 0.0
+    small = not by_ipc or (shape is not None and _movable(config, shape)[1] <= room)
+    places: tuple[Place, ...] = ("device", "host") if small else ("host",)
+    found = [replace(config, weights=replace(config.weights, staging=place)) for place in places]
+    return min(found, key=lambda one: estimate(one, machine, placement).too_large)
 
 
 def _activations(config: RunConfig, shape: ModelShape, *, half: bool) -> tuple[float, float]:

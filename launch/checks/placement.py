@@ -278,13 +278,13 @@ def _described(
         pool = f" of {group.key.removeprefix('pools.')}" if group.key.startswith("pools.") else ""
         chosen = f" (auto: {why[group.key]})" if group.key in why else ""
         yield f"{group.role}s{pool}: {group.engine.title} on {where}{chosen}"
+    copies = " from copies in host memory" if config.weights.staging == "host" else ""
     if config.weights.way == "ipc":
-        copies = " from copies in host memory" if config.weights.staging == "host" else ""
         yield f"weights by memory that the learner shares{copies} (weights.transport ipc)"
     elif config.weights.way == "wire":
         yield "weights over encrypted connections to the learner (weights.transport wire)"
     else:
-        yield f"weights by {weights.backend} ({weights.why})"
+        yield f"weights by {weights.backend}{copies if weights.backend == 'nccl' else ''} ({weights.why})"
 
 
 class Engines(NamedTuple):

@@ -10,12 +10,11 @@ import msgspec
 
 from stillhouse.engines.provider import ServerFacts
 from stillhouse.launch.checks.adapters import choose_adapters
-from stillhouse.launch.checks.memory import estimate, room_for_copies
+from stillhouse.launch.checks.memory import estimate, staged
 from stillhouse.launch.checks.placement import NOWHERE, Placement, place_run, shares_memory, wrong_nccl
 from stillhouse.launch.config.pools import WorkerGroup
 from stillhouse.launch.config.run import RunConfig
 from stillhouse.launch.machine.devices import fill_devices, fill_dtype, torch_devices
-from stillhouse.launch.machine.gpus import LEARNER
 from stillhouse.launch.machine.machine import NO_GPUS, Interpreters, Machine
 from stillhouse.launch.servers.attached import ask_servers, grouped
 from stillhouse.launch.servers.plan import (
@@ -106,12 +105,13 @@ def check_servers(
                 place_run, machine=machine, interpreters=interpreters, why=why or {}, learner_here=learner_here
             )
             placement = place(config)
-            if shares_memory(config, placement.places):
-                by_ipc = _by_ipc(config, machine, placement)
-                if not estimate(by_ipc, machine, placement)[1]:
-                    config, placement = by_ipc, place(by_ipc)
-            placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
             config = fill_dtype(config, placement.device("actor", 0))
+            if shares_memory(config, placement.places):
+                by_ipc = staged(replace(config, weights=replace(config.weights, transport="ipc")), machine, placement)
+                config = config if estimate(by_ipc, machine, placement).mistakes else by_ipc
+            config = staged(config, machine, placement)
+            placement = place(config)
+            placement = placement._replace(text="; ".join(filter(None, (placement.text, of_adapters))))
         except ValueError as error:
             mistakes.append(str(error))
         else:
@@ -123,17 +123,6 @@ def check_servers(
             plans = tuple(sorted(plans, key=lambda plan: order.get(plan.worker, -1)))
             config = replace(config, weights=replace(config.weights, backend=placement.weights.backend))
     return Found(config, placement, plans, attached.servers, mistakes, not_here, memory)
-
-
-def _by_ipc(config: RunConfig, machine: Machine, placement: Placement) -> RunConfig:
-    """With the copies on the GPU, from which a version is sent without the host, where they leave it to the others."""
-    gpu = placement.places.seats[LEARNER]
-    gib = machine.gib[gpu] if machine.gib and gpu is not None else 0.0
-    config = fill_dtype(config, placement.device("actor", 0))
-    staging = config.weights.staging
-    if staging == "auto":
-        staging = "device" if room_for_copies(config, gib) else "host"
-    return replace(config, weights=replace(config.weights, transport="ipc", staging=staging))
 
 
 def _added(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -109,13 +109,21 @@ def test_by_ipc_two_buckets_are_on_the_gpu_and_the_copies_where_there_is_room() 
     ipc = {"transport": "ipc", "dtype": "bfloat16"}
     need = learner_need(config(weights=ipc), QWEN3_8B, "gloo")
     assert rounded(need.likely)["staging"] == 0.0
-    assert need.likely["shared buckets"] == 2 * 2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30, "its embedding"
+    assert need.likely["buckets"] == 2 * 2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30, "its embedding"
     large = config(weights=ipc | {"bucket_bytes": 2 << 30, "staging": "device"})
     need = learner_need(large, QWEN3_8B, "gloo")
-    assert rounded(need.likely)["staging"] == 30.5 and need.likely["shared buckets"] == 4.0
+    assert rounded(need.likely)["staging"] == 30.5 and need.likely["buckets"] == 4.0
     few = learner_need(config(weights=ipc), QWEN3_8B._replace(parameters=1000, vocabulary=1, hidden=1), "gloo")
-    assert few.likely["shared buckets"] == 2000 / 2**30, "never more than all weights"
-    assert learner_need(config(), QWEN3_8B, "gloo").likely["shared buckets"] == 0.0
+    assert few.likely["buckets"] == 2000 / 2**30, "never more than all weights"
+    cases: list[tuple[dict[str, Any], int, Literal["gloo", "nccl"], float]] = [
+        ({}, 1, "gloo", 0.0),
+        ({}, 1, "nccl", 0.0),  # sent in place
+        ({}, 2, "nccl", 2 * 4 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30),
+        ({"staging": "host", "bucket_bytes": 3 << 30}, 1, "nccl", 6.0),
+    ]
+    for weights, ranks, backend, gib in cases:
+        need = learner_need(config(weights=weights, learner={"ranks": ranks}), QWEN3_8B, backend)
+        assert need.likely["buckets"] == gib
 
 
 def test_moments_and_copies_in_host_memory_are_counted_there_and_not_on_the_gpu() -> None:

@@ -13,7 +13,10 @@ import msgspec
 import pytest
 
 from stillhouse import builtin
+from stillhouse.engines.provider import ModelShape
 from stillhouse.engines.registry import find_engine
+from stillhouse.launch.checks import memory
+from stillhouse.launch.checks.memory import read_shape
 from stillhouse.launch.checks.placement import Member, choose_engines, choose_weight_backend
 from stillhouse.launch.checks.server_preflight import Found, check_servers
 from stillhouse.launch.config.run import RunConfig
@@ -44,9 +47,9 @@ class Installed(Interpreters):
         return self._given
 
 
-def placed(plain: dict[str, Any], gpus: int, installed: Interpreters | None = None) -> Found:
+def placed(plain: dict[str, Any], gpus: int, installed: Interpreters | None = None, host_gib: float = 0.0) -> Found:
     """As preflight does it."""
-    machine = Machine(tuple(map(str, range(gpus))), (80.0,) * gpus)
+    machine = Machine(tuple(map(str, range(gpus))), (80.0,) * gpus, host_gib=host_gib)
     installed = installed or Installed()
     models = {"student": str(builtin.STUDENT_DIR), "teacher": str(builtin.TEACHER_DIR)}
     server = {"server": {"python": sys.executable}}
@@ -367,6 +370,31 @@ def test_copies_that_would_take_much_of_the_gpu_are_in_host_memory(monkeypatch: 
     assert "memory that the learner shares from copies in host memory" in one.placement.text
     asked = placed(EMBEDDED | {"actors": 1, "weights": {"staging": "device"}}, 1).config.weights
     assert (asked.transport, asked.staging) == ("ipc", "device")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "host_gib", "asked", "staging"),
+    [(1e9, 64, "auto", "device"), (4e9, 64, "auto", "host"), (4e9, 8, "auto", "device"), (4e9, 64, "device", "device")],
+    ids=["room on the GPU", "room on the host alone", "room nowhere", "asked for"],
+)
+def test_nccl_sends_from_host_memory_where_only_that_has_room_for_copies(
+    parameters: float, host_gib: float, asked: str, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training 4e9 parameters takes 67 GiB, and two copies of them in bfloat16 15."""
+    shape = read_shape(builtin.STUDENT_DIR)
+    assert shape is not None
+    of_size = shape._replace(parameters=int(parameters))
+
+    def fixed(_: Path) -> ModelShape:
+        return of_size
+
+    monkeypatch.setattr(memory, "read_shape", fixed)
+    roles = EMBEDDED | {"actors": 1, "teachers": 0, "weights": {"staging": asked}}
+    found = placed(roles, 8, host_gib=host_gib)
+    assert (found.config.weights.backend, found.config.weights.staging) == ("nccl", staging)
+    assert ("weights by nccl from copies in host memory" in found.placement.text) == (staging == "host")
+    fits = not any(line.endswith(memory.TIGHT) for line in found.memory)
+    assert fits == (parameters < 4e9 or staging == "host")
 
 
 def test_weights_go_by_shared_memory_where_all_actors_are_on_the_learners_gpu() -> None:
