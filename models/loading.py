@@ -19,6 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
@@ -100,6 +101,7 @@ def load_causal_lm(
         model = _from_pretrained(name, config, torch_dtype, implementation, how)
         _check_embeddings(name, model)
         _check_numbers(name, model)
+        _check_scales(name, model)
         make_current(torch.device(device))
         if how:
             _check_quantised(name, model)
@@ -147,11 +149,14 @@ def describe_hf(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBas
 
 
 def _describe_inputs(model: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the tokenizer, and what makes inputs of images: copies, since nothing here reads it."""
+    """Write the tokenizer, and copies of what nothing here reads: what makes inputs of images, and code that an
+    `auto_map` names."""
     tokenizer.save_pretrained(folder)
-    for name in _PROCESSORS if model is not None and model.name_or_path else ():
-        if (file := Path(model.name_or_path) / name).is_file():
-            shutil.copyfile(file, folder / name)
+    if model is None or not (source := Path(model.name_or_path or "")).is_absolute():
+        return
+    for file in (*map(source.joinpath, _PROCESSORS), *source.glob("*.py")):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def weights_to_save(model: PreTrainedModel, *, converted: bool = False) -> dict[str, Tensor]:
@@ -201,8 +206,13 @@ def load_config(name: str) -> PreTrainedConfig:
     """Read config.json of a resolved path or hub name and refuse what is not a decoder-only causal LM, alone or as the
     text model of one that also takes images."""
     try:
-        config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name))
+        config = cast(PreTrainedConfig, AutoConfig.from_pretrained(name, trust_remote_code=False))
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:  # the last three: malformed fields
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{name!r} needs code of its own (auto_map in config.json), which is not run here; expected an "
+                "architecture of transformers (docs/models.md)"
+            ) from error
         hint = "" if Path(name).is_dir() else f"; no local folder of that name either{_offline_hint()}"
         raise ModelError(f"cannot read the model configuration of {name!r}: {error}{hint}") from error
     architectures: list[str] = getattr(config, "architectures", None) or []
@@ -238,7 +248,7 @@ def _from_pretrained(
             loaded = _auto_class(config).from_pretrained(
                 name, dtype=dtype, attn_implementation=implementation, output_loading_info=True, **how
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load the weights of {name!r}: {error}{_offline_hint()}") from error
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(str(key) for key in report["missing_keys"])
@@ -278,11 +288,33 @@ def _check_quantised(name: str, model: PreTrainedModel) -> None:
 def _check_numbers(name: str, model: PreTrainedModel) -> None:
     """Raise ModelError for NaN and infinity. The largest and the least number tell of both."""
     named = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
+    named = [(n, p.float() if p.is_floating_point() and p.element_size() < 2 else p) for n, p in named]
     wrong = [n for n, p in named if not bool(torch.isfinite(torch.stack(torch.aminmax(p))).all())]
     if wrong:
         raise ModelError(
             f"{name!r}: NaN or infinity in {len(wrong)} of its tensors as {model.dtype}, e.g. {wrong[:4]}; expected "
             "finite weights: the file is damaged, its training diverged, or float16 is too narrow for it"
+        )
+
+
+def _check_scales(name: str, model: PreTrainedModel) -> None:
+    """Raise ModelError for weights of one byte that were taken without their scales. transformers does so where
+    config.json does not say how they were quantized, and with some that say it (its issue 47145)."""
+    own, wrong = dict(model.named_parameters()), list[str]()
+    for file, header in (read_headers(Path(name)) if Path(name).is_dir() else {}).items():
+        scaled = {key.rpartition(".")[0] for key in header.tensors if "scale" in key.rpartition(".")[2]}
+        with safe_open(file, framework="pt") as tensors:
+            for key, entry in header.tensors.items():
+                parameter = own.get(key) if entry.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2") else None
+                if parameter is None or (key.rpartition(".")[0] not in scaled and entry.dtype.startswith("F")):
+                    continue
+                codes, values = tensors.get_tensor(key), parameter.detach()
+                if values.element_size() > 1 and torch.equal(values, codes.to(values.dtype)):
+                    wrong.append(key)
+    if wrong:
+        raise ModelError(
+            f"{name!r}: {len(wrong)} of its tensors are codes of one byte whose scales were not used, e.g. "
+            f"{wrong[:2]}; expected one in bfloat16 or float32, or for a teacher a server of this one"
         )
 
 

@@ -47,7 +47,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     tokenizer files, a hub name that is neither cached nor reachable, files that do not load."""
     name, local_only = model_source(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only)
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local_only, trust_remote_code=False)
     except Exception as error:  # tokenizers raises Exception itself for a file of a newer release
         raise TokenizerError(f"tokenizer of {name!r} does not load: {first_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -180,7 +180,7 @@ def _generation_eos(path: str | Path) -> object:
     except OSError:
         pass  # no generation_config.json: fall back to the model's config
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=local_only)
+        config = AutoConfig.from_pretrained(name, local_files_only=local_only, trust_remote_code=False)
         of_text = config.get_text_config() if getattr(config, "eos_token_id", None) is None else config
         return getattr(of_text, "eos_token_id", None)
     except (OSError, ValueError):

@@ -139,14 +139,40 @@ def _tensor_missing(tmp_path: Path, folder: Path) -> Path:
 
 
 def _smaller_embedding(tmp_path: Path, folder: Path) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB + 3}))
-    return folder
+    return _rewritten(folder, vocab_size=VOCAB + 3)
 
 
 def _larger_tokenizer(tmp_path: Path, folder: Path) -> Path:
     _tokenizer(VOCAB + 1).save_pretrained(folder)
     return folder
+
+
+def _rewritten(folder: Path, **changes: Any) -> Path:
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **changes}))
+    return folder
+
+
+def _in_codes(tmp_path: Path, folder: Path, *, dtype: torch.dtype = torch.int8, scaled: bool = True) -> Path:
+    """Layers in one byte, as of [-2, 2]; config.json says nothing of it."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if "proj" in name]:
+        tensors[name] = tensors[name].mul(64.0).clamp(-127, 127).to(dtype)
+        tensors |= {f"{name}_scale": torch.tensor(1 / 64)} if scaled else {}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _eight_bits(tmp_path: Path, folder: Path) -> Path:
+    return _in_codes(tmp_path, folder, dtype=torch.float8_e4m3fn)
+
+
+def _own_code(tmp_path: Path, folder: Path) -> Path:
+    return _rewritten(folder, model_type="odd", auto_map={"AutoConfig": "odd.Odd", "AutoModelForCausalLM": "odd.Lm"})
+
+
+def _package_missing(tmp_path: Path, folder: Path) -> Path:
+    return _rewritten(folder, quantization_config={"quant_method": "aqlm"})
 
 
 @pytest.mark.parametrize(
@@ -161,12 +187,31 @@ def _larger_tokenizer(tmp_path: Path, folder: Path) -> Path:
         (_no_weights, "cannot load the weights"),
         (_tensor_missing, r"lacks 1 tensors .*up_proj.* random numbers"),
         (_smaller_embedding, "cannot load the weights"),
+        (_in_codes, "7 of its tensors are codes of one byte whose scales were not used"),
+        (_eight_bits, "7 of its tensors are codes of one byte whose scales were not used"),
+        (_own_code, "needs code of its own"),
+        (_package_missing, "cannot load the weights.*aqlm"),
         (_larger_tokenizer, r"tokenizer has id 29 \('w29'\), its embedding only 29 rows"),
     ],
 )
 def test_unusable_path_is_refused_with_its_reason(spoil: Any, message: str, tmp_path: Path, folder: Path) -> None:
     with pytest.raises(ModelError, match=message):
         load_causal_lm(spoil(tmp_path, folder), **CPU)
+
+
+def test_numbers_of_eight_bits_without_scales_are_those_of_the_file(tmp_path: Path, folder: Path) -> None:
+    model = load_causal_lm(_in_codes(tmp_path, folder, dtype=torch.float8_e4m3fn, scaled=False), **CPU)
+    stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert torch.equal(dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"], stored.float())
+
+
+def test_code_that_a_configuration_names_goes_along(folder: Path, tmp_path: Path) -> None:
+    """transformers has the architecture, but who trusts the code runs it, or finds none."""
+    _rewritten(folder, auto_map={"AutoModelForCausalLM": "odd.Odd"})
+    (folder / "odd.py").write_text("from transformers import Qwen3ForCausalLM\nclass Odd(Qwen3ForCausalLM): pass\n")
+    save_hf(load_causal_lm(folder, **CPU), _tokenizer(), tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert type(again).__name__ == "Odd"
 
 
 def test_unknown_hub_name_offline_says_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
