@@ -82,13 +82,15 @@ def test_an_interrupted_run_settles_the_samples_of_one_that_was_not(launch: Laun
 
 
 def test_at_bound_0_an_interrupted_run_has_the_weights_of_one_that_was_not_to_the_bit(launch: Launch) -> None:
-    """Where rollouts are decoded and scored one at a time: what lies beside one in a batch changes its last bits."""
+    """Where rollouts are decoded and scored one at a time: what lies beside one in a batch changes its last bits. And
+    the one that was not evaluates its student."""
     alone = ("--actor.max_concurrent_rollouts=1", "--actor.segment_tokens=4096", "--teacher.max_batch_tokens=1")
     words = (
         *arguments("--max-staleness=0", "--seed=5", "--steps=10", "--buffer.batch_rollouts=6", *alone),
         "--actors=1",
     )
-    whole = launch(*words, folder="whole")
+    evaluated = ("--learner.eval_every=2", "--learner.tasks.eval_greedy=4", "--learner.tasks.eval_sampled=4")
+    whole = launch(*words, *evaluated, folder="whole")
     assert whole.wait() == 0, whole.text()
     cut = interrupt(launch, words, 4, 7)
     assert {row["epoch"] for row in cut.steps()} >= {0, 1, 2}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stillhouse.buffer.rollouts import ticket_seed
@@ -22,7 +23,7 @@ from stillhouse.learner.prompts.tasks import TaskOffer, TaskStream, load_prompts
 from stillhouse.protocol.messages import Sampling, WeightVersion
 from tests.integration.conftest import Launched
 
-STEPS, GROUP, PROMPTS_PER_STEP, SEED, WARMUP, LR = 4, 4, 4, 3, 10, 2e-4
+STEPS, GROUP, PROMPTS_PER_STEP, SEED, WARMUP, LR, NORM = 4, 4, 4, 3, 10, 2e-4, 0.3
 
 
 def sample(engine: TorchEngine, offers: Sequence[TaskOffer], stops: tuple[int, ...]) -> list[tuple[np.ndarray, int]]:
@@ -49,8 +50,9 @@ def token_logprobs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
 
 
-def plain_losses() -> list[tuple[float, int]]:
-    """(loss, trained tokens) per step of the plain synchronous loop."""
+def plain_loop() -> tuple[list[tuple[float, float, int]], dict[str, torch.Tensor]]:
+    """Loss, norm of the gradient and trained tokens of each step of the plain synchronous loop; and the mean gradient
+    as AdamW has it after them, by parameter."""
     student = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float32)
     sampler = AutoModelForCausalLM.from_pretrained(STUDENT_DIR, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(TEACHER_DIR, dtype=torch.float32)
@@ -60,7 +62,7 @@ def plain_losses() -> list[tuple[float, int]]:
     stream = TaskStream(config, tokenizer, load_prompts(config), seed=SEED)
     optimizer = torch.optim.AdamW(student.parameters(), lr=LR, weight_decay=0.0)
     engine = TorchEngine(sampler, EngineConfig())
-    losses: list[tuple[float, int]] = []
+    steps: list[tuple[float, float, int]] = []
     for step in range(STEPS):
         rollouts = sample(engine, stream.next(PROMPTS_PER_STEP), stops)
         n_trained = sum(len(ids) - n_prompt for ids, n_prompt in rollouts)
@@ -74,20 +76,23 @@ def plain_losses() -> list[tuple[float, int]]:
         loss = total / n_trained
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(student.parameters(), NORM)
         for group in optimizer.param_groups:
             group["lr"] = LR * (step + 1) / WARMUP
         optimizer.step()
-        losses.append((loss.item(), n_trained))
+        steps.append((loss.item(), norm.item(), n_trained))
         engine.stage_weights(WeightVersion(0, step + 1), [(n, p.detach()) for n, p in student.named_parameters()])
     engine.close()
-    return losses
+    return steps, {name: optimizer.state[p]["exp_avg"] for name, p in student.named_parameters()}
 
 
 @pytest.mark.parametrize("way", ["weights.transport=collective", "weights.transport=wire", "launch.share=turns"])
 def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(launch: Callable[..., Launched], way: str) -> None:
+    """With "wire" by two ranks in many microbatches. AdamW hardly sees the scale of a gradient, but its moments do."""
     run = launch(
         f"--{way}",
+        *(("--learner.ranks=2", "--learner.pack_tokens=80") if "wire" in way else ()),
+        f"--learner.max_grad_norm={NORM}",
         "--actors=2",
         "--teachers=2",
         f"--steps={STEPS}",
@@ -101,12 +106,16 @@ def test_no_staleness_gives_the_losses_of_a_plain_synchronous_loop(launch: Calla
         "--learner.tasks.eval_share=0.0",
         "--learner.eval_every=0",
     )
-    expected = plain_losses()
+    expected, moments = plain_loop()
     assert run.wait() == 0, run.text()
     rows = run.steps()
-    assert [row["train/tokens"] for row in rows] == [tokens for _, tokens in expected]
-    for row, (loss, _) in zip(rows, expected, strict=True):
+    assert [row["train/tokens"] for row in rows] == [tokens for *_, tokens in expected]
+    for row, (loss, norm, _) in zip(rows, expected, strict=True):
         assert math.isclose(row["train/loss"], loss, abs_tol=1e-5), (row["step"], row["train/loss"], loss)
+        assert norm > NORM and math.isclose(row["train/grad_norm"], norm, rel_tol=1e-3), (row["step"], norm)
+    saved = load_file(run.run_dir / "checkpoints" / f"step_{STEPS:06}" / "optimizer.safetensors")
+    for name, moment in moments.items():
+        torch.testing.assert_close(saved[f"exp_avg/{name}"], moment, atol=1e-3 * float(moment.abs().max()), rtol=0.0)
     summary = run.summary()
     assert summary["staleness"]["max"] == 0 and summary["state"] == "finished"
     last = rows[-1]

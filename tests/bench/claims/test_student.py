@@ -22,7 +22,7 @@ from stillhouse.learner.config import LearnerConfig
 from stillhouse.learner.prompts.config import TaskConfig
 from stillhouse.learner.prompts.tasks import TaskStream, load_prompts
 from tests.integration.test_stages import finish
-from tests.integration.test_synchronous import GROUP, LR, PROMPTS_PER_STEP, SEED, STEPS, WARMUP, plain_losses
+from tests.integration.test_synchronous import GROUP, LR, NORM, PROMPTS_PER_STEP, SEED, STEPS, WARMUP, plain_loop
 
 
 def as_it_is(tokenizer: object, prompt: Any) -> list[int]:
@@ -51,11 +51,13 @@ def distilled(
 
 def test_the_drivers_losses_are_those_of_the_plain_synchronous_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     teacher = Teacher(STUDENT_DIR.parent / TEACHER_DIR.name)
-    student = Student(STUDENT_DIR, LearnerConfig(lr=LR, warmup_steps=WARMUP, device="cpu"), STEPS, teacher)
+    student = Student(
+        STUDENT_DIR, LearnerConfig(lr=LR, warmup_steps=WARMUP, max_grad_norm=NORM, device="cpu"), STEPS, teacher
+    )
     losses = distilled(monkeypatch, student, PROMPTS_PER_STEP, STEPS)
-    plain = plain_losses()
-    assert [n for _, n in losses] == [n for _, n in plain]
-    assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in plain], rel=1e-3, abs=1e-6)
+    plain, _ = plain_loop()
+    assert [n for _, n in losses] == [n for *_, n in plain]
+    assert [loss for loss, _ in losses] == pytest.approx([loss for loss, *_ in plain], rel=1e-3, abs=1e-6)
 
 
 RECOVERY = """

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    get_cosine_with_min_lr_schedule_with_warmup,
+)
 
 from stillhouse.learner.batch import BatchError, EmptyBatchError, TrainItem
-from stillhouse.learner.config import LearnerConfig
+from stillhouse.learner.config import LearnerConfig, LoraConfig
+from stillhouse.learner.step.lora import Adapters
 from stillhouse.learner.step.make_trainer import FrozenTrainer
 from stillhouse.learner.step.train_step import NonFiniteError, Trainer
 from stillhouse.models.description import resolve_dtype
+from stillhouse.models.loading import load_causal_lm
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.weights.staged_weights import StagedWeights
-from tests.learner.conftest import make_item, tiny_student
+from tests.learner.conftest import VOCAB, make_item, tiny_student
 from tests.learner.settings import learner_config
 from tests.learner.step.gradients import PLAIN, assert_close, slow_gradients, step_gradients
+from tests.learner.step.test_mixture_of_experts import student as mixture
 
 
-def _items() -> list[TrainItem]:
+def _items(seed: int | None = None) -> list[TrainItem]:
     return [
-        make_item("a", [0, 0, 1, 1, 1]),
-        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style")),
-        make_item("c", [0, 0, 0]),
-        make_item("d", [0] * 10 + [1] * 20, teachers=("style",)),
-        make_item("e", [0, 1, 1], teachers=()),
+        make_item("a", [0, 0, 1, 1, 1], seed=seed),
+        make_item("b", [0, 1, 1, 0, 0, 1, 0, 0], teachers=("math", "style"), seed=seed),
+        make_item("c", [0, 0, 0], seed=seed),
+        make_item("d", [0] * 10 + [1] * 20, teachers=("style",), seed=seed),
+        make_item("e", [0, 1, 1], teachers=(), seed=seed),
     ]
 
 
@@ -85,18 +98,80 @@ def test_metrics_equal_a_loop_over_tokens() -> None:
     assert {name: metrics.as_dict()[name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
-def test_gradient_is_clipped_to_the_norm_and_reported_before() -> None:
-    norms: list[float] = []
-    trainer = Trainer(tiny_student(), LearnerConfig(max_grad_norm=1e-3), total_steps=10)
+def _students() -> dict[str, PreTrainedModel]:
+    gpt2 = GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    return {
+        "tied": tiny_student("eager"),
+        "adapters": tiny_student("eager", tied=False),
+        "experts": mixture("eager"),
+        "dropout": GPT2LMHeadModel(gpt2),
+    }
 
-    def look(*_: Any) -> None:
-        norms.append(
-            float(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters() if p.grad is not None]))
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # by peft
+@pytest.mark.parametrize("kind", ["tied", "adapters", "experts", "dropout"])
+def test_clipped_steps_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+    """By transformers, peft and torch alone. After two steps of six another trainer goes on, to a ninth."""
+    _students()[kind].save_pretrained(tmp_path)
+    lora = LoraConfig(rank=2 * (kind == "adapters"), alpha=4.0)
+    clipped: dict[str, Any] = {
+        "lr": 1e-2,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.05,
+        "pack_tokens": 16,
+        "lora": lora,
+        "eps": 1e-4,
+    }
+    config = learner_config(**clipped, importance=("truncated", {"cap": 2.0}))
+
+    def trainer(total_steps: int) -> Trainer:
+        model = load_causal_lm(tmp_path, device="cpu", dtype="float32", attention="packed", train=True)
+        torch.manual_seed(0)
+        return Trainer(
+            model,
+            config,
+            total_steps=total_steps,
+            adapters=Adapters(model, lora, base="tiny") if lora.rank else None,
         )
 
-    trainer._optimizer.register_step_pre_hook(look)  # pyright: ignore[reportPrivateUsage]
-    metrics = trainer.step(_items())
-    assert norms == [pytest.approx(1e-3, rel=1e-3)] and metrics.grad_norm > 0.01
+    first, second = trainer(6), trainer(9)
+    norms = [first.step(_items(seed)).grad_norm for seed in (0, 1)]
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    norms += [second.step(_items(seed)).grad_norm for seed in (2, 3)]
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    if lora.rank:
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))
+        adapted.requires_grad_(requires_grad=False)
+        for name, parameter in adapted.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    parameters = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4, weight_decay=0.0)
+    rates = [
+        get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, n, min_lr_rate=0.1).lr_lambdas[0] for n in (6, 9)
+    ]
+    for step in range(4):
+        items, loss = _items(step), torch.zeros(())
+        for one in items:
+            ids_L = torch.from_numpy(one.tokens_L).long()
+            logprobs_LV = torch.log_softmax(plain(input_ids=ids_L[None]).logits[0], dim=-1)
+            for t in np.flatnonzero(one.train_mask_L):
+                s, mu = logprobs_LV[t - 1, ids_L[t]], float(one.behaviour_L[t])
+                cost = sum(s.item() - float(q) for q in one.teacher_ML[:, t])
+                loss = loss + min(math.exp(s.item() - mu), 2.0) * cost * s
+        optimizer.zero_grad()
+        (loss / sum(int(one.train_mask_L.sum()) for one in items)).backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), 0.05))
+        assert norms[step] == pytest.approx(norm, rel=1e-3) and norm > 0.05
+        optimizer.param_groups[0]["lr"] = 1e-2 * rates[step // 2](step + 1)
+        optimizer.step()
+    trained = {name: p for name, p in second.model.named_parameters() if p.requires_grad}
+    assert_close(trained, parameters, atol=1e-5)
+    moments = {name: optimizer.state[p]["exp_avg"] for name, p in parameters.items()}
+    saved = {name: second.state_dict().tensors[f"exp_avg/{name}"] for name in moments}
+    assert_close(saved, moments, atol=1e-5, rtol=1e-3)
 
 
 def test_bfloat16_products_keep_float32_parameters_and_stay_near_float32() -> None:
