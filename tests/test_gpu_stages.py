@@ -34,6 +34,7 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / ".complete").touch()
     own = {"DEVICE": "cpu", "BACKEND": "gloo", "RECIPES": "bare", "MIB": "4", "PROBE_ARGS": "--requests 4"}
+    own["PROFILE_ARGS"] = "--square 64 --steps 1 --rows as-it-is attention"
     places = {"GPU_SITE": "site", "STAGE_TMP": "", "OUT": "out", "SGLANG_PYTHON": python.name}
     limits = {"AWAIT_S": str(int(RUN_PATIENCE_S)), "STAGE_S": str(int(RUN_PATIENCE_S))}
     return {
@@ -56,8 +57,12 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
         (("c", "gloo", "3"), ["finished", "ledger balanced", "stage c: rc 0"]),
         (("d", "gloo", "2", "tiny", "0"), ["finished", "ledger balanced", "stage d: rc 0"]),
         (("e", "8", "2"), ["| ipc | ", "| gloo | ", "gloo / ipc: ", "finished", "clean", "stage e: rc 0"]),
+        (
+            ("i", "tiny", "256"),
+            ["| step, as-it-is | 0.", "| attention, as-it-is | ", "| matrix products |", "stage i: rc 0"],
+        ),
     ],
-    ids="abcde",
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_a_stage_runs_as_it_stands(stage: tuple[str, ...], says: list[str], stage_environment: dict[str, str]) -> None:
     ran = subprocess.run(
