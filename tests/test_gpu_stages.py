@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from stillhouse.protocol.addresses import free_port
-from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, server_environment
+from stillhouse.sglang_server.servers import DEFAULT_PYTHON, SERVER_ARGS, VERSION_VARIABLE, server_environment
 from tests.patience import RUN_PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ TRAVELS = "0.5.17"
 def stage_environment(tmp_path: Path) -> dict[str, str]:
     """Where the GPU machine has what unpack.sh unpacks, this one has its own virtual environments."""
     try:
-        servers = server_environment({"SGLANG_CPU_VERSION": TRAVELS})
+        servers = server_environment({VERSION_VARIABLE: TRAVELS})
     except FileNotFoundError as error:
         pytest.skip(str(error))
     python = tmp_path / "sglang-python"
@@ -33,10 +33,11 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
     python.chmod(0o755)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / ".complete").touch()
-    own = {"DEVICE": "cpu", "BACKEND": "gloo", "RECIPES": "bare", "MIB": "4", "PROBE_ARGS": "--requests 4"}
+    own = {VERSION_VARIABLE: TRAVELS, "DEVICE": "cpu", "BACKEND": "gloo", "RECIPES": "bare", "MIB": "4"}
+    own |= {"PROBE_ARGS": "--requests 4", "SERVING_ARGS": "--prompt 32 --answer 32"}
     own["PROFILE_ARGS"] = "--square 64 --steps 1 --rows as-it-is attention"
     places = {"GPU_SITE": "site", "STAGE_TMP": "", "OUT": "out", "SGLANG_PYTHON": python.name}
-    limits = {"AWAIT_S": str(int(RUN_PATIENCE_S)), "STAGE_S": str(int(RUN_PATIENCE_S))}
+    limits = {name: str(int(RUN_PATIENCE_S)) for name in ("AWAIT_S", "STAGE_S", "KILL_LIMIT_S")}
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "GLOO_"))},
         **own,
@@ -54,9 +55,12 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
     [
         (("a",), ["bare", "True", "stage a: rc 0"]),
         (("b", "tiny", "gloo"), ["weights by gloo, turn 1", "weights from a folder", "stage b: rc 0"]),
-        (("c", "gloo", "3"), ["finished", "ledger balanced", "stage c: rc 0"]),
-        (("d", "gloo", "2", "tiny", "0"), ["finished", "ledger balanced", "stage d: rc 0"]),
+        (("c", "gloo", "3"), ["finished", "ledger balanced", "| server-actor-0 | -", "stage c: rc 0"]),
+        (("d", "gloo", "2", "tiny", "0"), ["finished", "ledger balanced", "| learner-0 | ", "stage d: rc 0"]),
         (("e", "8", "2"), ["| ipc | ", "| gloo | ", "gloo / ipc: ", "finished", "clean", "stage e: rc 0"]),
+        (("f", "16"), [", in a version | ", "ledger balanced", "everything held", "| server-actor-0 | -", "rc 0"]),
+        (("g", "tiny", "4,8"), ["| 4 | 8 | 256 | 256 | ", "| 8 | 16 | 512 | 512 | ", "stage g: rc 0"]),
+        (("h", "tiny", "2"), ["finished", "ledger balanced", "| server-teacher-0 | -", "stage h: rc 0"]),
         (
             ("i", "tiny", "256"),
             ["| step, as-it-is | 0.", "| attention, as-it-is | ", "| matrix products |", "stage i: rc 0"],

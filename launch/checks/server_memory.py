@@ -28,6 +28,8 @@ STAYS: Final = ("process", "staging", "teachers' heads", "CUDA graphs")
 """What of a role stays on a device that it shares in turns, when the turn is another's (docs/one-gpu.md)."""
 SPARE: Final = 0.05
 """Share of a GPU's memory that no cache gets."""
+MOST_TOKENS: Final = 2**22
+"""No planned cache has more: 4,096 requests, SGLang's own limit of those that run, with 1,024 tokens each."""
 NO_SHAPE: Final = ModelShape(0, 0, 0, 0, 0, 0, 0, False, False, 2)
 
 
@@ -127,7 +129,8 @@ def _share(
     waiting = Counter(gpu for server in open_ for gpu in server.gpus)
     for server in open_:
         left = min((total[gpu] * (1.0 - SPARE) - taken[gpu]) / waiting[gpu] for gpu in server.gpus)
-        caches[server.worker] = max(0.0, left)
+        most = MOST_TOKENS * server.group.servers.cache_token_bytes(server.group.settings.server, server.shape)
+        caches[server.worker] = max(0.0, min(left, most))
     for server in sorted(servers, key=lambda server: server in open_):
         cache, settings = caches[server.worker], server.group.settings.server
         sized.needs.extend(server.need(gpu, GpuRoom(total[gpu], total[gpu], cache)) for gpu in server.gpus)

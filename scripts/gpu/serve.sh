@@ -1,5 +1,5 @@
 # Sourced by the stages, after unpack.sh:  serve NAME MODEL PORT [ARGS...]  starts a server (log: /tmp/NAME.log);  await  waits for all, and gives up at once when
-# one has died;  kernels  compiles what the bundle lacks;  stop_servers  kills what serve started, also when the script ends. Dry run: DEVICE=cpu SERVE_ARGS=... SGLANG_PYTHON=...
+# one has died;  kernels  compiles what the bundle lacks;  stop_servers  kills what serve started, also when the script ends;  memory RUN, seen  print each role's memory beside the plan;  on_servers  is what makes auto take servers. Dry run: DEVICE=cpu SERVE_ARGS=... SGLANG_PYTHON=...
 export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_MNNVL_ENABLE=0 NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
 export NCCL_CUMEM_ENABLE=0 NCCL_NVLS_ENABLE=0 NCCL_RAS_ENABLE=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=2 TORCH_NCCL_DUMP_ON_TIMEOUT=0
 export no_proxy=127.0.0.1,localhost NO_PROXY=127.0.0.1,localhost TVM_FFI_CACHE_DIR="$GPU_SITE/jit" DEVICE="${DEVICE:-cuda}"
@@ -8,6 +8,9 @@ PATH="$PATH:$(dirname "$STILLHOUSE_BASE_PYTHON"):/usr/local/cuda/bin"  # ninja a
 : "${SERVE_ARGS:=--device cuda --attention-backend triton --sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.45 --max-total-tokens 65536 --max-running-requests 64 --cuda-graph-max-bs-decode 64 --disable-prefill-cuda-graph --skip-server-warmup --random-seed 0 --incremental-streaming-output --log-level-http warning}"
 SERVERS=()
 stop_servers() { local s; for s in "${SERVERS[@]}"; do kill -KILL -- "-${s##*:}" 2>/dev/null; wait "${s##*:}" 2>/dev/null; done; SERVERS=(); }
+memory() { rm -f $T/memory.txt; python3 "$g/memory.py" "$1" > $T/memory.txt 2>&1 & MEMORY=$!; }
+on_servers() { echo "--device $DEVICE"; [ "$DEVICE" = cpu ] && echo "--actor.engine sglang --teacher.engine sglang" || echo "--actor.server.python $SGLANG_PYTHON --teacher.server.python $SGLANG_PYTHON"; }
+seen() { kill $MEMORY 2>/dev/null; wait $MEMORY; cat $T/memory.txt; }
 trap stop_servers EXIT; trap 'exit 143' TERM INT HUP
 serve() { local name=$1 model=$2 port=$3; shift 3
   ! (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null || { echo "port $port is taken: a server of an earlier try?"; exit 1; }

@@ -99,6 +99,12 @@ def test_what_the_learner_leaves_is_divided_and_the_servers_are_told_so() -> Non
     assert found.arguments == {"actor-0": told, "teacher-0": told}
 
 
+def test_a_small_model_gets_no_more_cache_than_requests_can_fill() -> None:
+    found = sized(served(), gib=139.0, shape=QWEN3_8B._replace(parameters=10**6, layers=2, kv_width=64))
+    assert {told[3] for told in found.arguments.values()} == {str(4096 * 1024)}
+    assert cache_gib(found)["actor-0"] == pytest.approx(4096 * 1024 * 2 * 2 * 64 * 2 / GIB)
+
+
 def test_large_fractions_of_two_servers_are_no_mistake_and_the_second_gets_its_share_of_the_rest() -> None:
     """SGLang takes 0.4 of 80 GiB, and then 0.9 of what is free."""
     found = sized(served(("--mem-fraction-static=0.4",), ("--mem-fraction-static=0.9",)), learner=8.0)

@@ -75,17 +75,19 @@ class Traps:
         *,
         n: int = 1,
         others: Sequence[int] = (),
+        spare: bool = False,
         timeout_s: float,
         alive: Callable[[], bool] = lambda: True,
     ) -> bool:
         """SIGKILL for the process `victim` when it passes there for the n-th time from now, and for the others at that
-        moment. False when it has not come by until `timeout_s`, or is no longer `alive`: the trap is taken away."""
+        moment. `spare`: for the others alone. False when it has not come by until `timeout_s`, or is no longer `alive`:
+        the trap is taken away."""
         assert point in self._points, f"{point} is not among the functions that can be trapped"
         trap = self._folder / f"{point}.{side}"
         sprung = trap.with_name(f"{trap.name}.sprung")
         sprung.unlink(missing_ok=True)
         draft = trap.with_name(f"{trap.name}.new")
-        draft.write_text(" ".join(map(str, (n, victim, *others))))
+        draft.write_text(" ".join(map(str, (n, victim, *others, *(() if spare else (victim,))))))
         draft.replace(trap)
         deadline_s = time.monotonic() + timeout_s
         while not sprung.exists() and alive() and time.monotonic() < deadline_s:

@@ -5,9 +5,10 @@ Only tests.sim.chaos.traps puts it there; nothing of the product knows of it. Th
     STILLHOUSE_TRAP_POINTS   module:function,module:Class.method,...   which functions can be trapped
     STILLHOUSE_TRAP_FOLDER   where traps are set
 
-and a trap is a file FOLDER/<point>.before or .after that holds `n victim other...`: when the process `victim` passes
-there for the n-th time, the others get SIGKILL, and it itself. A function is patched as soon as its module has been
-imported, so that who imports it by name gets the patched one; a module that is run by `python -m` is not patched.
+and a trap is a file FOLDER/<point>.before or .after that holds `n passer victim...`: when the process `passer` passes
+there for the n-th time, the victims get SIGKILL, of which it may be the last. A function is patched as soon as its
+module has been imported, so that who imports it by name gets the patched one; a module that is run by `python -m` is
+not patched.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ FOLDER = Path(os.environ.get("STILLHOUSE_TRAP_FOLDER", "."))
 
 
 def pass_by(trap: str) -> None:
-    """Dies if the trap is set for this process and its turn has come."""
+    """Springs the trap if it is set for this process and its turn has come."""
     if not os.path.exists(trap):  # noqa: PTH110 - on every call of the function
         return
     with contextlib.suppress(OSError):
-        n, victim, *others = map(int, Path(trap).read_text(encoding="utf-8").split())
-        if victim != os.getpid():
+        n, passer, *victims = map(int, Path(trap).read_text(encoding="utf-8").split())
+        if passer != os.getpid():
             return
         if n > 1:
             draft = Path(f"{trap}.draft")
-            draft.write_text(" ".join(map(str, (n - 1, victim, *others))), encoding="utf-8")
+            draft.write_text(" ".join(map(str, (n - 1, passer, *victims))), encoding="utf-8")
             draft.replace(trap)
             return
         Path(trap).rename(f"{trap}.sprung")
-        for pid in (*others, victim):
+        for pid in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
