@@ -110,14 +110,15 @@ def _generate(
     """Completions with their stop token. Prompts are padded on the left."""
     pad_id = tokenizer.convert_tokens_to_ids(PAD)
     longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts])
+    ids = torch.tensor([[pad_id] * (longest - len(p)) + p for p in prompts], device=model.device)
+    real = torch.arange(longest) >= longest - torch.tensor([len(p) for p in prompts])[:, None]
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     was_training = model.training
     model.eval()
     stop_ids = [tokenizer.convert_tokens_to_ids(s) for s in stops]
     out = model.generate(
         input_ids=ids,
-        attention_mask=(torch.arange(longest) >= longest - torch.tensor([len(p) for p in prompts])[:, None]).long(),
+        attention_mask=real.long().to(model.device),
         max_new_tokens=MAX_NEW_TOKENS,
         eos_token_id=stop_ids,
         pad_token_id=pad_id,

@@ -35,6 +35,7 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "site" / ".complete").touch()
     own = {VERSION_VARIABLE: TRAVELS, "DEVICE": "cpu", "BACKEND": "gloo", "RECIPES": "bare", "MIB": "4"}
     own |= {"PROBE_ARGS": "--requests 4", "SERVING_ARGS": "--prompt 32 --answer 32"}
+    own["RACE_ARGS"] = "--save-every 2 --only Stillhouse"
     own["PROFILE_ARGS"] = "--square 64 --steps 1 --rows as-it-is attention"
     places = {"GPU_SITE": "site", "STAGE_TMP": "", "OUT": "out", "SGLANG_PYTHON": python.name}
     limits = {name: str(int(RUN_PATIENCE_S)) for name in ("AWAIT_S", "STAGE_S", "KILL_LIMIT_S")}
@@ -64,6 +65,14 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
         (
             ("i", "tiny", "256"),
             ["| step, as-it-is | 0.", "| attention, as-it-is | ", "| matrix products |", "stage i: rc 0"],
+        ),
+        (
+            ("j", "2"),
+            [
+                "| settings, seed | seconds to 0.75, Stillhouse | TRL | ratio |",
+                "| best, 0 | Stillhouse | 0.",
+                "stage j: rc 0",
+            ],
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

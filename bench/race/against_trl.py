@@ -4,9 +4,11 @@
     python -m bench.race.against_trl --folder DIR [--settings same,best] [--seeds 0,1,2] [--lr 1e-3]
     python -m bench.race.against_trl --folder DIR --sweep                       TRL's settings, one after the other
     python -m bench.race.against_trl --folder DIR --markdown                    the tables of what is in DIR, no runs
+    python -m bench.race.against_trl --folder DIR --settings best --seeds 0 --device cuda       on a GPU
 
 A pair is one run of each side with the same seed, one after the other, each alone on the same cores; who goes first
-alternates. Both train the built-in student on the same 8,192 prompts with 64 rollouts per step in float32. Seconds
+alternates. Both train the built-in student on the same 8,192 prompts with 64 rollouts per step, in float32, on a GPU
+with products in bfloat16. TRL_PYTHON in the environment: an interpreter that has TRL, if not that of make trl. Seconds
 count from the moment a side is ready to train. Checkpoints are evaluated afterwards, both by the same program
 (bench/race/evaluate_checkpoints.py), so evaluation is in neither side's time. A run that is in DIR is not made again.
 
@@ -17,6 +19,7 @@ best: each side's own best settings. TRL's is TRL_BEST below, found by --sweep; 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -34,6 +37,7 @@ SAME: Final[dict[str, Any]] = {
     "min_lr_ratio": 0.1,
     "steps": 100,
     "threads": 2,
+    "device": "cpu",
     "rollouts": ROLLOUTS,
     "max_new_tokens": 96,
     "student": str(STUDENT_DIR),
@@ -61,7 +65,7 @@ SCORE: Final = "accuracy_sampled"
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    evaluator = [EVALUATOR, f"--answers={args.answers}"]
+    evaluator = [EVALUATOR, f"--answers={args.answers}", f"--device={args.device}"]
     for side, settings, seed in [] if args.markdown else wanted(args):
         run = args.folder / f"{side.lower()}-{settings.replace(' ', '_').replace(',', '')}-{seed}"
         if not (run / "result.json").exists():
@@ -80,7 +84,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--settings", default="same,best")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--lr", type=float, default=SAME["lr"], help="learning rate of `same`")
-    parser.add_argument("--steps", type=int, default=SAME["steps"], help="steps of `same`")
+    parser.add_argument("--steps", type=int, default=SAME["steps"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
+    parser.add_argument("--words", type=shlex.split, default=[], help="more words for our command line")
     parser.add_argument("--threads", type=int, default=0, help="TRL's threads, if not those of its settings (2)")
     parser.add_argument("--only", choices=(OURS, PEER), help="make the runs of one side only")
     parser.add_argument("--sweep", action="store_true", help="make TRL's rows of SWEEP with the first seed")
@@ -110,11 +116,11 @@ def wanted(args: argparse.Namespace) -> list[tuple[str, str, int]]:
 
 
 def our_words(args: argparse.Namespace, settings: str, seed: int) -> list[str]:
-    words = ["--config", "examples/demo.toml", f"--seed={seed}"]
+    words = ["--config", "examples/demo.toml", f"--seed={seed}", f"--device={args.device}", f"--steps={args.steps}"]
+    words += args.words
     if settings == "same":
         words += [
             f"--learner.lr={args.lr}",
-            f"--steps={args.steps}",
             f"--buffer.batch_rollouts={ROLLOUTS}",
             "--learner.updates_per_batch=1",
         ]
@@ -124,11 +130,13 @@ def our_words(args: argparse.Namespace, settings: str, seed: int) -> list[str]:
 
 
 def trl_settings(args: argparse.Namespace, settings: str, seed: int) -> dict[str, Any]:
-    own: dict[str, Any] = {"seed": seed, "save_every": args.save_every}
+    own: dict[str, Any] = {"seed": seed, "save_every": args.save_every, "device": args.device}
+    if args.steps != SAME["steps"]:
+        own["steps"] = args.steps
     if args.threads:
         own["threads"] = args.threads
     if settings == "same":
-        return SAME | {"lr": args.lr, "steps": args.steps} | own
+        return SAME | {"lr": args.lr} | own
     return SWEEP[TRL_BEST if settings == "best" else settings] | own
 
 

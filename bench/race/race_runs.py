@@ -18,7 +18,7 @@ from bench.race.race import OURS, PEER, Point, Race
 from bench.role_cpu import role_cpu_s
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-TRL_PYTHON: Final = ROOT / ".venv-trl" / "bin" / "python"
+TRL_PYTHON: Final = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl" / "bin" / "python"))
 RUN_TIMEOUT_S: Final = 1800.0
 WORKERS: Final = {"learner", "buffer", "actor", "teacher"}
 

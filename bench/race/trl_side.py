@@ -40,6 +40,8 @@ class Clock(TrainerCallback):
         self._wall_s, self._cpu_s = now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         wall_s, cpu_s = now()
         step: int = state.global_step
         self._note(event="step", step=step, train_s=wall_s - self._wall_s, cpu_s=cpu_s - self._cpu_s)
@@ -63,7 +65,8 @@ def now() -> tuple[float, float]:
 
 def common(settings: Settings) -> dict[str, Any]:
     """Arguments that every trainer of TRL takes. They say what our learner does: AdamW without weight decay, a linear
-    warm-up, then a cosine that ends at a fraction of the peak, gradients clipped at norm 1, float32."""
+    warm-up, then a cosine that ends at a fraction of the peak, gradients clipped at norm 1, float32, on a GPU with
+    products in bfloat16."""
     return {
         "output_dir": settings["out"],
         "max_steps": settings["steps"],
@@ -75,8 +78,8 @@ def common(settings: Settings) -> dict[str, Any]:
         "max_grad_norm": 1.0,
         "seed": settings["seed"],
         "max_completion_length": settings["max_new_tokens"],
-        "use_cpu": True,
-        "bf16": False,
+        "use_cpu": settings["device"] == "cpu",
+        "bf16": settings["device"] != "cpu",
         "report_to": [],
         "save_strategy": "no",
         "logging_steps": settings["steps"],

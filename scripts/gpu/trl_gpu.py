@@ -1,11 +1,12 @@
-"""TRL's on-policy distillation on one GPU: seconds per step and peak memory.
+"""TRL's on-policy distillation on one GPU: seconds per step and peak memory, beside those of our run in the folder RUN.
 
-    PYTHONPATH=$TRL_PATH python scripts/gpu/trl_gpu.py STUDENT TEACHER PROMPTS.jsonl STEPS ROLLOUTS NEW_TOKENS
+    PYTHONPATH=$TRL_PATH python scripts/gpu/trl_gpu.py STUDENT TEACHER PROMPTS.jsonl STEPS ROLLOUTS NEW_TOKENS RUN
 
 The settings of bench/race/trl_side.py, in bfloat16 over float32 weights, without use_cpu.
 """
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import DistillationConfig, DistillationTrainer
 
 student, teacher, prompts, steps, rollouts, new = *sys.argv[1:4], *map(int, sys.argv[4:7])
+seconds = []
 tokenizer = AutoTokenizer.from_pretrained(student, padding_side="left")
 rows = [json.loads(line) for line in Path(prompts).read_text(encoding="utf-8").splitlines()[:2048]]
 
@@ -29,6 +31,7 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **k):
         torch.cuda.synchronize() if torch.cuda.is_available() else None
         now = time.monotonic()
+        seconds.append(now - self.last)
         print(
             json.dumps(
                 {
@@ -72,3 +75,10 @@ trainer = DistillationTrainer(
 )
 trainer.add_callback(Clock())
 trainer.train()
+
+metrics = Path(sys.argv[7]) / "metrics.jsonl"
+lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+ours = [line["time/step_s"] for line in lines if line.get("kind") == "step"]
+if len(ours) > 1 and len(seconds) > 1:
+    a, b = (statistics.median(side[1:]) for side in (ours, seconds))
+    print(f"| seconds per step, median | Stillhouse {a:.2f} | TRL {b:.2f} | TRL / Stillhouse {b / a:.2f} |")
