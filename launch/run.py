@@ -34,14 +34,13 @@ from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.report.figures import plural
 from stillhouse.launch.resume import check_resumed, describe_resumed, set_damaged_aside
-from stillhouse.launch.runfolder import RunFolder, choose_path, expect_writable, resumes, unwritable
+from stillhouse.launch.runfolder import RunFolder, choose_path, expect_usable, resumes, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
 from stillhouse.launch.terminal import lasting_output
 from stillhouse.launch.topology import workers_text
 from stillhouse.launch.workers.launch_plan import LaunchPlan, MakeBackend, preload_modules
 from stillhouse.launch.workers.roles import entries_of
 from stillhouse.learner.checkpoints.files import NOTHING_FOUND, FoundCheckpoint
-from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.tracing.events import FOLDER
 
 
@@ -91,7 +90,7 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
     path = choose_path(line.run_dir, resume=line.resume, name=line.name)
     here = not line.gpus and config.launch.backend == "local"
     if here:
-        expect_writable(path)
+        expect_usable(path, resume=line.resume)
     findings, refusing = examined(Case(checked.config, path, checked), here=here)
     if line.check:
         from stillhouse.launch.checks.check_command import check_run  # imports torch, which the launcher does without
@@ -122,7 +121,7 @@ def _found(line: CommandLine, config: RunConfig) -> FoundCheckpoint:
 def _launch(line: CommandLine, checked: Checked, make_backend: MakeBackend, began_s: float) -> int:
     found = _found(line, checked.config)
     with RunFolder.open(line.run_dir, resume=line.resume, name=line.name) as folder:
-        config = _recorded_in(checked.config, folder.path)
+        config = checked.config
         plan = LaunchPlan(
             config=config,
             began_s=began_s,
@@ -133,12 +132,6 @@ def _launch(line: CommandLine, checked: Checked, make_backend: MakeBackend, bega
             placement=checked.servers.placement,
         )
         return run(plan, folder, found=found, make_backend=make_backend)
-
-
-def _recorded_in(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with `learner.record` in the run's folder, where it says so."""
-    record = config.learner.record.replace(RUN_FOLDER, str(folder), 1)
-    return preflight.replace(config, learner=preflight.replace(config.learner, record=record))
 
 
 def run(

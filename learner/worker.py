@@ -21,6 +21,7 @@ from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError
 from stillhouse.learner.checkpoints.resume import first_trainer, stage_checkpoint
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
+from stillhouse.learner.config import RUN_FOLDER
 from stillhouse.learner.device_turns import LearnerTurns
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets
@@ -203,14 +204,14 @@ class LearnerStart:
         plain = cast(dict[str, Any], msgspec.to_builtins(config))
         header = RecordHeader(
             format=FORMAT,
-            run=self.ctx.run_dir.name,
+            run=self.ctx.run_id.rpartition("-")[0],  # its name; that of the folder changes when it is moved
             vocab_fingerprint=self.fingerprint,
             writer="teacher" if _teacher_writes(config) else "student",
             config_digest=config_digest(plain),
             config=plain,
         )
         return BatchRecorder(
-            Path(learner.record).expanduser(),
+            Path(learner.record.replace(RUN_FOLDER, str(self.ctx.run_dir), 1)).expanduser(),
             header,
             metrics.unwritten,
             resume=resume,

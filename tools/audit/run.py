@@ -267,7 +267,7 @@ def read_settings(run: Path, record: Path | None) -> AuditSettings:
         raise AuditError(f"{file} does not say buffer.max_staleness and learner.tasks.group_size; is it complete?")
     if record is None and not named:
         raise AuditError(f"{run} was not recorded (learner.record is empty); {HOW_TO_RECORD}")
-    path = record or Path(str(named)).expanduser()
+    path = record or Path(str(named).replace("{run}", str(run), 1)).expanduser()
     path = path / DEFAULT_NAME if path.is_dir() else path
     if not path.is_file():
         raise AuditError(f"the record {path} is missing; give its path with --record FILE, or {HOW_TO_RECORD}")

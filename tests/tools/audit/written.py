@@ -119,11 +119,11 @@ class Written:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "run"
         self.path.mkdir()
-        self.file = folder / "batches.record"
+        self.file = self.path / "batches.record"
         self.config({"max_staleness": 1})
 
     def config(self, buffer: Mapping[str, Any], record_at: str | None = None) -> None:
-        learner = {"record": str(self.file) if record_at is None else record_at, "tasks": {"group_size": GROUP}}
+        learner = {"record": "{run}" if record_at is None else record_at, "tasks": {"group_size": GROUP}}
         (self.path / "config.yaml").write_text(yaml.safe_dump({"buffer": dict(buffer), "learner": learner}))
 
     def record(self, *records: bytes) -> None:

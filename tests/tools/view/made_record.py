@@ -142,7 +142,7 @@ def write_run(folder: Path, *batches: bytes, **changes: Any) -> Path:
     config = {"models": {"student": str(tokenizer(folder / "student"))}, "teacher": {"top_k_of": "teacher"}}
     begin = header(vocab_fingerprint=vocab_fingerprint(VOCABULARY), config=config, **changes)
     (run / "batches.record").write_bytes(encode_header(begin) + b"".join(batches))
-    (run / "config.yaml").write_text(f"learner: {{record: {run / 'batches.record'}}}\n")
+    (run / "config.yaml").write_text("learner: {record: '{run}'}\n")
     return run
 
 
