@@ -47,6 +47,7 @@ EndState: TypeAlias = Literal["finished", "failed", "stopped"]
 ALARM_EXIT_CODE: Final = 5
 RunState: TypeAlias = Literal["running"] | EndState
 RUNS: Final = Path("runs")
+LATEST: Final = "latest"
 log = logging.getLogger(__name__)
 
 
@@ -97,22 +98,12 @@ class RunFolder(WorkFolder):
 
     @classmethod
     def _open(cls, path: Path, *, resume: bool) -> RunFolder:
-        if resume and not (path / "run.json").is_file():
-            raise LaunchError(
-                f"--resume: {path} holds no run (no run.json in it); leave --resume out to start one there"
-            )
-        made = not path.exists()
+        if resume:
+            expect_fit(path, resume=True)
         path.mkdir(parents=True, exist_ok=True)
         lock_fd = _lock(path)
         try:
-            former = read_record(path)
-            if former is None and not made and not resume:
-                _expect_empty(path)
-            if former is not None and not resume:
-                raise LaunchError(
-                    f"{path} holds a run already ({_describe(former)}); continue it with --resume, "
-                    "or give another --run-dir"
-                )
+            former = expect_fit(path, resume=resume)
             os.ftruncate(lock_fd, 0)
             os.write(lock_fd, f"{os.getpid()}\n".encode())
             (path / "logs").mkdir(exist_ok=True)
@@ -183,10 +174,26 @@ def unwritable(path: Path, error: OSError) -> LaunchError:
     )
 
 
-def expect_writable(path: Path) -> None:
-    """Raises LaunchError for a run folder that cannot be made or written. Makes a file there, or in the nearest folder
-    above it, and removes it."""
+def expect_fit(path: Path, *, resume: bool) -> RunRecord | None:
+    """The record of the run that is to be resumed; None for a new one. Raises LaunchError for a folder without a run,
+    or with something that a new run would mix with."""
+    former = read_record(path)
+    if resume and former is None:
+        raise LaunchError(f"--resume: {path} holds no run (no run.json in it); leave --resume out to start one there")
+    if former is not None and not resume:
+        raise LaunchError(
+            f"{path} holds a run already ({_describe(former)}); continue it with --resume, or give another --run-dir"
+        )
+    if former is None and path.exists():
+        _expect_empty(path)
+    return former
+
+
+def expect_usable(path: Path, *, resume: bool) -> None:
+    """Raises LaunchError for a run folder that does not fit, or cannot be made or written. Makes a file there, or in
+    the nearest folder above it, and removes it."""
     try:
+        expect_fit(path, resume=resume)
         with tempfile.TemporaryFile(dir=next(one for one in (path, *path.parents) if one.exists())):
             pass
     except OSError as error:
@@ -194,12 +201,15 @@ def expect_writable(path: Path) -> None:
 
 
 def choose_path(path: Path | None, *, resume: bool, name: str) -> Path:
-    """Path of the run's folder. Raises LaunchError when there is nothing to resume."""
-    if path is not None:
+    """Path of the run's folder; of runs/latest that of its run, which else would become a link to itself. Raises
+    LaunchError when there is nothing to resume, or for a new run that is called latest."""
+    if path is None and not resume:
+        path = _free_path(RUNS / (name or time.strftime("%Y%m%d-%H%M%S")), exact=bool(name))
+    if path is not None and path.absolute() != (RUNS / LATEST).absolute():
         return path.absolute()
-    if not resume:
-        return _free_path(RUNS / (name or time.strftime("%Y%m%d-%H%M%S")), exact=bool(name)).absolute()
-    chosen = RUNS / (name or "latest")
+    chosen = RUNS / (name or LATEST) if path is None else path
+    if not resume and not chosen.is_symlink():
+        raise LaunchError(f"{chosen} is the link to the newest run; choose another --name or --run-dir")
     if not chosen.is_dir():
         raise LaunchError(f"--resume: {chosen} does not exist; name the run with --run-dir DIR")
     return chosen.resolve()
@@ -272,7 +282,7 @@ def _expect_empty(path: Path) -> None:
     """Keys may be there before the run is, where a scheduler hands them out."""
     others = sorted(entry.name for entry in path.iterdir() if entry.name not in ("lock", KEYS))
     if others:
-        if (path / "lock").stat().st_size == 0:  # made just now
+        if (path / "lock").is_file() and (path / "lock").stat().st_size == 0:  # made just now
             (path / "lock").unlink()
         raise LaunchError(
             f"{path} is neither empty nor a run folder (it holds {', '.join(others[:3])}); choose another"
@@ -292,4 +302,4 @@ def _point_latest(path: Path) -> None:
     draft = path.parent / f".latest.{os.getpid()}"
     draft.unlink(missing_ok=True)
     draft.symlink_to(path.name)
-    draft.replace(path.parent / "latest")
+    draft.replace(path.parent / LATEST)

@@ -129,6 +129,18 @@ def test_resume_without_a_path_takes_the_newest_run() -> None:
     folder.close()
 
 
+def test_latest_is_the_run_that_it_points_to_and_no_name_of_another() -> None:
+    for asked in ({"path": None, "name": "latest"}, {"path": Path("runs/latest")}):
+        with pytest.raises(LaunchError, match="runs/latest is the link to the newest run"):
+            RunFolder.open(**asked, resume=False)
+    RunFolder.open(None, resume=False, name="a").close()
+    with pytest.raises(LaunchError, match="runs/a holds a run already"):
+        RunFolder.open(Path("runs/latest"), resume=False)
+    folder = RunFolder.open(Path("runs/latest"), resume=True)
+    assert folder.path == Path("runs/latest").resolve() == Path("runs/a").absolute()
+    folder.close()
+
+
 def test_resume_where_no_run_is_says_so_and_makes_nothing(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="holds no run"):
         RunFolder.open(tmp_path / "nothing", resume=True)
@@ -158,6 +170,24 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert folder.log_tail("actor-0", lines=2) == "    line 4998\n    line 4999"
     assert folder.log_tail("actor-0", lines=1).strip() == "line 4999"
     assert folder.log_tail("actor-1") == "    (no log)"
+    folder.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ("ERROR stillhouse.learner.worker: no room", "12:00:00.000 a ERROR stillhouse.learner.worker: no room"),
+        ("ERROR stillhouse.a: raised\nTraceback\nValueError: bad", "ValueError: bad"),
+        ("ERROR stillhouse.a: of an earlier launch\nINFO stillhouse.a: actor-0 (e4) starts, pid 7", ""),
+        ("INFO stillhouse.a: all is well", ""),
+    ],
+)
+def test_the_last_error_of_a_log_is_found_behind_remarks(tmp_path: Path, lines: str, error: str) -> None:
+    folder = RunFolder.open(tmp_path / "run", resume=False)
+    said = [f"12:00:00.000 a {line}" if "stillhouse." in line else line for line in lines.split("\n")]
+    said.append("12:00:00.000 a INFO stillhouse.launch.workers.main_process: a ends with exit code 4")
+    folder.log_path("actor-0").write_text("\n".join(said) + "\n")
+    assert (folder.last_error("actor-0"), folder.last_error("actor-1")) == (error, "")
     folder.close()
 
 

@@ -11,8 +11,9 @@ from stillhouse.launch.checks.finding import Case, Impossible
 from stillhouse.launch.config.command_line import CommandLine, resolve_config
 from stillhouse.launch.config.pools import TeacherPool, teacher_pools
 from stillhouse.launch.config.run import RunConfig
-from stillhouse.launch.errors import ConfigError
-from stillhouse.launch.runfolder import choose_path
+from stillhouse.launch.errors import ConfigError, LaunchError
+from stillhouse.launch.resume import check_resumed
+from stillhouse.launch.runfolder import choose_path, expect_usable
 
 T = TypeVar("T")
 
@@ -50,6 +51,12 @@ class ModelCase(Case):
         except ConfigError as error:
             found, _ = preflight.find_models(config)
             return cls(preflight.with_folders(config, found), run_path, scratch, None, error.mistakes)
+        try:
+            expect_usable(run_path, resume=line.resume)
+            if line.resume:
+                check_resumed(checked.config, run_path, read_prompts=True)
+        except LaunchError as error:
+            return cls(checked.config, run_path, scratch, checked, tuple(str(error).splitlines()))
         return cls(checked.config, run_path, scratch, checked)
 
     @property

@@ -13,6 +13,9 @@ import pytest
 
 from stillhouse import builtin
 from stillhouse.launch.checks.finding import Finding
+from stillhouse.launch.config.files import write_config
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.runfolder import RunRecord
 from stillhouse.tools.doctor import command
 from stillhouse.tools.doctor.command import DoctorReport, main, split_own
 from stillhouse.tools.doctor.examiner import examine
@@ -107,6 +110,33 @@ def test_a_refused_configuration_still_gets_the_other_checks(capsys: pytest.Capt
     out = capsys.readouterr().out
     assert "FAILED   configuration (models.teacher): no folder 'no/such/folder'" in out
     assert "ok       disk: " in out and "skipped  known text: the configuration is refused, see above" in out
+
+
+@pytest.mark.usefixtures("examined_here")
+@pytest.mark.parametrize(
+    ("flag", "files", "message"),
+    [
+        ("", ["run.json"], "holds a run already (r, started now, stopped)"),
+        ("", ["notes.txt"], "is neither empty nor a run folder (it holds notes.txt)"),
+        ("--resume", [], "holds no run (no run.json in it)"),
+        ("--resume", ["run.json", "checkpoints/step_000004/manifest.json"], "no checkpoint in"),
+    ],
+)
+def test_a_run_folder_that_a_start_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, files: list[str], message: str
+) -> None:
+    run = tmp_path / "run"
+    for file in files:
+        (run / file).parent.mkdir(parents=True, exist_ok=True)
+        record = RunRecord(name="r", run_id="r-1", state="stopped", started="now", launcher_pid=1)
+        (run / file).write_bytes(msgspec.json.encode(record))
+    if flag:
+        run.mkdir(exist_ok=True)
+        write_config(msgspec.structs.replace(RunConfig(), device="cpu"), run / "config.yaml")
+    words = [f"--run-dir={run}", "--device=cpu", *([flag] if flag else [])]
+    assert main([*words, "--only=configuration,disk"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED   configuration" in out and message in out and "ok       disk: " in out
 
 
 @pytest.mark.parametrize(
