@@ -95,7 +95,10 @@ def _check_columns(key: str, where: object, found: list[str], columns: Mapping[s
         except DataError as error:
             return [f"{key}: {error}"]
         return []
-    return [f"{key}: {where}: got the fields {', '.join(found) or '(none)'}; expected prompt (text) or messages"]
+    return [
+        f"{key}: {where}: got the fields {', '.join(found) or '(none)'}; expected prompt (text) or messages "
+        "(--learner.tasks.columns.prompt NAME, if it has another name)"
+    ]
 
 
 def _check_folder(key: str, path: Path, check: EnvironmentCheck) -> list[str]:

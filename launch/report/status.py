@@ -153,9 +153,8 @@ def table(f: Figures) -> Table:
         if evaluated := _evaluated(f):
             grid.add_row("accuracy", f"{evaluated} (newest evaluation)")
         if answers := _answers(f):
-            reward = f.learner.get(f"{MEAN}reward_mean")
-            earned = "" if reward is None else f"reward {_number(reward, 2)}, "
-            grid.add_row("answers", f"{earned}{answers}{_per_answer(f)} (newest steps)")
+            earned = _reward(f)
+            grid.add_row("answers", f"{earned}{', ' if earned else ''}{answers}{_per_answer(f)} (newest steps)")
         grid.add_row("learning", _learning(f, "   "))
         if f.view.sample:
             grid.add_row("sample", Text(f.view.sample))
@@ -218,8 +217,16 @@ def _alarms(f: Figures) -> str:
 def _earned(f: Figures) -> str:
     """The mean reward of the newest steps, and the accuracy of the newest evaluation; what there is of them."""
     accuracy = f.learner.get("eval_sampled", f.learner.get("eval_greedy"))
-    shown = {"reward": f.learner.get(f"{MEAN}reward_mean"), "accuracy": accuracy}
-    return ", ".join(f"{name} {_number(value, 2)}" for name, value in shown.items() if value is not None)
+    shown = (_reward(f), "" if accuracy is None else f"accuracy {_number(accuracy, 2)}")
+    return ", ".join(text for text in shown if text)
+
+
+def _reward(f: Figures) -> str:
+    """`none` if nothing was judged; a reward that is never there is easily overlooked."""
+    reward, without = (f.learner.get(f"{MEAN}{name}") for name in ("reward_mean", "unrewarded_share"))
+    if reward is None:
+        return "reward none" if without else ""
+    return f"reward {_number(reward, 2)}" + (f" ({without:.0%} have none)" if without else "")
 
 
 def _evaluated(f: Figures) -> str:

@@ -16,13 +16,14 @@ from stillhouse.launch.report.figures import clock, plural
 from stillhouse.launch.report.summary import Summary, TokenCounts
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.learner.evaluation.figures import EvalPoint, MeasuredTeacher, TagFigures
-from stillhouse.learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, WATCHED
+from stillhouse.learner.reports.alarms import FEW, LENGTH, PER_ANSWER, REWARD, TRUNCATED, UNREWARDED, WATCHED
 from stillhouse.protocol.messages import ForgottenPeers, LedgerCounts, Role
 
 ANSWERS: Final = {
     LENGTH: "length {:.1f} -> {:.1f} tokens",
     TRUNCATED: "truncated {:.0%} -> {:.0%}",
     REWARD: "reward {:.3f} -> {:.3f}",
+    UNREWARDED: "without a reward {:.0%} -> {:.0%}",
     PER_ANSWER: "reverse KL per answer {:.2f} -> {:.2f}",
 }
 """How each figure of the training rollouts is shown."""
@@ -155,7 +156,8 @@ def flops_text(flops: Mapping[str, float]) -> str:
 
 def answers_text(summary: Summary) -> str:
     """How the training rollouts changed; empty without any."""
-    texts = [text.format(*summary.changes[tag]) for tag, text in ANSWERS.items() if tag in summary.changes]
+    changes = {tag: both for tag, both in summary.changes.items() if tag != UNREWARDED or any(both)}
+    texts = [text.format(*changes[tag]) for tag, text in ANSWERS.items() if tag in changes]
     return ", ".join(texts) + f" (first {FEW} steps -> last {FEW})" if texts else ""
 
 
@@ -164,7 +166,7 @@ def goodput_text(summary: Summary) -> str:
     tokens = summary.tokens
     text = f"{tokens.trained / tokens.accepted:.1%} of the tokens written were trained"
     lost = tokens.trained - summary.tokens_trained if summary.tokens_trained is not None else 0
-    return text + (f", {lost:,} of them by steps that a restart took back" if lost else "")
+    return text + (f", {lost:,} of them by steps that a restart took back" if lost > 0 else "")
 
 
 def alarms_by_name(summary: Summary) -> dict[str, str]:

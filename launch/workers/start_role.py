@@ -25,6 +25,9 @@ from stillhouse.protocol.atomic_file import not_a_link
 from stillhouse.protocol.context import RoleContext, WorkerRole
 from stillhouse.protocol.printable import LineFormatter, printable
 
+STARTS: Final = " starts, pid "
+"""In the first line that a worker logs."""
+
 replace = msgspec.structs.replace
 
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -106,10 +109,22 @@ class WorkFolder:
 
     def log_tail(self, worker_name: str, *, lines: int = 15) -> str:
         """The last lines of a worker's log, indented, for an error message."""
-        path = self.log_path(worker_name)
-        if not path.is_file():
+        if not self.log_path(worker_name).is_file():
             return "    (no log)"
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
-            tail = log.read().decode(errors="replace").rstrip("\n").split("\n")[-lines:]
+        tail = self._end_of_log(worker_name)[-lines:]
         return "\n".join(f"    {printable(line)}" for line in tail if line) or "    (the log is empty)"
+
+    def last_error(self, worker_name: str) -> str:
+        """The last line of a worker's log that is no remark of ours: an error, or the end of a traceback. Empty without
+        one since its start."""
+        for line in reversed(self._end_of_log(worker_name) if self.log_path(worker_name).is_file() else []):
+            if STARTS in line:
+                break
+            if line and " INFO stillhouse." not in line and " WARNING stillhouse." not in line:
+                return printable(line.strip())
+        return ""
+
+    def _end_of_log(self, worker_name: str) -> list[str]:
+        with self.log_path(worker_name).open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 16384))
+            return log.read().decode(errors="replace").rstrip("\n").split("\n")

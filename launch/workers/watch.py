@@ -305,7 +305,8 @@ class Watch(ABC):
         if self._ending is not None:
             return
         if log:
-            reason = f"{reason}: {self._folder.log_tail(log, lines=1).strip()}"  # usually the error
+            error = self._folder.last_error(log)
+            reason = f"{reason}: {error}" if error else reason
             self._status.say(f"the last lines of {self._folder.log_path(log)}:\n{self._folder.log_tail(log)}")
         ok = exit_code == ExitCode.OK
         self._ending = Ending(ok, reason, int(exit_code))

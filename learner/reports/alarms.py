@@ -41,6 +41,7 @@ BEST_NOISE: Final = 7.0
 """If one of them is the best of many."""
 LENGTH, REWARD, TRUNCATED = "rollouts/length_mean", "rollouts/reward_mean", "rollouts/truncated_share"
 ENTROPY, REVERSE_KL, PER_ANSWER = "train/entropy", "train/reverse_kl", "rollouts/reverse_kl_per_answer"
+UNREWARDED = "rollouts/unrewarded_share"
 REPETITION, ENDING_GAP, ACCURACY = "rollouts/repetition", "rollouts/ending_gap", "eval/accuracy_sampled"
 DISTINCT, EVAL_KL, PASS_AT = "eval/distinct_2", "eval/reverse_kl", "eval/pass_at_"
 OF_EVALUATIONS: Final = (ACCURACY, DISTINCT)
@@ -169,9 +170,9 @@ WATCHED: Final = {
     "accuracy": Watched(ACCURACY, "the evaluation gets worse", lambda best: 0.6 * best, above=False, best=True),
 }
 """By the name of the alarm. docs/metrics.md says why these limits."""
-FIGURES: Final = tuple(dict.fromkeys((*(one.tag for one in WATCHED.values()), PER_ANSWER, ENDING_GAP)))
+FIGURES: Final = tuple(dict.fromkeys((*(one.tag for one in WATCHED.values()), PER_ANSWER, ENDING_GAP, UNREWARDED)))
 """Tags that are followed."""
-CHANGES: Final = (LENGTH, TRUNCATED, REWARD, REVERSE_KL, PER_ANSWER)
+CHANGES: Final = (LENGTH, TRUNCATED, REWARD, UNREWARDED, REVERSE_KL, PER_ANSWER)
 """Those that a summary shows: at the start, and at the end."""
 
 

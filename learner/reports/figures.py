@@ -152,6 +152,7 @@ def _of_rollouts(prefix: str, ended: Sequence[BatchItem]) -> dict[str, float]:
         "length_max": float(max(lengths)),
         "truncated_share": sum(item.finish_reason == "length" for item in ended) / len(ended),
         "turns_mean": float(np.mean([item.n_turns for item in ended])),
+        "unrewarded_share": sum(item.reward is None for item in ended) / len(ended),
     }
     rewards = [item.reward for item in ended if item.reward is not None]
     if rewards:

@@ -207,7 +207,9 @@ class MetricsWriter:
         scalars = {**scalars, **health}
         row = self._row(kind, step, {**scalars, **extra})
         self._metrics.append(_json_line(row), rows=1)
-        self._board.add([*summaries, *(scalar(tag, float(value)) for tag, value in scalars.items())], step)
+        # An evaluation is written after later steps, so a chart of what every row has would go backwards.
+        charted = {tag: value for tag, value in scalars.items() if kind == "step" or tag not in health}
+        self._board.add([*summaries, *(scalar(tag, float(value)) for tag, value in charted.items())], step)
         self._trackers.add(step, {tag: float(value) for tag, value in scalars.items()})
         return row
 

@@ -33,7 +33,10 @@ FINE: list[dict[str, Any]] = [
     ("content", "message"),
     [
         ("", "holds no prompts"),
-        ('{"prompt": "x"}\n{"question": "x"}\n', ":2: got the fields question; expected prompt (text) or messages"),
+        (
+            '{"prompt": "x"}\n{"question": "x"}\n',
+            "expected prompt (text) or messages (--learner.tasks.columns.prompt NAME",
+        ),
         ("not json\n", ":1 cannot be read: Expecting value"),
         ('{"prompt": "a", "prompt": "b"}\n', ":1 cannot be read: the field 'prompt' is there twice"),
         ("[1]\n", ":1: got list, expected an object"),

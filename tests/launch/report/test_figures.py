@@ -223,6 +223,19 @@ def test_line_and_table_say_all_that_is_promised(style: str) -> None:
     assert style == "table" or len(text) < 160
 
 
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ({"mean_reward_mean": 0.5, "mean_unrewarded_share": 0.25}, "reward 0.50 (25% have none)"),
+        ({"mean_unrewarded_share": 1.0}, "reward none"),
+    ],
+)
+def test_answers_without_a_reward_are_told(rewards: dict[str, float], said: str) -> None:
+    stats = {"mean_length_mean": 31.5, **rewards}
+    figures = Rates().figures(view(snapshot(1.0, 3, peer("learner", 0, 0, stats=stats))))
+    assert said in line(figures) and said in drawn(figures)
+
+
 def test_a_line_stays_short_whatever_there_is_to_say() -> None:
     stats = LEARNER | {f"alarm_since_{name}": 123456.0 for name in ("short", "reward", "entropy_low", "truncated")}
     stats |= {"checkpoints_failed_total": 9.0, "ema_failures_total": 9.0}

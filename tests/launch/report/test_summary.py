@@ -19,7 +19,7 @@ from stillhouse.launch.report.summary_table import print_summary
 from stillhouse.launch.runfolder import RunFolder
 from stillhouse.learner.checkpoints.files import CHECKPOINTS
 from stillhouse.learner.evaluation.figures import MeasuredTeacher
-from stillhouse.learner.reports.alarms import Alarm
+from stillhouse.learner.reports.alarms import UNREWARDED, Alarm
 from stillhouse.protocol.messages import (
     ForgottenPeers,
     Ledger,
@@ -270,10 +270,14 @@ def test_a_run_with_an_alarm_is_not_simply_finished_and_one_that_it_stopped_has_
     folder: RunFolder,
 ) -> None:
     alarm = Alarm("short", "rollouts/length_mean", 97, 16.0, 3.6, 102)
-    told = {"alarms": [msgspec.to_builtins(alarm)], "changes": {"rollouts/length_mean": [16.0, 2.2]}}
+    told = {
+        "alarms": [msgspec.to_builtins(alarm)],
+        "changes": {"rollouts/length_mean": [16.0, 2.2], UNREWARDED: [0.0, 0.5]},
+    }
     leave(folder, snapshot(), ACCOUNT | told)
     shown = table(write_summary(CONFIG, folder, outcome(WELL)), folder)
-    assert "run run: finished, but with 1 alarm: short" in shown and "length 16.0 -> 2.2 tokens" in shown
+    assert "run run: finished, but with 1 alarm: short" in shown
+    assert "length 16.0 -> 2.2 tokens, without a reward 0% -> 50%" in shown
     assert "ALARM short answers get short: rollouts/length_mean 16 at the start, 3.6 at step 102; steps 97 to" in shown
     leave(folder, snapshot(), ACCOUNT | told | {"stopped_by_alarm": True})
     summary = write_summary(CONFIG, folder, outcome(Ending(False, "alarm short", 1)), first_step=80)
@@ -281,6 +285,10 @@ def test_a_run_with_an_alarm_is_not_simply_finished_and_one_that_it_stopped_has_
 
 
 def test_of_a_resumed_run_the_table_says_what_this_launch_did(folder: RunFolder) -> None:
+    leave(folder, snapshot(), ACCOUNT | {"tokens_trained": 61})
+    assert "took back" not in table(write_summary(CONFIG, folder, outcome(WELL)), folder), (
+        "the buffer died before it said so"
+    )
     leave(folder, snapshot(), ACCOUNT | {"tokens_trained": 45})
     shown = table(write_summary(CONFIG, folder, outcome(WELL), first_step=8), folder)
     assert "4 optimizer steps in 1:01 (this launch; 12 in all)" in shown

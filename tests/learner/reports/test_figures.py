@@ -68,7 +68,7 @@ def test_rewards_lengths_turns_and_ends() -> None:
     assert figures["rollouts/reward_mean"] == 0.5 and figures["rollouts/reward_std"] == 0.5
     assert figures["rollouts/length_mean"] == pytest.approx((5 + 6 + 1) / 3) and figures["rollouts/length_max"] == 6
     assert figures["rollouts/truncated_share"] == pytest.approx(1 / 3)
-    assert figures["rollouts/turns_mean"] == 3
+    assert figures["rollouts/turns_mean"] == 3 and figures["rollouts/unrewarded_share"] == pytest.approx(1 / 3)
     assert not any(name.startswith("rollouts/add/") for name in figures), "one tag: its figures are those of all"
 
 

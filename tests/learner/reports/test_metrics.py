@@ -180,6 +180,7 @@ def test_numbers_that_are_not_finite_are_written_as_such_and_counted(tmp_path: P
     assert (step["train/loss"], step["train/ratio_max"], step["train/reverse_kl"]) == ("NaN", "Infinity", "-Infinity")
     assert [row["health/nonfinite_total"] for row in (step, after, evaluated)] == [3, 3, 4]
     assert evaluated["eval/reverse_kl"] == "NaN"
+    assert [at for at, _ in scalar_series(tmp_path, "health/nonfinite_total")] == [1, 2], "no evaluation in between"
     (_, written), _ = scalar_series(tmp_path, "train/loss")
     assert math.isnan(written)
 
