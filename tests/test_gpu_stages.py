@@ -64,7 +64,7 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
         (("h", "tiny", "2"), ["finished", "ledger balanced", "| server-teacher-0 | -", "stage h: rc 0"]),
         (
             ("i", "tiny", "256"),
-            ["| step, as-it-is | 0.", "| attention, as-it-is | ", "| matrix products |", "stage i: rc 0"],
+            ["| step, as-it-is | ", "| attention, as-it-is | ", "| matrix products |", "stage i: rc 0"],
         ),
         (
             ("j", "2"),
@@ -74,6 +74,7 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
                 "stage j: rc 0",
             ],
         ),
+        (("k", "hybrid-tiny", "2"), ["ok       weights taken", "0 failed", "in order", "clean", "stage k: rc 0"]),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
