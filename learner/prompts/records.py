@@ -198,6 +198,8 @@ def check_columns(
     if not {"prompt", "messages", *(("text",) if answers else ())} & set(found):
         raise DataError(f"{where}: {_no_prompt(found)}")
     unread = [name for name in found if name not in FIELDS]
+    if seen := sorted({"image", "images", "video", "videos", "audio", "audios"} & set(unread)):
+        _log.warning("%s: column %r is not read: the student only reads text", where, seen[0])
     for field in ("tag", "ground_truth", "hint", "env_options", "chat_template_kwargs") if unread else ():
         close = [] if field in found else difflib.get_close_matches(field, unread, n=1, cutoff=0.75)
         if close:

@@ -237,9 +237,9 @@ def test_arguments_as_json_text_are_read_and_environments_get_them_so(write_rows
             {"role": "tool", "content": "b"},
         ]
 
-    text, plain, none = turns('{"a": 1}'), turns({"a": 1}), turns("not JSON")
-    source = open_prompts(str(write_rows([{"messages": text}, {"messages": plain}, {"messages": none}])))
-    for row, right in ((0, plain), (1, plain), (2, none)):
+    given = ('{"a": 1}', {"a": 1}, "not JSON", "", {})
+    source = open_prompts(str(write_rows([{"messages": turns(one)} for one in given])))
+    for row, right in enumerate(map(turns, ({"a": 1}, {"a": 1}, "not JSON", {}, {}))):
         assert source.read(row).messages == tuple(right)
         assert msgspec.json.decode(source.read(row).columns) == {"messages": right}
 
@@ -432,10 +432,19 @@ def test_any_other_folder_is_refused(tmp_path: Path) -> None:
         open_prompts(str(tmp_path))
 
 
-def test_a_misspelt_optional_column_is_warned_of(write_rows: WriteRows, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
+        ("groundtruth", "'groundtruth' is not read; the field is called 'ground_truth'"),
+        ("images", "'images' is not read: the student only reads text"),
+    ],
+)
+def test_a_column_that_nobody_reads_is_warned_of(
+    column: str, says: str, write_rows: WriteRows, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        open_prompts(str(write_rows([{"prompt": "a", "groundtruth": "b", "source": "c"}])))
-    assert ["'groundtruth' is not read; the field is called 'ground_truth'" in m for m in caplog.messages] == [True]
+        open_prompts(str(write_rows([{"prompt": "a", column: "b", "source": "c"}])))
+    assert [says in m for m in caplog.messages] == [True]
 
 
 def test_a_file_that_changes_during_the_run_stops_it(write_rows: WriteRows, tmp_path: Path) -> None:
