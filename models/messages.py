@@ -41,8 +41,8 @@ def message_fault(message: Mapping[str, Any]) -> str:
 
 
 def parsed_arguments(arguments: object) -> object:
-    """Arguments of a tool call as an object, where they are JSON in a text; an empty one, as vLLM has it, says that there
-    are none. Any other text stays as it is: templates show it so."""
+    """Arguments of a tool call as an object, where they are JSON in a text; an empty text, as vLLM has it, says that
+    there are none. Any other text stays as it is: templates show it so."""
     if arguments == "":
         return {}
     if isinstance(arguments, str):

@@ -32,7 +32,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -189,14 +189,13 @@ def write_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     *,
     keep: int,
-    pinned: Collection[int] = (),
     adapters: Adapters | None = None,
     others: Callable[[], Iterable[int]] = tuple,
 ) -> Path:
-    """Write a checkpoint into `draft`, then give it its name, and delete all but the `keep` newest and those of the
-    `pinned` steps. Returns its folder. An existing complete checkpoint of this version is kept as it is. Of `model` and
-    `adapters` it reads the configuration only. `others`: waits for the other ranks, and gives the bytes that each has
-    written with `write_shares`.
+    """Write a checkpoint into `draft`, then give it its name, and delete all but the `keep` newest. Returns its folder.
+    An existing complete checkpoint of this version is kept as it is. Of `model` and `adapters` it reads the
+    configuration only. `others`: waits for the other ranks, and gives the bytes that each has written with
+    `write_shares`.
 
     Raises OSError (disk full, no permission); earlier checkpoints are untouched, and nothing of this one remains."""
     root = draft.parent
@@ -227,7 +226,7 @@ def write_checkpoint(
             raise OSError(number, os.strerror(number), str(draft)) from error
         raise
     try:
-        prune(root, keep=keep, pinned=pinned)
+        prune(root, keep=keep)
     except OSError as error:  # this checkpoint is complete; failing to delete an old one must not lose it
         _log.error("checkpoints older than the %d newest could not be deleted: %s", keep, error)
     return target

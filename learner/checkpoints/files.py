@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -198,9 +198,9 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete all checkpoints but the `keep` newest and those of the `pinned` steps; returns the deleted ones. Damaged
-    ones stay and do not count as newest: a user may still repair them."""
+def prune(root: Path, *, keep: int) -> list[Path]:
+    """Delete all checkpoints but the `keep` newest; returns the deleted ones. Damaged ones stay and do not count as
+    newest: a user may still repair them."""
     if keep < 1:
         raise ValueError(f"keep {keep}; at least the newest checkpoint is kept")
     versions: list[tuple[WeightVersion, Path]] = []
@@ -209,7 +209,7 @@ def prune(root: Path, *, keep: int, pinned: Collection[int] = ()) -> list[Path]:
             versions.append((read_manifest(path).version, path))
         else:
             _log.warning("%s is damaged and not deleted", path)
-    old = [path for version, path in sorted(versions)[:-keep] if version.step not in pinned]
+    old = [path for _, path in sorted(versions)[:-keep]]
     for path in old:
         _delete(path)
     return old

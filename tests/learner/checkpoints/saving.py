@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +20,6 @@ def save_checkpoint(
     state: LearnerState,
     *,
     keep: int,
-    pinned: Collection[int] = (),
     adapters: Adapters | None = None,
 ) -> Path:
     """Write a checkpoint of the model as it is, with `adapters` instead if given, from one process and without copies.
@@ -29,4 +27,4 @@ def save_checkpoint(
     draft = new_draft(root, state.version)
     named = weights_to_save(model, converted=converted_on_saving(model)) if adapters is None else adapters.tensors()
     contents = Contents.of(state, Shares({name: tensor.detach() for name, tensor in named.items()}))
-    return write_checkpoint(draft, contents, model, tokenizer, keep=keep, pinned=pinned, adapters=adapters)
+    return write_checkpoint(draft, contents, model, tokenizer, keep=keep, adapters=adapters)

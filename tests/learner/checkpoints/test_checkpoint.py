@@ -70,9 +70,9 @@ def _state(trainer: Trainer, step: int, epoch: int = 0) -> LearnerState:
 
 @pytest.fixture
 def save(trainer: Trainer, tmp_path: Path) -> Save:
-    def write(step: int, *, epoch: int = 0, keep: int = 9, pinned: tuple[int, ...] = ()) -> Path:
+    def write(step: int, *, epoch: int = 0, keep: int = 9) -> Path:
         state = _state(trainer, step, epoch)
-        return save_checkpoint(tmp_path, trainer.model, word_tokenizer(), state, keep=keep, pinned=pinned)
+        return save_checkpoint(tmp_path, trainer.model, word_tokenizer(), state, keep=keep)
 
     return write
 
@@ -122,10 +122,10 @@ def test_resumed_run_goes_on_exactly(save: Save, trainer: Trainer) -> None:
         assert torch.equal(a, b), name
 
 
-def test_only_the_newest_and_the_pinned_are_kept(save: Save, tmp_path: Path) -> None:
+def test_only_the_newest_are_kept(save: Save, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
-        save(step, keep=2, pinned=(10,))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000030", "step_000040"]
+        save(step, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000030", "step_000040"]
     with pytest.raises(ValueError, match="keep 0"):
         prune(tmp_path, keep=0)
 
