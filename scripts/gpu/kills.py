@@ -88,14 +88,16 @@ class Run:
             yield f"| {' | '.join([who, at, *seen, str(step), 'ok' if on else 'FAILED'])} |"
 
     def kill(self, names: tuple[str, ...]) -> Iterator[str]:
+        self.until(lambda: all(map(self.pid, names)))
         former = {who: self.pid(who) for who in names}
         for pid in former.values():
-            if pid:
+            with suppress(psutil.Error):
                 psutil.Process(pid).kill()
         yield from self.after(time.monotonic(), former)
 
     def kill_in_a_version(self) -> Iterator[str]:
         """The server's scheduler, when its actor is about to send it the second bucket."""
+        self.until(lambda: bool(self.pid("actor-0") and self.pid("server-actor-0")))
         worker, leader = self.pid("actor-0"), psutil.Process(self.pid("server-actor-0"))
         children = leader.children(recursive=True)
         scheduler = next((one for one in children if "scheduler" in " ".join(one.cmdline())), leader)
@@ -127,8 +129,8 @@ def main() -> int:
     run = Run(Path(sys.argv[1]), sys.argv[2:])
     lines: list[str] = []
     try:
-        run.until(lambda: len(run.rows()) >= 2)
-        print(f"two steps after {time.monotonic() - run.began_s:.1f} s", flush=True)
+        begun = "two steps" if run.until(lambda: len(run.rows()) >= 2) else "FAILED: no two steps"
+        print(f"{begun} after {time.monotonic() - run.began_s:.1f} s", flush=True)
         for names in KILLS:
             lines += run.kill(names) if run.process.poll() is None else [f"| {' '.join(names)} | FAILED: run ended |"]
         lines += run.kill_in_a_version() if run.process.poll() is None else [f"| {IN_A_VERSION} | FAILED: run ended |"]

@@ -50,7 +50,8 @@ def listener(url: str) -> psutil.Process | None:
     port = int(url.rpartition(":")[2] or 0)
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_LISTEN and one.laddr[1:] == (port,) and one.pid:
-            return psutil.Process(one.pid)
+            with suppress(psutil.Error):  # it ended meanwhile
+                return psutil.Process(one.pid)
     return None
 
 

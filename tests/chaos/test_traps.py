@@ -69,6 +69,25 @@ def test_a_process_dies_there_and_takes_another_along(
         victim.stdout.close()
 
 
+def test_a_process_that_is_spared_goes_on_and_the_other_dies(tmp_path: Path) -> None:
+    (tmp_path / "victims.py").write_text(MODULE)
+    traps = Traps(tmp_path / "traps", ("victims:step",))
+    environment = {**os.environ, **traps.environment(str(tmp_path))}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        program = [sys.executable, "-c", f"input()\n{PROGRAM}"]
+        with subprocess.Popen(program, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as passer:
+
+            def go() -> bool:
+                if passer.stdin and not passer.stdin.closed:
+                    passer.stdin.write(b"\n")
+                    passer.stdin.close()
+                return True
+
+            others = (other.pid,)
+            assert traps.catch("victims:step", "before", passer.pid, others=others, spare=True, timeout_s=30, alive=go)
+            assert (passer.wait(30), other.wait(30)) == (0, -signal.SIGKILL)
+
+
 def test_a_trap_for_another_process_lets_this_one_pass(tmp_path: Path) -> None:
     (tmp_path / "victims.py").write_text(MODULE)
     traps = Traps(tmp_path / "traps", ("victims:step", "victims:Worker.work"))
