@@ -76,7 +76,7 @@ def stage_environment(tmp_path: Path) -> dict[str, str]:
         ),
         (("k", "hybrid-tiny", "2"), ["ok       weights taken", "0 failed", "in order", "clean", "stage k: rc 0"]),
     ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+    ids=lambda value: str(value[0]),
 )
 def test_a_stage_runs_as_it_stands(stage: tuple[str, ...], says: list[str], stage_environment: dict[str, str]) -> None:
     ran = subprocess.run(
