@@ -26,6 +26,7 @@ from stillhouse.learner.checkpoints.files import (
     go_on_from,
     set_aside,
 )
+from stillhouse.learner.config import OPTIMIZERS
 from stillhouse.learner.objectives.options import TokenAdvantage
 from stillhouse.learner.prompts.config import n_held_out
 from stillhouse.learner.prompts.data import open_prompts
@@ -69,6 +70,7 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     mistakes = list(_differences(config, former, identity, read_prompts=read_prompts))
     if mistakes:
         mistakes.append(f"--resume: {folder} must continue with the same tasks in the same order")
+    mistakes += _other_state(config, former) if former is not None else ()
     advantage = config.learner.objective.advantage
     has_head = (checkpoint / VALUE_HEAD).is_file()
     if isinstance(advantage, TokenAdvantage) and not has_head:
@@ -93,6 +95,16 @@ def describe_resumed(found: FoundCheckpoint) -> list[str]:
 def set_damaged_aside(found: FoundCheckpoint) -> list[str]:
     """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
     return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]
+
+
+def _other_state(config: RunConfig, former: RunConfig) -> Iterator[str]:
+    """What the weights and the optimizer's state in the checkpoint are of no use for."""
+    now, then = config.learner, former.learner
+    if now.lora.rank != then.lora.rank:
+        yield f"learner.lora.rank: got {now.lora.rank}, expected {then.lora.rank}, as in the checkpoint"
+    names = [now.optimizer.name, then.optimizer.name]
+    if names[0] != names[1] and all(name in OPTIMIZERS.built_in for name in names):  # others may share their state
+        yield f"learner.optimizer: got {names[0]}, expected {names[1]}, as in the checkpoint"
 
 
 def _differences(

@@ -190,9 +190,11 @@ def expect_fit(path: Path, *, resume: bool) -> RunRecord | None:
 
 
 def expect_usable(path: Path, *, resume: bool) -> None:
-    """Raises LaunchError for a run folder that does not fit, or cannot be made or written. Makes a file there, or in
-    the nearest folder above it, and removes it."""
+    """Raises LaunchError for a run folder that is in use, does not fit, or cannot be made or written. Makes a file
+    there, or in the nearest folder above it, and removes it."""
     try:
+        if (path / "lock").is_file():
+            os.close(_lock(path))
         expect_fit(path, resume=resume)
         with tempfile.TemporaryFile(dir=next(one for one in (path, *path.parents) if one.exists())):
             pass

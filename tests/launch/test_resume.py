@@ -91,9 +91,11 @@ def test_other_prompts_are_refused_and_the_run_can_still_go_on(
         (["--learner.tasks.eval_share", "0.1"], "learner.tasks.eval_share: got values that hold 10 prompts out"),
         (["--eval-prompts", "builtin"], "learner.tasks.eval_prompts: got values that hold 0 prompts out"),
         (["--prompts", "builtin", "--seed", "4"], "seed: got 4"),
+        (["--learner.lora.rank", "4"], "learner.lora.rank: got 4, expected 0, as in the checkpoint; resume with"),
+        (["--learner.optimizer", "muon"], "learner.optimizer: got muon, expected adamw, as in the checkpoint"),
     ],
 )
-def test_every_key_that_changes_the_stream_is_named(
+def test_every_key_that_must_stay_is_named(
     check_resume: Resume, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert check_resume(*arguments) == 2

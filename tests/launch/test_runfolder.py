@@ -130,9 +130,9 @@ def test_resume_without_a_path_takes_the_newest_run() -> None:
 
 
 def test_latest_is_the_run_that_it_points_to_and_no_name_of_another() -> None:
-    for asked in ({"path": None, "name": "latest"}, {"path": Path("runs/latest")}):
+    for path, name in ((None, "latest"), (Path("runs/latest"), "")):
         with pytest.raises(LaunchError, match="runs/latest is the link to the newest run"):
-            RunFolder.open(**asked, resume=False)
+            RunFolder.open(path, resume=False, name=name)
     RunFolder.open(None, resume=False, name="a").close()
     with pytest.raises(LaunchError, match="runs/a holds a run already"):
         RunFolder.open(Path("runs/latest"), resume=False)
