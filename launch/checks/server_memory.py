@@ -2,9 +2,9 @@
 
 On a GPU of its own a server takes what its engine and the user's arguments say. On one that it shares with others, each
 server's cache is planned: what the user's arguments give it, else an equal part of what all roles leave there, less
-SPARE. The server is told so by arguments (`ServerEngine.cache_arguments`), so that what it takes depends neither on
-what is free when it measures nor on how often it is started again. There servers start one after the other, in the
-order of `Sized.needs`, and then the embedded roles (launch.servers.watch).
+SPARE, and at most MOST_TOKENS. The server is told so by arguments (`ServerEngine.cache_arguments`), so that what it
+takes depends neither on what is free when it measures nor on how often it is started again. There servers start one
+after the other, in the order of `Sized.needs`, and then the embedded roles (launch.servers.watch).
 
 In turns (launch.share) each has the GPU for itself, but for what stays of the others (STAYS).
 """
