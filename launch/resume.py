@@ -92,6 +92,17 @@ def describe_resumed(found: FoundCheckpoint) -> list[str]:
     return [*lines, f"going on from step {found.version.step} ({found.path})"]
 
 
+def new_schedule(config: RunConfig, folder: Path) -> list[str]:
+    """A line for the user if the run had another number of steps, for which its cosine was made."""
+    former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else config
+    if former.steps == config.steps or config.learner.schedule != "cosine":
+        return []
+    return [
+        f"steps: got {config.steps}, and the run had {former.steps}: the learning rate goes on as in a run of "
+        f"{config.steps} steps, not from where it was (learner.schedule)"
+    ]
+
+
 def set_damaged_aside(found: FoundCheckpoint) -> list[str]:
     """Rename damaged checkpoints, so that nothing overwrites them. Returns a line for each."""
     return [f"{skipped.path} is kept as {set_aside(skipped.path)}" for skipped in found.damaged]

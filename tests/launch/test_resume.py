@@ -102,10 +102,16 @@ def test_every_key_that_must_stay_is_named(
     assert message in capsys.readouterr().err
 
 
-def test_what_leaves_the_stream_as_it_was_may_change(check_resume: Resume, prompts: Path) -> None:
+def test_what_leaves_the_stream_as_it_was_may_change(
+    check_resume: Resume, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another number of steps changes the learning rate, unless that is constant."""
     copy = shutil.copy(prompts, prompts.with_name("moved.jsonl"))
-    changes = ("--steps=9", "--actors=5", "--learner.tasks.eval_share=0.011", "--learner.tasks.eval_greedy=7")
-    assert check_resume("--prompts", str(copy), *changes) == 0
+    changes = ("--actors=5", "--learner.tasks.eval_share=0.011", "--learner.tasks.eval_greedy=7")
+    for more in (("--steps=9", "--learner.schedule=constant"), ("--steps=200",), ("--steps=9",)):
+        assert "and the run had" not in capsys.readouterr().err
+        assert check_resume("--prompts", str(copy), *changes, *more) == 0
+    assert "steps: got 9, and the run had 200" in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_nothing_has_to_fit_and_it_is_said(
