@@ -92,6 +92,8 @@ def main() -> int:
     found: dict[str, Profile] = {}
     failed = False
     for name in args.rows:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         if name == ATTENTION:
             pack = [n for n, end in zip(lengths, np.cumsum(lengths), strict=True) if end <= args.tokens]
             one = ForwardFlops(0.0, flops.per_pair / config.num_hidden_layers)
@@ -150,8 +152,6 @@ def _step(args: argparse.Namespace, lengths: list[int], row: str) -> Callable[[]
     trainer, random = Trainer(model, config, total_steps=10**6), np.random.default_rng(1)
     drawn = [random.integers(0, vocab, length + 1).astype(np.int32) for length in lengths]
     items = [train_item(i, ids, prompt_tokens=PROMPT_TOKENS, vocab=vocab) for i, ids in enumerate(drawn)]
-    if args.device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
     return partial(trainer.step, items)
 
 

@@ -13,7 +13,7 @@ learner         weights 4 P / R (float32), gradient 4 P / R, moments 8 P / R or 
                 gathered: 2 layers and their gradient, embedding and head and their gradient (several ranks only)
                 staging: 2 copies of P / R in the actors' dtype, on the GPU or the host (weights.staging)
                 buckets, by ipc, or by NCCL from copies in host memory or of several ranks: on the first rank 2 of
-                weights.bucket_bytes, or of the embedding if that is larger
+                weights.bucket_bytes, or for servers and by ipc of the embedding if that is larger
                 activations: T * L * a, with a per layer and token
                     float32    4 (4 F + 6 H + 2 Q + 2 K), with norms of queries and keys 8 (Q + K) more
                     bfloat16   8 F + 26 H + 4 Q + 4 K, with such norms 10 (Q + K) more
@@ -268,9 +268,11 @@ def _sent_bytes(config: RunConfig) -> int:
 
 
 def _bucket_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Memory through which versions go that are not sent in place; the embedding is the largest tensor."""
-    width = _sent_bytes(config)
-    bucket = max(bucket_size(config.weights.bucket_bytes, "cuda"), width * shape.vocabulary * shape.hidden)
+    """Memory through which versions go that are not sent in place. Those of a process group for embedded engines cut
+    through tensors; else the largest tensor is in one, which is the embedding."""
+    width, bucket = _sent_bytes(config), bucket_size(config.weights.bucket_bytes, "cuda")
+    if config.weights.way == "ipc" or engine_of(config, "actor").servers is not None:
+        bucket = max(bucket, width * shape.vocabulary * shape.hidden)
     return min(2 * bucket, width * shape.parameters)
 
 

@@ -118,12 +118,16 @@ def test_by_ipc_two_buckets_are_on_the_gpu_and_the_copies_where_there_is_room() 
     cases: list[tuple[dict[str, Any], int, Literal["gloo", "nccl"], float]] = [
         ({}, 1, "gloo", 0.0),
         ({}, 1, "nccl", 0.0),  # sent in place
-        ({}, 2, "nccl", 2 * 4 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30),
+        ({}, 2, "nccl", 1.0),
         ({"staging": "host", "bucket_bytes": 3 << 30}, 1, "nccl", 6.0),
     ]
     for weights, ranks, backend, gib in cases:
         need = learner_need(config(weights=weights, learner={"ranks": ranks}), QWEN3_8B, backend)
         assert need.likely["buckets"] == gib
+        assert learner_need(config(learner={"ranks": 2}), QWEN3_8B, backend, rank=1).likely["buckets"] == 0.0
+    served = config(learner={"ranks": 2}, actor={"engine": "sglang", "server": {"args": ["--dtype", "bfloat16"]}})
+    embedding = 2 * QWEN3_8B.vocabulary * QWEN3_8B.hidden / 2**30
+    assert learner_need(served, QWEN3_8B, "nccl").likely["buckets"] == 2 * embedding, "whole tensors for servers"
 
 
 def test_moments_and_copies_in_host_memory_are_counted_there_and_not_on_the_gpu() -> None:
