@@ -84,12 +84,13 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     return found
 
 
-def describe_resumed(found: FoundCheckpoint) -> list[str]:
-    """Lines for the user: damaged checkpoints first, then where the run resumes."""
+def describe_resumed(found: FoundCheckpoint, steps: int) -> list[str]:
+    """Lines for the user: damaged checkpoints first, then where the run resumes, to make `steps` in all."""
     lines = [f"{skipped}; an older one is used" for skipped in found.damaged]
     if found.path is None or found.version is None:
         return [*lines, "there is no checkpoint yet: the run begins anew, at step 0"]
-    return [*lines, f"going on from step {found.version.step} ({found.path})"]
+    done = f"; steps = {steps}, so nothing is left to train" if found.version.step >= steps else ""
+    return [*lines, f"going on from step {found.version.step} ({found.path}){done}"]
 
 
 def new_schedule(config: RunConfig, folder: Path) -> list[str]:

@@ -96,7 +96,8 @@ def _start(line: CommandLine, config: RunConfig, make_backend: MakeBackend, bega
         from stillhouse.launch.checks.check_command import check_run  # imports torch, which the launcher does without
 
         found = _found(line, checked.config)
-        print(*(describe_resumed(found) if line.resume else ()), sep="\n", end="\n" if line.resume else "")
+        for said in describe_resumed(found, checked.config.steps) if line.resume else ():
+            print(said)
         findings = [*check_run(checked.config, devices=not line.gpus), *findings]
         for finding in findings:
             print(finding.text() if finding.status == "ok" else f"{finding.status}: {finding.text()}")
@@ -167,7 +168,7 @@ def run(
         status = PublishedStatus(status, folder.record.name, config.launch.prometheus)
     backend = make_backend(plan, folder)
     status.say(_headline(config, folder, backend.elsewhere, resume=plan.resume))
-    for line in (*describe_resumed(found), *set_damaged_aside(found)) if plan.resume else ():
+    for line in (*describe_resumed(found, config.steps), *set_damaged_aside(found)) if plan.resume else ():
         status.say(line)
     for key, said in describe_known_sets(config):
         status.say(f"{key}: {said}")

@@ -27,7 +27,9 @@ def main(arguments: list[str]) -> int:
     if "--" in arguments:
         cut = arguments.index("--")
         own, extra = arguments[:cut], arguments[cut + 1 :]
-    parser = argparse.ArgumentParser(prog="stillhouse sglang-server", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="stillhouse sglang-server", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="folder of a checkpoint; repeat it for more servers")
     parser.add_argument("--port", type=int, default=0, help="port of the first server; 0 = free ports")
     parser.add_argument("--log-dir", type=Path, default=None, help="server logs; default: a new temporary folder")

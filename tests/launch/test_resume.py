@@ -102,6 +102,14 @@ def test_every_key_that_must_stay_is_named(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_run_that_has_all_its_steps_says_so(
+    check_resume: Resume, capsys: pytest.CaptureFixture[str], steps: int
+) -> None:
+    assert check_resume(f"--steps={steps}") == 0
+    assert ("step_000004); steps = 4, so nothing is left" in capsys.readouterr().out) == (steps == 4)
+
+
 def test_what_leaves_the_stream_as_it_was_may_change(
     check_resume: Resume, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
