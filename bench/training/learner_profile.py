@@ -25,6 +25,7 @@ import argparse
 import gc
 import inspect
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -91,32 +92,37 @@ def main() -> int:
     row = partial(_row, device=device, peak=peak)
     found: dict[str, Profile] = {}
     failed = False
-    for name in args.rows:
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        if name == ATTENTION:
-            pack = [n for n, end in zip(lengths, np.cumsum(lengths), strict=True) if end <= args.tokens]
-            one = ForwardFlops(0.0, flops.per_pair / config.num_hidden_layers)
-            for kind, attend in _attentions(config, pack, device).items():
-                try:
-                    seconds = _timed(attend, 10 * args.steps, device)
-                    row(f"attention, {kind}", seconds, sum(pack), _work(one, pack))
-                except (RuntimeError, TypeError, AssertionError) as error:
-                    print(f"| attention, {kind} | - ({_first(error)}) |", flush=True)
-            continue
-        try:
-            step = _step(args, lengths, name)
-            seconds = _timed(step, args.steps, device)
-            found[name], busy = _profiled(step, device)
-            waits = str(sum(found[name].waits.values())) if device.type == "cuda" else "-"
-            row(f"step, {name}", seconds, sum(lengths), _work(flops, lengths), waits=waits, busy=busy)
-        except (RuntimeError, OSError) as error:
-            failed |= name == PLAIN
-            print(f"| step, {name} | failed: {_first(error)} |", flush=True)
-        step = None
-        gc.collect()  # the next row needs the memory
-    for name, seen in found.items():
-        _print_profile(name, seen, kernels=name == PLAIN)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout` ends compilers that take too long
+    try:
+        for name in args.rows:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            if name == ATTENTION:
+                pack = [n for n, end in zip(lengths, np.cumsum(lengths), strict=True) if end <= args.tokens]
+                one = ForwardFlops(0.0, flops.per_pair / config.num_hidden_layers)
+                for kind, attend in _attentions(config, pack, device).items():
+                    try:
+                        seconds = _timed(attend, 10 * args.steps, device)
+                        row(f"attention, {kind}", seconds, sum(pack), _work(one, pack))
+                    except (RuntimeError, TypeError, AssertionError) as error:
+                        print(f"| attention, {kind} | - ({_first(error)}) |", flush=True)
+                continue
+            try:
+                step = _step(args, lengths, name)
+                seconds = _timed(step, args.steps, device)
+                found[name], busy = _profiled(step, device)
+                waits = str(sum(found[name].waits.values())) if device.type == "cuda" else "-"
+                row(f"step, {name}", seconds, sum(lengths), _work(flops, lengths), waits=waits, busy=busy)
+            except (RuntimeError, OSError) as error:
+                failed |= name == PLAIN
+                print(f"| step, {name} | failed: {_first(error)} |", flush=True)
+            step = None  # the next row needs the memory
+            if name in (PARTS, WHOLE):
+                torch.compiler.reset()
+            gc.collect()
+    finally:
+        for name, seen in found.items():
+            _print_profile(name, seen, kernels=name == PLAIN)
     return int(failed)
 
 

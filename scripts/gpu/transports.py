@@ -44,6 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "ipc, copies in host memory": {"transport": "ipc", "staging": "host"},
     "gloo": {"transport": "collective", "backend": "gloo"},
     "nccl": {"transport": "collective", "backend": "nccl"},
+    "nccl, copies in host memory": {"transport": "collective", "backend": "nccl", "staging": "host"},
 }
 N_TENSORS = 310
 LIMIT_S = 120.0
