@@ -57,7 +57,7 @@ def main() -> int:
     del model
     ids_T = np.random.default_rng(0).integers(0, vocab, tokens).astype(np.int32)
     item = train_item(0, ids_T, prompt_tokens=PROMPT_TOKENS, vocab=vocab)
-    print(f"{args.model}: one sequence of {tokens} tokens, torch {torch.__version__}, {_told(device)}\n")
+    print(f"{args.model}: one sequence of {tokens} tokens, torch {torch.__version__}, {told(device)}\n")
     reference = None if args.no_reference else measure(args.model, torch.device("cpu"), "float32", item)
     print("| device, learner.dtype | second step, s | peak memory, MiB | attention | gradient norm | cosine |")
     print("|---|---|---|---|---|---|")
@@ -138,7 +138,7 @@ def _memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _told(device: torch.device) -> str:
+def told(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
 
 

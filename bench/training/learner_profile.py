@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
+from bench.training.device_step import told
 from bench.training.score_and_learn import train_item
 from stillhouse.builtin import STUDENT_DIR
 from stillhouse.learner.config import LearnerConfig
@@ -63,7 +64,7 @@ GROUPS: Final = {
     "norms, elementwise": r"elementwise|reduce|norm|softmax|triton|aten::",
 }
 """By the first pattern that a kernel's name has."""
-WAITS: Final = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+WAITS: Final = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 class Profile(NamedTuple):
@@ -87,7 +88,7 @@ def main() -> int:
     print(
         f"{model}: {sum(lengths)} tokens in {len(lengths)} sequences, packs of {args.tokens}, torch {torch.__version__}"
     )
-    print(f"{_told(device)}: {peak / 1e12:.3g} TFLOP/s in a product of {args.square} x {args.square} in bfloat16\n")
+    print(f"{told(device)}: {peak / 1e12:.3g} TFLOP/s in a product of {args.square} x {args.square} in bfloat16\n")
     print("| what | s | tokens/s | TFLOP/s | share | waits | device | peak GiB |\n|---|---|---|---|---|---|---|---|")
     row = partial(_row, device=device, peak=peak)
     found: dict[str, Profile] = {}
@@ -147,14 +148,7 @@ def _step(args: argparse.Namespace, lengths: list[int], row: str) -> Callable[[]
         for name, part in layer.named_children() if row == PARTS else ():
             if "attn" not in name:
                 part.compile(dynamic=True)
-    config = LearnerConfig(
-        schedule="constant",
-        warmup_steps=0,
-        lr=1e-12,
-        dtype="bfloat16",
-        recompute=float(row == AGAIN),
-        pack_tokens=args.tokens,
-    )
+    config = LearnerConfig(lr=1e-12, dtype="bfloat16", recompute=float(row == AGAIN), pack_tokens=args.tokens)
     trainer, random = Trainer(model, config, total_steps=10**6), np.random.default_rng(1)
     drawn = [random.integers(0, vocab, length + 1).astype(np.int32) for length in lengths]
     items = [train_item(i, ids, prompt_tokens=PROMPT_TOKENS, vocab=vocab) for i, ids in enumerate(drawn)]
@@ -196,7 +190,7 @@ def _attentions(config: Any, lengths: list[int], device: torch.device) -> dict[s
         out = attend()
         if attend is ours:
             kept["ours"] = out.detach()
-        out.backward(torch.ones_like(out))
+        torch.autograd.grad(out, (query, key, value), torch.ones_like(out))
 
     return {PLAIN: partial(run, ours), "varlen_attn": partial(run, varlen)}
 
@@ -286,10 +280,6 @@ def _wait(device: torch.device) -> None:
 
 def _first(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-
-
-def _told(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
 
 
 def _arguments() -> argparse.Namespace:
