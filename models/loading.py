@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import (
 from stillhouse.models import packed
 from stillhouse.models.description import DtypeName, Quantized
 from stillhouse.models.logprobs import lm_head
-from stillhouse.models.safetensors_header import head_beside_embedding, read_headers
+from stillhouse.models.safetensors_header import coded_weights, head_beside_embedding, read_headers
 from stillhouse.models.transfer import whole
 from stillhouse.protocol.atomic_file import usual_permissions
 
@@ -302,19 +302,15 @@ def _check_scales(name: str, model: PreTrainedModel) -> None:
     config.json does not say how they were quantized, and with some that say it (its issue 47145)."""
     own, wrong = dict(model.named_parameters()), list[str]()
     for file, header in (read_headers(Path(name)) if Path(name).is_dir() else {}).items():
-        scaled = {key.rpartition(".")[0] for key in header.tensors if "scale" in key.rpartition(".")[2]}
         with safe_open(file, framework="pt") as tensors:
-            for key, entry in header.tensors.items():
-                parameter = own.get(key) if entry.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2") else None
-                if parameter is None or (key.rpartition(".")[0] not in scaled and entry.dtype.startswith("F")):
-                    continue
-                codes, values = tensors.get_tensor(key), parameter.detach()
+            for key in own.keys() & set(coded_weights(header)):
+                codes, values = tensors.get_tensor(key), own[key].detach()
                 if values.element_size() > 1 and torch.equal(values, codes.to(values.dtype)):
                     wrong.append(key)
     if wrong:
         raise ModelError(
             f"{name!r}: {len(wrong)} of its tensors are codes of one byte whose scales were not used, e.g. "
-            f"{wrong[:2]}; expected one in bfloat16 or float32, or for a teacher a server of this one"
+            f"{sorted(wrong)[:2]}; expected one in bfloat16 or float32, or for a teacher a server of this one"
         )
 
 

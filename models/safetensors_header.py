@@ -23,6 +23,7 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _EXPONENTS: Final = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """The bits of a number, and those of its exponent: all are set in infinity and NaN."""
+_ONE_BYTE: Final = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 HEADS: Final = ("lm_head.weight", "embed_out.weight")
 EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _BLOCK_BYTES: Final = 1 << 20
@@ -69,6 +70,13 @@ def nonfinite_tensors(file: Path, header: Header) -> list[str]:
         ):
             found.append(name)
     return found
+
+
+def coded_weights(header: Header) -> list[str]:
+    """Names of the weights of one byte that are no numbers by themselves: integers, and floats with a scale."""
+    scaled = {name.rpartition(".")[0] for name in header.tensors if "scale" in name.rpartition(".")[2]}
+    codes = {name: one for name, one in header.tensors.items() if name.endswith("weight") and one.dtype in _ONE_BYTE}
+    return [name for name, one in codes.items() if one.dtype[0] != "F" or name.rpartition(".")[0] in scaled]
 
 
 def head_beside_embedding(headers: Mapping[Path, Header]) -> str:

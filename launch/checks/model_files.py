@@ -19,10 +19,19 @@ from stillhouse import builtin
 from stillhouse.launch.config.run import BUILTIN
 from stillhouse.launch.errors import ConfigError
 from stillhouse.models.description import known_vocabulary_size
-from stillhouse.models.safetensors_header import INDEX_FILE, SINGLE_FILE, indexed_files, known_header, weight_files
+from stillhouse.models.safetensors_header import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    coded_weights,
+    indexed_files,
+    known_header,
+    weight_files,
+)
 from stillhouse.protocol.handshake import vocab_fingerprint, vocab_tokens
 
 ADAPTER: Final = "adapter_config.json"
+_MODELOPT: Final = "hf_quant_config.json"
+"""Where ModelOpt says how it quantized, for servers."""
 NAMED: Final = 3
 """Number of differing tokens that a message names."""
 Json = Mapping[str, object]
@@ -78,7 +87,7 @@ def _from_hub(key: str, name: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]  # code is not run, but exported
     try:
         HfApi().model_info(name, timeout=5.0)
     except (HFValidationError, RepositoryNotFoundError):
@@ -116,9 +125,16 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     """Check the safetensors files of a folder; other formats are not checked. Mistakes begin with `key`, a key of the
     configuration."""
     mistakes, parameters = [f"{key}: {found}" for found in _wrong_files(folder)], 0
+    config = (folder / "config.json").read_text(encoding="utf-8")
+    says_how = "quantization_config" in config or "compression_config" in config or (folder / _MODELOPT).is_file()
     for file in weight_files(folder) if not mistakes else ():
         try:
             parameters += known_header(file).parameters
+            if not says_how and (codes := coded_weights(known_header(file))):
+                mistakes.append(
+                    f"{key}: {file} holds {len(codes)} weights as codes of one byte ({codes[0]}, ...), and config.json "
+                    "has no quantization_config: their scales would not be used; expected one, or bfloat16 or float32"
+                )
         except (OSError, ValueError) as error:
             mistakes.append(f"{key}: {file}: {error}; copy or download it again")
     return WeightFiles(mistakes, parameters)

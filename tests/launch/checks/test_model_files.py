@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from stillhouse import builtin
 from stillhouse.launch.checks.model_files import check_weights
@@ -84,3 +86,24 @@ def test_an_adapter_beside_whole_weights_is_refused(model: Path) -> None:
     (model / "adapter_config.json").write_text("{}")
     (mistake,) = check_weights("models.student", model).mistakes
     assert mistake.startswith("models.student: ") and "in place of those" in mistake
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "says_how", "wrong"),
+    [
+        (torch.float8_e4m3fn, True, "", True),
+        (torch.int8, False, "", True),
+        (torch.float8_e4m3fn, False, "", False),  # numbers of eight bits, as they are
+        (torch.float8_e4m3fn, True, "config.json", False),
+        (torch.float8_e4m3fn, True, "hf_quant_config.json", False),
+    ],
+)
+def test_codes_whose_scales_nobody_uses_are_refused(
+    model: Path, dtype: torch.dtype, scaled: bool, says_how: str, wrong: bool
+) -> None:
+    scales = {"a.weight_scale": torch.ones(1)} if scaled else {}
+    save_file({"a.weight": torch.ones(2, 2).to(dtype), **scales}, model / "model.safetensors")
+    if says_how:
+        (model / says_how).write_text('{"quantization_config": {}}')
+    found = check_weights("models.teacher", model).mistakes
+    assert [("holds 1 weights as codes of one byte (a.weight, ...)" in one) for one in found] == [True] * wrong
