@@ -78,7 +78,7 @@ class WeightsConfig(Settings, frozen=True, kw_only=True):
     bfloat16 (8 billion parameters: 64 or 32 GB), divided among learner.ranks. device: on the learner's GPU, next to the
     16 bytes per parameter of training. host: pinned memory of this machine; training waits for the copy, at about 25
     GB/s. auto: host with gloo, which sends from there; else device, unless the GPU has no room for them by the
-    launcher's estimate, or by ipc both take more than a tenth of it. The launcher decides before the start."""
+    launcher's estimate, or on one that members share both take more than a tenth of it. Decided before the start."""
     host: str = "127.0.0.1"
     """Address of this machine at which the actors reach the learner. The store, the control channel and gloo listen on
     this address only."""

@@ -280,11 +280,11 @@ def staged(config: RunConfig, machine: Machine, placement: Placement) -> RunConf
     """With weights.staging decided, where it is auto: on the GPU, from which a version is sent without a stop, if that
     leaves the other roles there their room, else in host memory. gloo and encrypted connections send from the host."""
     gpu, shape = placement.places.seats[LEARNER], read_shape(Path(config.models.student))
-    by_ipc = config.weights.way == "ipc"
-    if config.weights.staging != "auto" or gpu is None or not (by_ipc or placement.weights.backend == "nccl"):
+    shared = config.weights.way == "ipc" or placement.weights.shared
+    if config.weights.staging != "auto" or gpu is None or not (shared or placement.weights.backend == "nccl"):
         return config
     room = machine.gib[gpu] * ROOMY * GIB if machine.gib else 0.0
-    small = not by_ipc or (shape is not None and _movable(config, shape)[1] <= room)
+    small = not shared or (shape is not None and _movable(config, shape)[1] <= room)
     places: tuple[Place, ...] = ("device", "host") if small else ("host",)
     found = [replace(config, weights=replace(config.weights, staging=place)) for place in places]
     return min(found, key=lambda one: estimate(one, machine, placement).too_large)

@@ -368,6 +368,8 @@ def test_copies_that_would_take_much_of_the_gpu_are_in_host_memory(monkeypatch: 
     one = placed(EMBEDDED | {"actors": 1}, 1)
     assert (one.config.weights.transport, one.config.weights.staging) == ("ipc", "host")
     assert "memory that the learner shares from copies in host memory" in one.placement.text
+    by_nccl = placed(EMBEDDED | {"actors": 1, "weights": {"backend": "nccl"}}, 1).config.weights
+    assert (by_nccl.backend, by_nccl.staging) == ("nccl", "host")
     asked = placed(EMBEDDED | {"actors": 1, "weights": {"staging": "device"}}, 1).config.weights
     assert (asked.transport, asked.staging) == ("ipc", "device")
 
