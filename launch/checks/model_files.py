@@ -32,6 +32,8 @@ from stillhouse.protocol.handshake import vocab_fingerprint, vocab_tokens
 ADAPTER: Final = "adapter_config.json"
 _MODELOPT: Final = "hf_quant_config.json"
 """Where ModelOpt says how it quantized, for servers."""
+_SAYS_HOW: Final = ("quantization_config", "compression_config")
+"""Where config.json says it."""
 NAMED: Final = 3
 """Number of differing tokens that a message names."""
 Json = Mapping[str, object]
@@ -125,8 +127,8 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     """Check the safetensors files of a folder; other formats are not checked. Mistakes begin with `key`, a key of the
     configuration."""
     mistakes, parameters = [f"{key}: {found}" for found in _wrong_files(folder)], 0
-    config = (folder / "config.json").read_text(encoding="utf-8")
-    says_how = "quantization_config" in config or "compression_config" in config or (folder / _MODELOPT).is_file()
+    texts = [file.read_text("utf-8") for name in ("config.json", _MODELOPT) if (file := folder / name).is_file()]
+    says_how = len(texts) > 1 or any(name in text for text in texts for name in _SAYS_HOW)
     for file in weight_files(folder) if not mistakes else ():
         try:
             parameters += known_header(file).parameters
