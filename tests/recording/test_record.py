@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tracemalloc
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from stillhouse.launch.config.run import RunConfig
+from stillhouse.launch.config.tree import build
+from stillhouse.learner.worker import LearnerStart
 from stillhouse.protocol.messages import WeightVersion
 from stillhouse.recording.append_file import Unwritten
 from stillhouse.recording.format import (
@@ -187,6 +193,25 @@ def test_only_the_own_runs_file_is_gone_on_with(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=r"record of another run \((run|vocab_fingerprint|writer): got"):
             BatchRecorder(path, ours, Unwritten(), resume=WeightVersion(1, 1))
     assert path.read_bytes() == before
+
+
+def test_a_run_that_was_copied_under_another_name_goes_on_in_its_own_file(tmp_path: Path) -> None:
+    config = build(RunConfig, {"learner": {"record": "{run}"}})
+
+    def record_in(folder: Path, resume: WeightVersion | None) -> None:
+        ctx = SimpleNamespace(config=config, run_id="run-1a2b3c4d", run_dir=folder)
+        start: Any = SimpleNamespace(ctx=ctx, fingerprint=VOCABULARY, stream=None)
+        metrics: Any = SimpleNamespace(unwritten=Unwritten())
+        recorder = LearnerStart.make_recorder(start, metrics, resume, WeightVersion(0, 0))
+        assert recorder is not None
+        recorder.close()
+
+    (tmp_path / "run").mkdir()
+    record_in(tmp_path / "run", None)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    record_in(tmp_path / "copy", WeightVersion(1, 0))
+    sizes = [(tmp_path / name / "batches.record").stat().st_size for name in ("run", "copy")]
+    assert 0 < sizes[0] < sizes[1]
 
 
 def test_a_folder_means_a_file_in_it(tmp_path: Path) -> None:
