@@ -48,8 +48,8 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         with suppress(OSError):
-            lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
-            return [row for row in map(json.loads, lines[: len(lines)]) if row["kind"] == "step"]
+            whole, _, _ = (self.folder / "metrics.jsonl").read_text("utf-8").rpartition("\n")  # the last is being written
+            return [row for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
         return []
 
     def pid(self, who: str) -> int:
