@@ -48,7 +48,8 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         with suppress(OSError):
-            whole, _, _ = (self.folder / "metrics.jsonl").read_text("utf-8").rpartition("\n")  # the last is being written
+            text = (self.folder / "metrics.jsonl").read_text("utf-8")
+            whole = text.rpartition("\n")[0]  # the last line may not be whole yet
             return [row for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
         return []
 
