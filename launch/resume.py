@@ -93,15 +93,17 @@ def describe_resumed(found: FoundCheckpoint, steps: int) -> list[str]:
     return [*lines, f"going on from step {found.version.step} ({found.path}){done}"]
 
 
-def new_schedule(config: RunConfig, folder: Path) -> list[str]:
-    """A line for the user if the run had another number of steps, for which its cosine was made."""
+def not_as_before(config: RunConfig, folder: Path) -> Iterator[str]:
+    """Lines for the user: another number of steps, for which the cosine was made, and a student that is not read."""
     former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else config
-    if former.steps == config.steps or config.learner.schedule != "cosine":
-        return []
-    return [
-        f"steps: got {config.steps}, and the run had {former.steps}: the learning rate goes on as in a run of "
-        f"{config.steps} steps, not from where it was (learner.schedule)"
-    ]
+    if former.steps != config.steps and config.learner.schedule == "cosine":
+        yield (
+            f"steps: got {config.steps}, and the run had {former.steps}: the learning rate goes on as in a run of "
+            f"{config.steps} steps, not from where it was (learner.schedule)"
+        )
+    now, then = config.models.student, former.models.student
+    if now != then and not config.learner.lora.rank:
+        yield f"models.student: got {now}, and the run had {then}: the weights are the checkpoint's"
 
 
 def set_damaged_aside(found: FoundCheckpoint) -> list[str]:

@@ -33,7 +33,7 @@ from stillhouse.launch.machine.machine import pretended_machine
 from stillhouse.launch.processes.local import LocalProcesses, worker_environment
 from stillhouse.launch.processes.slots import worker_name
 from stillhouse.launch.report.figures import plural
-from stillhouse.launch.resume import check_resumed, describe_resumed, new_schedule, set_damaged_aside
+from stillhouse.launch.resume import check_resumed, describe_resumed, not_as_before, set_damaged_aside
 from stillhouse.launch.runfolder import RunFolder, choose_path, expect_usable, resumes, unwritable
 from stillhouse.launch.stages.run import is_staged, run_stages
 from stillhouse.launch.terminal import lasting_output
@@ -117,7 +117,7 @@ def _found(line: CommandLine, config: RunConfig) -> FoundCheckpoint:
         return NOTHING_FOUND
     folder = choose_path(line.run_dir, resume=True, name=line.name)
     found = check_resumed(config, folder, read_prompts=line.check)
-    for text in new_schedule(config, folder) if found.path else ():
+    for text in not_as_before(config, folder) if found.path else ():
         print(f"stillhouse: warning: {text}", file=sys.stderr)
     return found
 

@@ -120,6 +120,9 @@ def test_what_leaves_the_stream_as_it_was_may_change(
         assert "and the run had" not in capsys.readouterr().err
         assert check_resume("--prompts", str(copy), *changes, *more) == 0
     assert "steps: got 9, and the run had 200" in capsys.readouterr().err
+    assert check_resume("--student", str(builtin.TEACHER_DIR)) == 0
+    told = f"models.student: got {builtin.TEACHER_DIR}, and the run had {builtin.STUDENT_DIR}: the weights are the"
+    assert told in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_nothing_has_to_fit_and_it_is_said(
