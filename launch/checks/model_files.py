@@ -128,7 +128,9 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     configuration."""
     mistakes, parameters = [f"{key}: {found}" for found in _wrong_files(folder)], 0
     texts = [
-        file.read_text("utf-8", "replace") for name in ("config.json", _MODELOPT) if (file := folder / name).is_file()
+        file.read_text(encoding="utf-8", errors="replace")
+        for name in ("config.json", _MODELOPT)
+        if (file := folder / name).is_file()
     ]
     says_how = len(texts) > 1 or any(name in text for text in texts for name in _SAYS_HOW)
     for file in weight_files(folder) if not mistakes else ():

@@ -48,7 +48,7 @@ class Run:
 
     def rows(self) -> list[dict[str, float]]:
         with suppress(OSError):
-            text = (self.folder / "metrics.jsonl").read_text("utf-8")
+            text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
             whole = text.rpartition("\n")[0]  # the last line may not be whole yet
             return [row for row in map(json.loads, whole.splitlines()) if row["kind"] == "step"]
         return []
@@ -115,14 +115,14 @@ def verdicts(run: Run) -> Iterator[tuple[str, bool]]:
     code = run.process.wait(LIMIT_S)
     yield f"exit code {code}", code == 0
     with suppress(OSError):
-        summary = json.loads((run.folder / "summary.json").read_text("utf-8"))
+        summary = json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
         yield f"ledger {ledger(summary)}", ledger(summary) == "balanced"
         yield f"{summary['steps']} steps, {summary['versions_published']} versions published", True
     ratios = [row["train/ratio_mean"] for row in run.rows() if row.get("train/ratio_mean") is not None]
     if ratios:
         near = max(abs(ratio - 1) for ratio in ratios) <= NEAR_1
         yield f"train/ratio_mean {min(ratios):.4f} to {max(ratios):.4f}, expected 1 +- {NEAR_1}", near
-    audit = subprocess.run([sys.executable, CLUSTER, "audit", str(run.folder)], capture_output=True, text=True)
+    audit = subprocess.run([sys.executable, CLUSTER, "audit", str(run.folder)], capture_output=True, encoding="utf-8")
     yield f"audit: {(audit.stdout.strip().splitlines() or ['-'])[-1]}", audit.returncode == 0
 
 

@@ -34,14 +34,18 @@ NEED = re.compile(r"(\S+?)(?: to (\S+?), each)? ([\d.]+) \(([^)]*)\)")
 
 def workers(run: Path) -> dict[int, str]:
     """Pid -> worker, of all processes that the run's workers have had."""
-    said = [log.read_text("utf-8", "replace") for log in (run / "logs").glob("*.log") if "server-" not in log.name]
+    said = [
+        log.read_text(encoding="utf-8", errors="replace")
+        for log in (run / "logs").glob("*.log")
+        if "server-" not in log.name
+    ]
     return {int(pid): who for text in said for who, pid in STARTS.findall(text)}
 
 
 def url_of(run: Path, worker: str) -> str:
     """Of the worker's server; empty: none so far."""
     with suppress(OSError, ValueError):
-        return json.loads((run / "servers" / f"{worker}.json").read_text("utf-8"))["url"]
+        return json.loads((run / "servers" / f"{worker}.json").read_text(encoding="utf-8"))["url"]
     return ""
 
 
@@ -71,7 +75,9 @@ def taken(pids: set[int]) -> dict[int, float]:
     """Pid -> GiB: of all processes on GPUs, or of these without one."""
     if smi := shutil.which("nvidia-smi"):
         query = [smi, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        rows = [line.split(",") for line in subprocess.run(query, capture_output=True, text=True).stdout.splitlines()]
+        rows = [
+            line.split(",") for line in subprocess.run(query, capture_output=True, encoding="utf-8").stdout.splitlines()
+        ]
         return {int(row[0]): float(row[1]) / 1024 for row in rows if len(row) == 2 and row[1].strip().isdigit()}
     found: dict[int, float] = {}
     for pid in pids:
@@ -130,7 +136,7 @@ def main() -> None:
     launcher = 0
     while not ended and not (launcher and not psutil.pid_exists(launcher)):
         if not launcher and (run / "run.json").exists() and (run / "config.yaml").exists():
-            launcher = json.loads((run / "run.json").read_text("utf-8"))["launcher_pid"]
+            launcher = json.loads((run / "run.json").read_text(encoding="utf-8"))["launcher_pid"]
             plan = planned(run)
         who |= workers(run) | servers(run, known)
         looks.append(taken({*who}))

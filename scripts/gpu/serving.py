@@ -188,11 +188,11 @@ def by_sglang(url: str, model: str, size: Size) -> tuple[float, int]:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         python = os.environ["SGLANG_PYTHON"]
         ran = subprocess.run(
-            [python, "-c", BENCH, *words], env=environment, capture_output=True, text=True, timeout=size.limit_s
+            [python, "-c", BENCH, *words], env=environment, capture_output=True, encoding="utf-8", timeout=size.limit_s
         )
         if not result.exists():
             raise RuntimeError(f"bench_serving: rc {ran.returncode}: {(ran.stdout + ran.stderr)[-1500:]}")
-        said = json.loads(result.read_text("utf-8").splitlines()[-1])
+        said = json.loads(result.read_text(encoding="utf-8").splitlines()[-1])
         return said["output_throughput"], said["total_output_tokens"]
 
 
