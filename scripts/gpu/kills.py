@@ -59,7 +59,7 @@ class Run:
             url = url_of(self.folder, who.removeprefix("server-"))
             found = listener(url) if url else None
             return found.pid if found is not None else 0
-        return max((pid for pid, name in workers(self.folder).items() if name == who), default=0)
+        return next((pid for pid, name in reversed(workers(self.folder).items()) if name == who), 0)  # pids may wrap
 
     def until(self, met: Callable[[], bool]) -> bool:
         limit_s = time.monotonic() + LIMIT_S
