@@ -81,6 +81,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def _path_as_before() -> Generator[None]:
+    """Users' modules are found in the working directory, which stays on the path: for later tests each folder in a
+    directory of this one would be a package."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Only files that have some of what `make test` and `make test-slow` run are imported, once in each process."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):

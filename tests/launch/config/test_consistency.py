@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,6 @@ def test_an_environment_that_could_not_be_made_is_told(
     (tmp_path / "broken_env.py").write_text("1 / 0")
     (tmp_path / "leaving_env.py").write_text("import sys\nsys.exit(0)")
     monkeypatch.chdir(tmp_path)  # where workers find a user's modules
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (told,) = mistakes(**environments(**environment))
     assert message in told
 
@@ -184,7 +182,6 @@ def test_environments_of_the_working_directory_and_unused_ones_are_looked_at(
 ) -> None:
     (tmp_path / "fine_env.py").write_text(OWN_ENVIRONMENT)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     assert mistakes(**environments(name="fine_env:Own", options={"size": 3})) == []
     (told,) = mistakes(actor={"environments": {"unused": {"name": "calculater"}}})
     assert told.startswith("actor.environments.unused: unknown environment")

@@ -142,7 +142,6 @@ def test_a_function_of_the_working_directory_is_found(tmp_path: Path, monkeypatc
     """As rewards and environments are; Python runs with -P, without that folder."""
     (tmp_path / "here_only.py").write_text("def cost(): ...\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     assert find_member(DIVERGENCES, "here_only:cost").__name__ == "cost"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,10 +47,8 @@ KINDS = ["adamw", "muon", pytest.param("adamw8bit", marks=needs_torchao)]
 
 
 @pytest.fixture(autouse=True)
-def found_torchao(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def found_torchao() -> None:
     add_torchao()
-    yield
 
 
 def items_of(seed: int) -> list[TrainItem]:
