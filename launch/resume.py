@@ -66,7 +66,7 @@ def check_resumed(config: RunConfig, folder: Path, *, read_prompts: bool = False
     if checkpoint is None:
         return found
     identity = msgspec.json.decode((checkpoint / TRAINER).read_bytes(), type=_Checkpoint).tasks.identity
-    former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else None
+    former = _former(folder)
     mistakes = list(_differences(config, former, identity, read_prompts=read_prompts))
     if mistakes:
         mistakes.append(f"--resume: {folder} must continue with the same tasks in the same order")
@@ -95,7 +95,7 @@ def describe_resumed(found: FoundCheckpoint, steps: int) -> list[str]:
 
 def not_as_before(config: RunConfig, folder: Path) -> Iterator[str]:
     """Lines for the user: another number of steps, for which the cosine was made, and a student that is not read."""
-    former = read_config(folder / "config.yaml") if (folder / "config.yaml").is_file() else config
+    former = _former(folder) or config
     if former.steps != config.steps and config.learner.schedule == "cosine":
         yield (
             f"steps: got {config.steps}, and the run had {former.steps}: the learning rate goes on as in a run of "
@@ -104,6 +104,12 @@ def not_as_before(config: RunConfig, folder: Path) -> Iterator[str]:
     now, then = config.models.student, former.models.student
     if now != then and not config.learner.lora.rank:
         yield f"models.student: got {now}, and the run had {then}: the weights are the checkpoint's"
+
+
+def _former(folder: Path) -> RunConfig | None:
+    """The run's own settings."""
+    file = folder / "config.yaml"
+    return read_config(file) if file.is_file() else None
 
 
 def set_damaged_aside(found: FoundCheckpoint) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
@@ -26,7 +27,12 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 """Files of adapters, in peft's format."""
 RUN_FOLDER: Final = "{run}"
-"""RanksBegin of a path in the run's own folder, which has its name only when the run starts."""
+"""Stands for the run's own folder, which has its name only when the run starts, and may be moved."""
+
+
+def record_path(record: str, run: Path) -> Path:
+    """Where `LearnerConfig.record` is for the run in the folder `run`: a file, or the folder of one."""
+    return Path(record.replace(RUN_FOLDER, str(run), 1)).expanduser()
 
 
 class LoraConfig(Settings, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from stillhouse.learner.checkpoints.checkpoint import restore_rng
 from stillhouse.learner.checkpoints.files import CHECKPOINTS, CheckpointError
 from stillhouse.learner.checkpoints.resume import first_trainer, stage_checkpoint
 from stillhouse.learner.checkpoints.writer import CheckpointWriter, Write
-from stillhouse.learner.config import RUN_FOLDER
+from stillhouse.learner.config import record_path
 from stillhouse.learner.device_turns import LearnerTurns
 from stillhouse.learner.evaluation.evaluation import EvalPlan, EvalPrompt, EvaluationRun
 from stillhouse.learner.evaluation.sets import render_eval_sets
@@ -211,7 +211,7 @@ class LearnerStart:
             config=plain,
         )
         return BatchRecorder(
-            Path(learner.record.replace(RUN_FOLDER, str(self.ctx.run_dir), 1)).expanduser(),
+            record_path(learner.record, self.ctx.run_dir),
             header,
             metrics.unwritten,
             resume=resume,

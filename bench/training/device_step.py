@@ -96,8 +96,7 @@ def measure(model: str, device: torch.device, dtype: Dtype, item: TrainItem) -> 
     gradient_P, attention = _first_step(trainer, item)
     started_s = time.perf_counter()
     trainer.step([item])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     step_s = time.perf_counter() - started_s
     peak = _memory(device) - (0 if device.type == "cuda" else before)
     return Measured(step_s, peak, attention, gradient_P)
@@ -136,6 +135,11 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def told(device: torch.device) -> str:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 
-from bench.training.device_step import told
+from bench.training.device_step import told, wait
 from bench.training.score_and_learn import train_item
 from stillhouse.builtin import STUDENT_DIR
 from stillhouse.learner.config import LearnerConfig
@@ -132,7 +132,7 @@ def _work(flops: ForwardFlops, lengths: Sequence[int]) -> float:
 
 
 def _lengths(tokens: int, longest: int) -> list[int]:
-    """Of sequences that make `tokens` tokens together."""
+    """Lengths of sequences that make `tokens` tokens together."""
     random, lengths = np.random.default_rng(0), list[int]()
     while (left := tokens - sum(lengths)) > PROMPT_TOKENS:
         lengths.append(min(left, int(random.integers(max(longest // 4, PROMPT_TOKENS + 1), longest + 1))))
@@ -198,11 +198,11 @@ def _attentions(config: Any, lengths: list[int], device: torch.device) -> dict[s
 def _timed(act: Callable[[], object], times: int, device: torch.device) -> float:
     """Seconds of one, after one that is not counted."""
     act()
-    _wait(device)
+    wait(device)
     began_s = time.perf_counter()
     for _ in range(times):
         act()
-    _wait(device)
+    wait(device)
     return (time.perf_counter() - began_s) / times
 
 
@@ -219,7 +219,7 @@ def _profiled(step: Callable[[], object], device: torch.device) -> tuple[Profile
     with profile(activities=activities, acc_events=True) as seen:
         began_s = time.perf_counter()
         step()
-        _wait(device)
+        wait(device)
         wall_s = time.perf_counter() - began_s
     found = Profile(Counter(), Counter(), Counter())
     for event in seen.events() or ():
@@ -250,8 +250,8 @@ def _print_profile(name: str, seen: Profile, *, kernels: bool) -> None:
         print(f"| {group} | {us / 1e3:.1f} | {us / total:.0%} |")
     if kernels:
         print("\n| kernel | group | ms | share |\n|---|---|---|---|")
-    for (group, kernel), us in seen.kernels.most_common(10 if kernels else 0):
-        print(f"| {kernel[:90]} | {group} | {us / 1e3:.1f} | {us / total:.0%} |")
+        for (group, kernel), us in seen.kernels.most_common(10):
+            print(f"| {kernel[:90]} | {group} | {us / 1e3:.1f} | {us / total:.0%} |")
     if seen.waits:
         print(f"waits of the host: {dict(seen.waits)}", flush=True)
 
@@ -271,11 +271,6 @@ def _row(
     gib = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device.type == "cuda" else "-"
     cells = (f"{seconds:.4g}", f"{tokens / seconds:,.0f}", f"{rate / 1e12:.3g}", f"{rate / peak:.1%}", waits, busy, gib)
     print(f"| {what} | {' | '.join(cells)} |", flush=True)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _first(error: BaseException) -> str:

@@ -135,8 +135,9 @@ def check_weights(key: str, folder: Path) -> WeightFiles:
     says_how = len(texts) > 1 or any(name in text for text in texts for name in _SAYS_HOW)
     for file in weight_files(folder) if not mistakes else ():
         try:
-            parameters += known_header(file).parameters
-            if not says_how and (codes := coded_weights(known_header(file))):
+            header = known_header(file)
+            parameters += header.parameters
+            if not says_how and (codes := coded_weights(header)):
                 mistakes.append(
                     f"{key}: {file} holds {len(codes)} weights as codes of one byte ({codes[0]}, ...), and config.json "
                     "has no quantization_config: their scales would not be used; expected one, or bfloat16 or float32"

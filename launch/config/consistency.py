@@ -272,9 +272,7 @@ def _own_functions(config: RunConfig) -> Iterator[str]:
 
 def _group_rewards(config: RunConfig) -> Iterator[str]:
     path, release = config.learner.tasks.group_reward, config.buffer.release
-    if not path:
-        return
-    if release != "rollout":
+    if path and release != "rollout":
         yield (
             f"learner.tasks.group_reward: got {path!r} with buffer.release = {release}, expected buffer.release = "
             "rollout; the other policies release parts of groups, which it cannot judge"

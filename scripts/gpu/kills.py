@@ -54,7 +54,7 @@ class Run:
         return []
 
     def pid(self, who: str) -> int:
-        """Of the newest process; 0: none. A server's is the one that answers at the URL that its worker noted."""
+        """Pid of the newest process; 0: none. A server's is the one that answers at the URL that its worker noted."""
         if who.startswith("server-"):
             url = url_of(self.folder, who.removeprefix("server-"))
             found = listener(url) if url else None

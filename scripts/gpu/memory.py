@@ -43,7 +43,7 @@ def workers(run: Path) -> dict[int, str]:
 
 
 def url_of(run: Path, worker: str) -> str:
-    """Of the worker's server; empty: none so far."""
+    """URL of the worker's server; empty: none so far."""
     with suppress(OSError, ValueError):
         return json.loads((run / "servers" / f"{worker}.json").read_text(encoding="utf-8"))["url"]
     return ""

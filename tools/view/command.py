@@ -14,7 +14,7 @@ import yaml
 from stillhouse.launch.config.tree import get
 from stillhouse.launch.errors import INTERRUPTED_EXIT_CODE, ConfigError, LaunchError, refuse
 from stillhouse.launch.runfolder import find_run
-from stillhouse.learner.config import RUN_FOLDER
+from stillhouse.learner.config import record_path
 from stillhouse.models.files import TokenizerError
 from stillhouse.protocol.atomic_file import write_atomic
 from stillhouse.recording.format import RecordError, RecordHeader
@@ -108,7 +108,7 @@ def find_record(run: Path) -> Path:
     named = get(plain, "learner.record") if isinstance(plain, dict) else None
     if not named:
         raise ConfigError(f"view: {run} was not recorded (learner.record is empty); start a run with --record FILE")
-    return Path(str(named).replace(RUN_FOLDER, str(run), 1)).expanduser()
+    return record_path(str(named), run)
 
 
 def write_view(asked: ViewOptions) -> Path:

@@ -108,6 +108,28 @@ def _students() -> dict[str, PreTrainedModel]:
     }
 
 
+def _by_peft(plain: PreTrainedModel) -> None:
+    """Adapters in all linear layers, which alone are trained."""
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))
+    adapted.requires_grad_(requires_grad=False)
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def _plain_loss(plain: PreTrainedModel, items: list[TrainItem]) -> Tensor:
+    """k1 with the truncated importance weight, token by token, over the trained ones of all items."""
+    loss = torch.zeros(())
+    for one in items:
+        ids_L = torch.from_numpy(one.tokens_L).long()
+        logprobs_LV = torch.log_softmax(plain(input_ids=ids_L[None]).logits[0], dim=-1)
+        for t in np.flatnonzero(one.train_mask_L):
+            s, mu = logprobs_LV[t - 1, ids_L[t]], float(one.behaviour_L[t])
+            cost = sum(s.item() - float(q) for q in one.teacher_ML[:, t])
+            loss = loss + min(math.exp(s.item() - mu), 2.0) * cost * s
+    return loss / sum(int(one.train_mask_L.sum()) for one in items)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # by peft
 @pytest.mark.parametrize("kind", ["tied", "adapters", "experts", "dropout"])
 def test_clipped_steps_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
@@ -142,27 +164,15 @@ def test_clipped_steps_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> N
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
     if lora.rank:
-        torch.manual_seed(0)
-        adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, lora_alpha=4, target_modules="all-linear"))
-        adapted.requires_grad_(requires_grad=False)
-        for name, parameter in adapted.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+        _by_peft(plain)
     parameters = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4, weight_decay=0.0)
     rates = [
         get_cosine_with_min_lr_schedule_with_warmup(optimizer, 2, n, min_lr_rate=0.1).lr_lambdas[0] for n in (6, 9)
     ]
     for step in range(4):
-        items, loss = _items(step), torch.zeros(())
-        for one in items:
-            ids_L = torch.from_numpy(one.tokens_L).long()
-            logprobs_LV = torch.log_softmax(plain(input_ids=ids_L[None]).logits[0], dim=-1)
-            for t in np.flatnonzero(one.train_mask_L):
-                s, mu = logprobs_LV[t - 1, ids_L[t]], float(one.behaviour_L[t])
-                cost = sum(s.item() - float(q) for q in one.teacher_ML[:, t])
-                loss = loss + min(math.exp(s.item() - mu), 2.0) * cost * s
         optimizer.zero_grad()
-        (loss / sum(int(one.train_mask_L.sum()) for one in items)).backward()
+        _plain_loss(plain, _items(step)).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), 0.05))
         assert norms[step] == pytest.approx(norm, rel=1e-3) and norm > 0.05
         optimizer.param_groups[0]["lr"] = 1e-2 * rates[step // 2](step + 1)
